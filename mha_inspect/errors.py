@@ -1,0 +1,59 @@
+"""The errors that mha-inspect raises on purpose, and the exit codes of the command line.
+
+Every message says what was asked with its numbers, the rule, and a way out, in one or two lines.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process returns to the shell."""
+
+    OK = 0
+    """The answer is on stdout."""
+    CONDITION = 1
+    """A condition that was asked about holds: outputs differ, a fault was found, a value is NaN."""
+    USAGE = 2
+    """The flags or the input cannot be used as they are."""
+    REFUSED = 3
+    """It could be tried, and would do harm: it does not fit in memory, or a file is not safe to open."""
+    BUG = 70
+    """A fault of mha-inspect itself; the traceback is kept."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+    CLOSED_PIPE = 141
+    """The reader of stdout went away."""
+
+
+class MhaInspectError(Exception):
+    """Base of every error raised on purpose. The message is meant for the user, whole as it stands."""
+
+    exit_code: ExitCode = ExitCode.USAGE
+
+
+class SpecError(MhaInspectError):
+    """The sizes or settings of a layer contradict each other."""
+
+
+class InputError(MhaInspectError):
+    """A query, key, value, mask or input file does not fit the layer."""
+
+
+class DeviceError(MhaInspectError):
+    """The device is unknown, absent, or cannot run what was asked."""
+
+
+class ExportError(MhaInspectError):
+    """The report could not be written to the file that was named."""
+
+
+class RecordingError(MhaInspectError):
+    """The forward pass cannot be recorded as it is."""
+
+
+class DoesNotFitError(MhaInspectError):
+    """The forward pass needs more memory than the machine has free."""
+
+    exit_code = ExitCode.REFUSED

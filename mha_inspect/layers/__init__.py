@@ -1,0 +1,1 @@
+"""The attention layers that can be built, one file each, and their registry."""

@@ -1,0 +1,63 @@
+"""The attention layers that can be built by name.
+
+This table imports no torch: it serves `--help`, completion and "did you mean". A layer's code is imported when it is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..inputs import Inputs
+    from ..spec import AttentionSpec, RunSpec
+
+
+class LayerModule(Protocol):
+    """What the module of a layer defines at its top level."""
+
+    def build(self, spec: AttentionSpec) -> nn.Module:
+        """The layer on the CPU in spec.dtype, its parameters drawn from spec.seed, in training or eval mode as asked."""
+
+    def arguments(self, inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments of its forward for these inputs."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One way to write attention."""
+
+    name: str
+    """Name on the command line."""
+    summary: str
+    """One line: how it is written."""
+    parameter_formula: str
+    """Closed formula of the parameter count, with E the embed_dim and H the num_heads."""
+    split: str
+    """How the heads are split, as an einops pattern or a phrase."""
+    origin: str
+    """Where this style comes from."""
+    module: str
+    """Module under mha_inspect.layers that builds it."""
+
+    def load(self) -> LayerModule:
+        """Import the layer's code (this imports torch)."""
+        return cast(LayerModule, import_module(f"{__package__}.{self.module}"))
+
+
+LAYERS: dict[str, LayerKind] = {
+    kind.name: kind
+    for kind in (
+        LayerKind(
+            name="torch",
+            summary="torch.nn.MultiheadAttention: one packed projection, heads folded into the batch",
+            parameter_formula="4E² + 4E",
+            split="query batch (heads head_dim) -> (batch heads) query head_dim",
+            origin="PyTorch",
+            module="torch_mha",
+        ),
+    )
+}

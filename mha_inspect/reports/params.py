@@ -1,0 +1,90 @@
+"""The report of `params`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .common import Environment, LayerInfo, Stats, Values
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """The part of a parameter that belongs to one head. Bounds are Python's: start included, stop not."""
+
+    head: int
+    part: str
+    """The matrix or bias that it is a part of: `W_q`, `b_v`, `W_o`."""
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    """None for a bias."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: str
+    dtype: str
+    numel: int
+    nbytes: int
+    share: float
+    """Part of the whole, 0 to 1."""
+    role: str
+    """What it is for: `W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535`."""
+    heads: tuple[HeadSlice, ...] | None = None
+    """Which rows and columns belong to each head, when asked for."""
+    stats: Stats | None = None
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class ParametersTotal:
+    """The whole, and the closed formula beside the count."""
+
+    numel: int
+    nbytes: int
+    formula: str
+    """`4E² + 4E`, with E the embed_dim; empty for a module that was brought along."""
+    formula_numel: int | None
+    """What the formula gives; equal to numel, or one of the two is wrong."""
+
+
+@dataclass(frozen=True)
+class PerHeadProof:
+    """One big projection then split, against one small matrix per head, run on the same input."""
+
+    max_abs_difference: float
+    noise_floor: float
+    verdict: Literal["same", "differs", "inconclusive"]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class HeadCountColumn:
+    """The parameters under one head count."""
+
+    num_heads: int
+    head_dim: int
+    numel: int
+    shapes: dict[str, tuple[int, ...]]
+    """Name to shape."""
+    first_head: dict[str, tuple[HeadSlice, ...]]
+    """Name to the slices that head 0 owns."""
+
+
+@dataclass(frozen=True)
+class ParamsReport:
+    """Every parameter tensor of a layer."""
+
+    environment: Environment
+    layer: LayerInfo
+    parameters: tuple[Parameter, ...]
+    total: ParametersTotal
+    per_head_proof: PerHeadProof | None = None
+    side_by_side: tuple[HeadCountColumn, ...] | None = None
+    """One a head count, when several were asked for."""
+    changes: str = ""
+    """What changes between the head counts, in one sentence."""

@@ -1,0 +1,161 @@
+"""The report of `trace`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .common import Environment, LayerInfo, Stats, Values
+
+Memory = Literal["input", "view", "copy", "new"]
+"""How a tensor came by its memory: given, shared with what it was made from, moved without computing, or computed."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """How PyTorch runs the plain forward under these settings."""
+
+    plain: str
+    """The attention kernel that the plain forward takes, in one phrase."""
+    reason: str | None
+    """Why it is not the fast path, in torch's own words; None where it is, or where there is none."""
+    opened: tuple[str, ...]
+    """Operations of the plain run that hide stages, and that were opened to show them."""
+
+
+@dataclass(frozen=True)
+class OpRef:
+    """The operation that produced a stage."""
+
+    index: int
+    """Its number in the list of operations."""
+    name: str
+    """Its name in torch: `aten.bmm.default`."""
+    source: str
+    """The line that asked for it: `torch/nn/functional.py:6400`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of attention as a textbook names it."""
+
+    name: str
+    """One of `mha_inspect.stages.STAGES`."""
+    shape: tuple[int, ...]
+    axes: str
+    """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
+    formula: str
+    """What is computed, with the real numbers: `softmax(scores)`, `q_heads · k_headsᵀ / √64`."""
+    dtype: str
+    nbytes: int
+    """Bytes of the tensor's elements (of those a view shows, though it owns none)."""
+    flops: int
+    """Floating-point operations of the matrix products that this stage added, a multiply-add counted as two."""
+    memory: Memory
+    opened: bool
+    """Whether the plain forward fuses this stage away, and it was opened to be seen."""
+    op: OpRef | None
+    """None for an input."""
+    stats: Stats | None = None
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One scaled-dot-product computation."""
+
+    module: str
+    """Path of the module that computes it; empty for the traced module itself."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """What q·kᵀ is multiplied by, as it was really applied."""
+    stages: tuple[Stage, ...]
+    notes: tuple[str, ...] = ()
+    """Sentences about this attention that a reader should not miss."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One tensor that the module returned."""
+
+    name: str
+    """`output`, `weights`, or its place in what was returned."""
+    shape: tuple[int, ...]
+    axes: str
+    dtype: str
+    stats: Stats | None = None
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operation read or wrote."""
+
+    id: int
+    """Number of this tensor in the recording: the same number is the same content."""
+    shape: tuple[int, ...]
+    dtype: str
+    axes: str
+
+
+@dataclass(frozen=True)
+class OpLine:
+    """One operation that PyTorch dispatched."""
+
+    index: int
+    name: str
+    module: str
+    source: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    settings: str
+    """Arguments that are not tensors, as text: `-1, False`."""
+    memory: Memory
+    stage: str
+    """Name of the stage that this operation completes; empty for the others."""
+
+
+@dataclass(frozen=True)
+class MaskedRow:
+    """A query whose every key is masked: there is nothing to take an average of."""
+
+    batch: int
+    query: int
+    stage: str
+    """The first stage in which the row is NaN or zero; empty where neither appears."""
+    opened: Literal["nan", "zero", "finite"]
+    """What the row of the output is in the opened run, before W_o's bias hides it: judged on `context`."""
+    plain: Literal["nan", "zero", "finite"]
+    """What the row of the output is in the plain run; `zero` when it equals W_o's bias alone."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether the opened stages compute what the plain forward computes."""
+
+    max_abs_difference: float | None
+    """Largest difference between the two outputs; None where there are no numbers (device meta)."""
+    noise_floor: float | None
+    """Largest rounding error of this computation in this dtype, measured against float64."""
+    agrees: bool | None
+    """None where it was not measured."""
+    note: str = ""
+    """Why there is no measurement, or what it leaves out."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One recorded forward pass, the attentions in it, and the proof."""
+
+    environment: Environment
+    layer: LayerInfo
+    path: Path
+    attentions: tuple[Attention, ...]
+    returns: tuple[Returned, ...]
+    proof: Proof
+    masked_rows: tuple[MaskedRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    ops: tuple[OpLine, ...] | None = None
+    """Every operation, when asked for."""
