@@ -41,6 +41,10 @@ class InputError(MhaInspectError):
     """A query, key, value, mask or input file does not fit the layer."""
 
 
+class WeightsError(MhaInspectError):
+    """The weights of one layer cannot be carried over into another."""
+
+
 class DeviceError(MhaInspectError):
     """The device is unknown, absent, or cannot run what was asked."""
 

@@ -27,6 +27,14 @@ def _require_positive(**sizes: int | None) -> None:
             raise SpecError(f"{name} {size} is not a size: it must be 1 or more. Try {name} 1.")
 
 
+class DerivedInt(int):
+    """A size that follows from others, and not one that was given.
+
+    `dataclasses.replace` hands every field on as if it had been given. The type lets the new spec see which it was, and
+    work it out again from its own sizes.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """The sizes and settings of a layer to build.
@@ -38,6 +46,10 @@ class AttentionSpec:
     """Width of the query and of the output."""
     num_heads: int = 8
     """Number of attention heads."""
+    num_kv_heads: int | None = None
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads; None means num_heads."""
+    head_dim: int = DerivedInt(0)
+    """Features of one head: embed_dim / num_heads unless it was given (None or a `DerivedInt` is not given)."""
     kdim: int | None = None
     """Width of the key; None means embed_dim."""
     vdim: int | None = None
@@ -50,6 +62,8 @@ class AttentionSpec:
     """Whether one key and value of zeros is appended to the sequence."""
     dropout: float = 0.0
     """Probability that a weight is dropped in training mode."""
+    rope: bool = False
+    """Whether queries and keys are rotated by their positions before they meet."""
     batch_first: bool = True
     """Whether inputs are `batch seq embed` (True) or `seq batch embed` (False)."""
     training: bool = False
@@ -61,21 +75,43 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         _require_positive(embed_dim=self.embed_dim, num_heads=self.num_heads, kdim=self.kdim, vdim=self.vdim)
-        if self.embed_dim % self.num_heads:
-            counts = ", ".join(map(str, divisors(self.embed_dim)))
+        if self.head_dim is None or isinstance(self.head_dim, DerivedInt):
+            self._derive_head_dim()
+        _require_positive(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+        if self.num_heads % self.kv_heads:
+            counts = ", ".join(map(str, divisors(self.num_heads)))
             raise SpecError(
-                f"embed_dim {self.embed_dim} cannot be split over num_heads {self.num_heads}: each head gets "
-                f"embed_dim / num_heads whole features. Head counts that divide {self.embed_dim}: {counts}."
+                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: each key/value head "
+                f"serves the same number of query heads. Those that do: {counts}."
+            )
+        if self.rope and self.head_dim % 2:
+            raise SpecError(
+                f"rope cannot turn head_dim {self.head_dim}: it rotates features in pairs, so head_dim must be even. "
+                f"Try head_dim {self.head_dim + 1}."
             )
         if not 0.0 <= self.dropout < 1.0:
             raise SpecError(f"dropout {self.dropout} is not a probability below 1. Try dropout 0.1.")
         if self.dtype not in DTYPES:
             raise SpecError(f"dtype {self.dtype!r} is not one that a layer can be built in: {', '.join(DTYPES)}.")
 
+    def _derive_head_dim(self) -> None:
+        if self.embed_dim % self.num_heads:
+            counts = ", ".join(map(str, divisors(self.embed_dim)))
+            raise SpecError(
+                f"embed_dim {self.embed_dim} cannot be split over num_heads {self.num_heads}: each head gets "
+                f"embed_dim / num_heads whole features. Head counts that divide {self.embed_dim}: {counts}."
+            )
+        object.__setattr__(self, "head_dim", DerivedInt(self.embed_dim // self.num_heads))
+
     @property
-    def head_dim(self) -> int:
-        """Features of one head: embed_dim / num_heads."""
-        return self.embed_dim // self.num_heads
+    def head_dim_given(self) -> bool:
+        """Whether head_dim was asked for, and does not follow from embed_dim and num_heads."""
+        return not isinstance(self.head_dim, DerivedInt)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def key_width(self) -> int:
@@ -144,8 +180,8 @@ class RunSpec:
 
 
 def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
-    """The spec as JSON carries it: every field, and the head_dim that follows from them."""
-    return {**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, "head_dim": spec.head_dim}
+    """The spec as JSON carries it: every field, head_dim as the number that it came to."""
+    return {**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, "head_dim": int(spec.head_dim)}
 
 
 @dataclass(frozen=True, kw_only=True)
