@@ -61,3 +61,9 @@ class DoesNotFitError(MhaInspectError):
     """The forward pass needs more memory than the machine has free."""
 
     exit_code = ExitCode.REFUSED
+
+
+class UnsafeFileError(MhaInspectError):
+    """A file could only be read by running code that is in it, or by unpacking what may be any size."""
+
+    exit_code = ExitCode.REFUSED

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 class LayerModule(Protocol):
     """What the module of a layer defines at its top level."""
 
-    def build(self, spec: AttentionSpec) -> nn.Module:
-        """The layer on the CPU in spec.dtype, its parameters drawn from spec.seed, in training or eval mode as asked."""
+    def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+        """The layer in spec.dtype, in training or eval mode as asked.
+
+        Its parameters are drawn from spec.seed on the CPU and then moved, so that they are the same on every device; on
+        `meta` they have shapes and no content.
+        """
 
     def arguments(self, inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of its forward for these inputs."""

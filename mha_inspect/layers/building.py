@@ -1,0 +1,55 @@
+"""Building a layer from a seed, the same bit for bit wherever and however often it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ..spec import AttentionSpec
+
+M = TypeVar("M", bound=nn.Module)
+
+_SEEDS = 2**64
+"""Generators take 64 bits; any whole number is folded into them."""
+
+
+@contextmanager
+def _float32_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the CPU's global generator inside the block, and put it back after it.
+
+    `torch.manual_seed` is not used: it would seed the other devices too, and nothing would put those back.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed % _SEEDS)
+        yield
+
+
+def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu") -> M:
+    """What `make` returns, initialised from spec.seed, in spec.dtype, on `device`, in training or eval mode as asked.
+
+    `make` builds the module with torch's defaults (no dtype, no device): it is drawn in float32 on the CPU and then cast
+    and moved, so that every dtype rounds the same numbers and float64 holds float32's exactly. On `meta` nothing is drawn
+    and nothing allocated. The global generators, default dtype and default device stay as they were.
+    """
+    where = "meta" if device == "meta" else "cpu"
+    with _float32_by_default(), torch.device(where):
+        if where == "meta":
+            module = make()
+        else:
+            with seeded(spec.seed):
+                module = make()
+    return module.to(device=device, dtype=getattr(torch, spec.dtype)).train(spec.training)
