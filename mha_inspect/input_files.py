@@ -98,13 +98,13 @@ def _require_agreement(
         batches = [tensor.shape[batch_axis] for tensor in (query, key, value)]
         if len(set(batches)) > 1:
             raise InputError(
-                f"{file}: the batch sizes of query, key and value are {batches[0]}, {batches[1]} and {batches[2]}, and must "
-                f"be one number. Their axes are `{_layout('seq', 'width', spec, inputs)}`."
+                f"{file}: the batch sizes of query, key and value are {batches[0]}, {batches[1]} and {batches[2]}, "
+                f"and must be one number. Their axes are `{_layout('seq', 'width', spec, inputs)}`."
             )
     if key.shape[seq_axis] != value.shape[seq_axis]:
         raise InputError(
-            f"{file}: key has length {key.shape[seq_axis]} and value {value.shape[seq_axis]}: each key needs its value, so "
-            f"they must be one number. Their axes are `{_layout('key', 'width', spec, inputs)}`."
+            f"{file}: key has length {key.shape[seq_axis]} and value {value.shape[seq_axis]}: each key needs its value, "
+            f"so they must be one number. Their axes are `{_layout('key', 'width', spec, inputs)}`."
         )
 
 
@@ -138,7 +138,7 @@ def read_attn_mask(path: Path, sizes: tuple[int, int, int, int]) -> Tensor:
 
 
 def _is_zeros_and_ones(mask: Tensor) -> bool:
-    """Whether numbers look like a boolean mask. Floating-point zeros alone are not: read either way they bar nothing."""
+    """Whether numbers look like a boolean mask. Floating-point zeros alone do not: either way they bar nothing."""
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
         return False
     return not mask.is_floating_point() or bool((mask == 1).any())

@@ -40,17 +40,15 @@ class Inputs:
     def fully_masked_rows(self, num_heads: int) -> list[tuple[int, int]]:
         """(batch, query) of every row that has no key left to look at, in at least one head.
 
-        One such head is enough: W_o mixes its context into the whole row of the output. Empty where the layer appends a key
-        of its own, and on meta, where a mask has no content.
+        One such head is enough: W_o mixes its context into the whole row of the output. Empty where the layer appends a
+        key of its own, and on meta, where a mask has no content.
         """
         if self.extra_keys or self.query.is_meta or (self.attn_mask is None and self.key_padding_mask is None):
             return []
         masked = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
         if self.attn_mask is not None:
             barred = (self.attn_mask if self.attn_mask.dtype == torch.bool else self.attn_mask == float("-inf")).cpu()
-            masked = masked | (
-                barred.unflatten(0, (self.batch, num_heads)) if barred.dim() == 3 else barred[None, None]
-            )
+            masked = masked | (barred.view(self.batch, num_heads, *barred.shape[-2:]) if barred.dim() == 3 else barred)
         if self.key_padding_mask is not None:
             masked = masked | self.key_padding_mask.cpu().view(self.batch, 1, 1, self.key_len)
         rows = masked.all(dim=-1).any(dim=1).expand(self.batch, self.query_len)
@@ -60,8 +58,8 @@ class Inputs:
 def make_inputs(spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> Inputs:
     """The inputs that the flags describe.
 
-    Numbers are drawn from a normal distribution in float32 on the CPU and then cast and moved: they are the same whatever
-    the head count, the layout, the dtype (but for its rounding) and the device. On meta there are shapes only.
+    Numbers are drawn from a normal distribution in float32 on the CPU and then cast and moved: they are the same
+    whatever the head count, the layout, the dtype (but for its rounding) and the device. On meta there are shapes only.
 
     Raises:
         InputError: a file, its shape or its dtype does not fit the layer, or the padding does not fit the file.
@@ -155,11 +153,13 @@ def _padding_mask(inputs: InputSpec, batch: int, key_len: int, device: torch.dev
         return None
     if len(inputs.padding) not in (1, batch):
         raise InputError(
-            f"padding has {len(inputs.padding)} numbers for batch {batch}: give one number, or one per row of the batch."
+            f"padding has {len(inputs.padding)} numbers for batch {batch}: "
+            "give one number, or one per row of the batch."
         )
     if any(not 0 <= count <= key_len for count in inputs.padding):
         raise InputError(
-            f"padding {','.join(map(str, inputs.padding))} does not fit {key_len} keys: each number must be 0 to {key_len}."
+            f"padding {','.join(map(str, inputs.padding))} does not fit {key_len} keys: "
+            f"each number must be 0 to {key_len}."
         )
     if device.type == "meta":
         mask = torch.empty(batch, key_len, dtype=torch.bool, device=device)

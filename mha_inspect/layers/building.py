@@ -41,9 +41,9 @@ def seeded(seed: int) -> Iterator[None]:
 def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu") -> M:
     """What `make` returns, initialised from spec.seed, in spec.dtype, on `device`, in training or eval mode as asked.
 
-    `make` builds the module with torch's defaults (no dtype, no device): it is drawn in float32 on the CPU and then cast
-    and moved, so that every dtype rounds the same numbers and float64 holds float32's exactly. On `meta` nothing is drawn
-    and nothing allocated. The global generators, default dtype and default device stay as they were.
+    `make` builds the module with torch's defaults (no dtype, no device): it is drawn in float32 on the CPU and then
+    cast and moved, so that every dtype rounds the same numbers and float64 holds float32's exactly. On `meta` nothing
+    is drawn and nothing allocated. The global generators, default dtype and default device stay as they were.
     """
     where = "meta" if device == "meta" else "cpu"
     with _float32_by_default(), torch.device(where):
