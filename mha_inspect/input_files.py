@@ -103,8 +103,8 @@ def _require_agreement(
             )
     if key.shape[seq_axis] != value.shape[seq_axis]:
         raise InputError(
-            f"{file}: key has length {key.shape[seq_axis]} and value {value.shape[seq_axis]}: each key needs its value, "
-            f"so they must be one number. Their axes are `{_layout('key', 'width', spec, inputs)}`."
+            f"{file}: key has length {key.shape[seq_axis]} and value {value.shape[seq_axis]}: "
+            f"each key needs its value. Their axes are `{_layout('key', 'width', spec, inputs)}`."
         )
 
 

@@ -1,6 +1,7 @@
 """The attention layers that can be built by name.
 
-This table imports no torch: it serves `--help`, completion and "did you mean". A layer's code is imported when it is built.
+This table imports no torch: it serves `--help`, completion and "did you mean". A layer's code is imported when it is
+built.
 """
 
 from __future__ import annotations
