@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import Inputs
-from ..spec import AttentionSpec, RunSpec
+from ..spec import DTYPES, AttentionSpec, RunSpec
 from .building import build_seeded
+from .roles import Part, Role, ranges, stacked
 
 
 def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
@@ -52,3 +53,73 @@ def _padding_like(padding: Tensor | None, attn_mask: Tensor | None) -> Tensor | 
     if padding is None or attn_mask is None or attn_mask.dtype == torch.bool:
         return padding
     return torch.zeros_like(padding, dtype=attn_mask.dtype).masked_fill_(padding, float("-inf"))
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name: one packed in_proj_weight where all widths are equal, else three of them."""
+    embed, heads = spec.embed_dim, spec.num_heads
+    width = (0, embed)
+    packed = stacked(("W_q", "W_k", "W_v"), (embed, embed, embed), width, heads)
+    biases = stacked(("b_q", "b_k", "b_v"), (embed, embed, embed), None, heads)
+    table = {
+        "in_proj_bias": Role(
+            "(qkv heads head_dim)", f"b_q, b_k, b_v one after the other: elements {ranges(biases)}", biases
+        ),
+        "bias_k": Role(
+            "1 1 (heads head_dim)", "one learned key, appended to the keys", (_bias("bias_k", embed, heads),)
+        ),
+        "bias_v": Role(
+            "1 1 (heads head_dim)", "one learned value, appended to the values", (_bias("bias_v", embed, heads),)
+        ),
+        "out_proj.weight": Role(
+            "embed (heads head_dim)",
+            f"W_o: its columns are the heads side by side, {int(spec.head_dim)} each",
+            (Part("W_o", width, width, split="columns", heads=heads),),
+        ),
+        "out_proj.bias": Role("embed", "b_o: added once, it belongs to no head", (Part("b_o", width, split=None),)),
+    }
+    if spec.key_width == embed and spec.value_width == embed:
+        text = f"W_q, W_k, W_v one above the other: rows {ranges(packed)}"
+        return {"in_proj_weight": Role("(qkv heads head_dim) embed", text, packed), **table}
+    inputs = (("q", "embed", embed), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
+    apart = {
+        f"{letter}_proj_weight": Role(
+            f"(heads head_dim) {axis}", f"W_{letter}", (Part(f"W_{letter}", width, (0, size), heads=heads),)
+        )
+        for letter, axis, size in inputs
+    }
+    return {**apart, **table}
+
+
+def _bias(name: str, size: int, heads: int) -> Part:
+    return Part(name, (0, size), heads=heads)
+
+
+def formula(spec: AttentionSpec) -> str:
+    """W_q and W_o are E², W_k is EK and W_v EV, each projection has a bias of E, and a learned key and value E each."""
+    squares = 2 + (spec.key_width == spec.embed_dim) + (spec.value_width == spec.embed_dim)
+    terms = [f"{squares}E²"]
+    terms += ["EK"] * (spec.key_width != spec.embed_dim)
+    terms += ["EV"] * (spec.value_width != spec.embed_dim)
+    vectors = 4 * spec.bias + 2 * spec.add_bias_kv
+    terms += [f"{vectors}E"] * bool(vectors)
+    return " + ".join(terms)
+
+
+def spec_of(module: nn.MultiheadAttention) -> AttentionSpec:
+    """The spec that such a module answers to. A dtype that no layer is built in stands as float32, a dropout of 1 as 0."""
+    weight = module.out_proj.weight
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return AttentionSpec(
+        embed_dim=module.embed_dim,
+        num_heads=module.num_heads,
+        kdim=module.kdim,
+        vdim=module.vdim,
+        bias=module.in_proj_bias is not None,
+        add_bias_kv=module.bias_k is not None,
+        add_zero_attn=module.add_zero_attn,
+        dropout=module.dropout if module.dropout < 1 else 0.0,
+        batch_first=module.batch_first,
+        training=module.training,
+        dtype=dtype if dtype in DTYPES else "float32",
+    )
