@@ -1,0 +1,121 @@
+"""Self-attention as BERT has it: no output projection of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import projection
+from .masks import additive_mask, same_key_and_value
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+class BertSelfAttention(nn.Module):
+    """concat(head_1 … head_h) with head_i = softmax(q_i k_iᵀ / √attention_head_size + attention_mask) v_i.
+
+    There is no W_o: BERT keeps it in the layer that comes next (BertSelfOutput), with a dropout and a LayerNorm.
+    Source of the style: BertSelfAttention in Hugging Face transformers and in google-research/bert.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_attention_heads: int, attention_probs_dropout_prob: float = 0.0, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.num_attention_heads = num_attention_heads
+        self.attention_head_size = hidden_size // num_attention_heads
+        self.all_head_size = self.num_attention_heads * self.attention_head_size
+        self.query = nn.Linear(hidden_size, self.all_head_size, bias=bias)
+        self.key = nn.Linear(hidden_size, self.all_head_size, bias=bias)
+        self.value = nn.Linear(hidden_size, self.all_head_size, bias=bias)
+        self.dropout = nn.Dropout(attention_probs_dropout_prob)
+
+    def transpose_for_scores(self, x: torch.Tensor) -> torch.Tensor:
+        """`... seq (heads head_dim) -> ... heads seq head_dim`."""
+        x = x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
+        return x.transpose(-3, -2)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`... query hidden, ... key hidden -> ... query hidden, ... heads query key`, with or without a batch.
+
+        Keys and values come from encoder_hidden_states where it is given (cross-attention). The mask is added to the
+        scores: 0, or the lowest number of the dtype where a query may not look.
+        """
+        key_states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query_layer = self.transpose_for_scores(self.query(hidden_states))
+        key_layer = self.transpose_for_scores(self.key(key_states))
+        value_layer = self.transpose_for_scores(self.value(key_states))
+
+        attention_scores = torch.matmul(query_layer, key_layer.transpose(-1, -2))
+        attention_scores = attention_scores / math.sqrt(self.attention_head_size)
+        if attention_mask is not None:
+            attention_scores = attention_scores + attention_mask
+        attention_probs = nn.functional.softmax(attention_scores, dim=-1)
+        attention_probs = self.dropout(attention_probs)
+
+        context_layer = torch.matmul(attention_probs, value_layer)
+        context_layer = context_layer.transpose(-3, -2).contiguous()
+        context_layer = context_layer.view(*context_layer.shape[:-2], self.all_head_size)
+        return context_layer, attention_probs if output_attentions else None
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed."""
+    return build_seeded(
+        lambda: BertSelfAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias),
+        spec,
+        device,
+    )
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """hidden_states, the additive mask that BERT extends, and the encoder's states where the keys are not the query's.
+
+    Raises `InputError` where key and value are not the same tensor.
+    """
+    states = same_key_and_value(inputs, "bert")
+    mask = additive_mask(inputs, blocked=torch.finfo(inputs.query.dtype).min)
+    return (inputs.query,), {
+        "attention_mask": mask,
+        "encoder_hidden_states": states,
+        "output_attentions": run.need_weights,
+    }
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    return {
+        **projection("query", "q", "embed", embed, heads, head_dim),
+        **projection("key", "k", "embed", embed, heads, head_dim),
+        **projection("value", "v", "embed", embed, heads, head_dim),
+    }
+
+
+def formula(spec: AttentionSpec) -> str:
+    """Three squares, and a bias each."""
+    return "3E² + 3E" if spec.bias else "3E²"
+
+
+def spec_of(layer: BertSelfAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    return AttentionSpec(
+        embed_dim=layer.query.in_features,
+        num_heads=layer.num_attention_heads,
+        dropout=layer.dropout.p,
+        bias=layer.query.bias is not None,
+    )

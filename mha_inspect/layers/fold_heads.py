@@ -1,0 +1,127 @@
+"""Heads folded into the batch, as textbooks write it for torch.bmm: one attention function for one head or many."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from torch import nn
+
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import formula_of_widths, output_projection, projection
+from .masks import merged_mask
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q kᵀ / √d) v for `batch query d`, `batch key d`, `batch key d`.
+
+    It knows nothing of heads: what it calls a batch may be sequences, or sequences times heads.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`batch query d, batch key d, batch key d -> batch query d, batch query key`."""
+        scores = torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.size(-1))
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        weights = torch.softmax(scores, dim=-1)
+        return torch.bmm(self.dropout(weights), values), weights
+
+
+class FoldHeadsAttention(nn.Module):
+    """concat(head_1 … head_h) W_o: `batch seq (heads head_dim) -> (batch heads) seq head_dim`, attention, and back.
+
+    The projections are lazy: queries, keys and values may have different widths, and all become num_hiddens wide.
+    Source of the style: "Dive into Deep Learning", https://d2l.ai/chapter_attention-mechanisms-and-transformers/multihead-attention.html,
+    with its transpose_qkv written in einops.
+    """
+
+    def __init__(self, num_hiddens: int, num_heads: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention = DotProductAttention(dropout)
+        self.W_q = nn.LazyLinear(num_hiddens, bias=bias)
+        self.W_k = nn.LazyLinear(num_hiddens, bias=bias)
+        self.W_v = nn.LazyLinear(num_hiddens, bias=bias)
+        self.W_o = nn.LazyLinear(num_hiddens, bias=bias)
+
+    def forward(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`batch query embed, batch key kdim, batch key vdim -> batch query embed, batch heads query key`.
+
+        The mask is boolean (True: not allowed) or additive, `query key` or one that broadcasts to
+        `batch heads query key`.
+        """
+        fold = "batch seq (heads head_dim) -> (batch heads) seq head_dim"
+        queries_folded = rearrange(self.W_q(queries), fold, heads=self.num_heads)
+        keys_folded = rearrange(self.W_k(keys), fold, heads=self.num_heads)
+        values_folded = rearrange(self.W_v(values), fold, heads=self.num_heads)
+        if mask is not None and mask.dim() == 4:
+            mask = mask.expand(queries.size(0), self.num_heads, -1, -1)
+            mask = rearrange(mask, "batch heads query key -> (batch heads) query key")
+
+        output, weights = self.attention(queries_folded, keys_folded, values_folded, mask)
+        concat = rearrange(output, "(batch heads) seq head_dim -> batch seq (heads head_dim)", heads=self.num_heads)
+        weights = rearrange(weights, "(batch heads) query key -> batch heads query key", heads=self.num_heads)
+        return self.W_o(concat), weights
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed, with no lazy one left among them."""
+
+    def make() -> FoldHeadsAttention:
+        layer = FoldHeadsAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias)
+        widths = (spec.embed_dim, spec.key_width, spec.value_width, spec.embed_dim)
+        # A lazy Linear learns its width from its first call. It gets that call here, with no rows, and no trace has it.
+        for linear, width in zip((layer.W_q, layer.W_k, layer.W_v, layer.W_o), widths, strict=True):
+            linear(torch.empty(0, width))
+        return layer
+
+    return build_seeded(make, spec, device)
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """queries, keys, values and one mask for all."""
+    return (inputs.query, inputs.key, inputs.value), {"mask": merged_mask(inputs)}
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    return {
+        **projection("W_q", "q", "embed", embed, heads, head_dim),
+        **projection("W_k", "k", "kdim", spec.key_width, heads, head_dim),
+        **projection("W_v", "v", "vdim", spec.value_width, heads, head_dim),
+        **output_projection("W_o", embed, heads, head_dim),
+    }
+
+
+def formula(spec: AttentionSpec) -> str:
+    """Four matrices of E rows, as wide as what they read, and a bias each."""
+    return formula_of_widths(spec)
+
+
+def spec_of(layer: FoldHeadsAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    return AttentionSpec(
+        embed_dim=layer.W_q.in_features,
+        num_heads=layer.num_heads,
+        kdim=layer.W_k.in_features,
+        vdim=layer.W_v.in_features,
+        dropout=layer.attention.dropout.p,
+        bias=layer.W_q.bias is not None,
+    )

@@ -1,0 +1,176 @@
+"""Fewer key and value heads than query heads, and rotary positions, as LLaMA writes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import output_projection, projection
+from .masks import additive_mask, same_key_and_value
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """(x1, x2) -> (-x2, x1), with x1 and x2 the halves of the last dimension."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def rotary_positions(x: torch.Tensor, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position · base^(-2i / head_dim), `position head_dim`, for x `batch heads position head_dim`.
+
+    The angles are worked out in float32 at least: bfloat16 cannot tell position 257 from 258.
+    Source: https://arxiv.org/abs/2104.09864, with the halves of a feature pair head_dim / 2 apart as LLaMA has them.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    head_dim = x.shape[-1]
+    inv_freq = base ** -(torch.arange(0, head_dim, 2, dtype=dtype, device=x.device) / head_dim)
+    angles = torch.outer(torch.arange(x.shape[-2], dtype=dtype, device=x.device), inv_freq)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def apply_rotary(x: torch.Tensor) -> torch.Tensor:
+    """`batch heads position head_dim`, each pair of features (i, i + head_dim / 2) turned by its position's angle."""
+    cos, sin = rotary_positions(x)
+    return (x * cos) + (rotate_half(x) * sin)
+
+
+def repeat_kv(hidden_states: torch.Tensor, n_rep: int) -> torch.Tensor:
+    """`batch kv_heads key head_dim -> batch (kv_heads n_rep) key head_dim`: each head n_rep times in a row."""
+    batch, num_key_value_heads, slen, head_dim = hidden_states.shape
+    if n_rep == 1:
+        return hidden_states
+    hidden_states = hidden_states[:, :, None, :, :].expand(batch, num_key_value_heads, n_rep, slen, head_dim)
+    return hidden_states.reshape(batch, num_key_value_heads * n_rep, slen, head_dim)
+
+
+class GroupedQueryAttention(nn.Module):
+    """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_gᵀ / √head_dim) v_g, with g = i // (heads / kv_heads).
+
+    Key/value head g is shared by a group of query heads: all of them when there is one (multi-query attention), one
+    each when there are as many (multi-head attention). With `rope` queries and keys are first turned by position.
+    Source of the style: https://arxiv.org/abs/2305.13245 and the attention of LLaMA.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        rope: bool = False,
+        attention_dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.num_key_value_groups = num_heads // num_key_value_heads
+        self.head_dim = head_dim
+        self.scaling = head_dim**-0.5
+        self.rope = rope
+        self.attention_dropout = attention_dropout
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`batch query embed, batch key embed -> batch query embed, batch heads query key`.
+
+        Keys and values come from key_value_states where it is given (cross-attention). The mask is added to the scores
+        and broadcasts to `batch heads query key`.
+        """
+        batch, query_len, _ = hidden_states.shape
+        states = hidden_states if key_value_states is None else key_value_states
+        key_len = states.shape[1]
+        query = self.q_proj(hidden_states).view(batch, query_len, self.num_heads, self.head_dim).transpose(1, 2)
+        key = self.k_proj(states).view(batch, key_len, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        value = self.v_proj(states).view(batch, key_len, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        if self.rope:
+            query, key = apply_rotary(query), apply_rotary(key)
+        key = repeat_kv(key, self.num_key_value_groups)
+        value = repeat_kv(value, self.num_key_value_groups)
+
+        attn_weights = torch.matmul(query, key.transpose(2, 3)) * self.scaling
+        if attention_mask is not None:
+            attn_weights = attn_weights + attention_mask
+        attn_weights = nn.functional.softmax(attn_weights, dim=-1)
+        attn_weights = nn.functional.dropout(attn_weights, p=self.attention_dropout, training=self.training)
+        attn_output = torch.matmul(attn_weights, value)
+        attn_output = attn_output.transpose(1, 2).contiguous()
+        attn_output = attn_output.reshape(batch, query_len, -1)
+        return self.o_proj(attn_output), attn_weights if output_attentions else None
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed."""
+    return build_seeded(
+        lambda: GroupedQueryAttention(
+            spec.embed_dim, spec.num_heads, spec.kv_heads, spec.head_dim, spec.rope, spec.dropout, spec.bias
+        ),
+        spec,
+        device,
+    )
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """hidden_states, an additive mask, and the states that keys and values come from where they are not the query's.
+
+    Raises `InputError` where key and value are not the same tensor.
+    """
+    states = same_key_and_value(inputs, "grouped-query")
+    return (inputs.query,), {
+        "attention_mask": additive_mask(inputs),
+        "key_value_states": states,
+        "output_attentions": run.need_weights,
+    }
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    embed, head_dim = spec.embed_dim, int(spec.head_dim)
+    table = projection("q_proj", "q", "embed", embed, spec.num_heads, head_dim)
+    for letter in ("k", "v"):
+        shared = projection(f"{letter}_proj", letter, "embed", embed, spec.kv_heads, head_dim)
+        group = spec.num_heads // spec.kv_heads
+        for name, role in shared.items():
+            axes = role.axes.replace("heads", "kv_heads")
+            text = role.text if group == 1 else f"{role.text}, each for {group} query heads"
+            table[name] = replace(role, axes=axes, text=text)
+    return table | output_projection("o_proj", embed, spec.num_heads, head_dim)
+
+
+def formula(spec: AttentionSpec) -> str:
+    """W_q and W_o have H heads, W_k and W_v have G: E by HD twice and E by GD twice, and a bias each."""
+    return "2EHD + 2EGD + HD + 2GD + E" if spec.bias else "2EHD + 2EGD"
+
+
+def spec_of(layer: GroupedQueryAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    return AttentionSpec(
+        embed_dim=layer.o_proj.out_features,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_key_value_heads,
+        head_dim=layer.head_dim,
+        rope=layer.rope,
+        dropout=layer.attention_dropout,
+        bias=layer.o_proj.bias is not None,
+    )

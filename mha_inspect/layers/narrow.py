@@ -1,0 +1,105 @@
+"""The embedding cut into slices before any projection: what articles describe when they say that the input is split."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import one_head, output_projection
+from .masks import mask_of_head, merged_mask
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+class NarrowAttention(nn.Module):
+    """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_iᵀ / √s) v_i, with q_i = query[slice i] W_q_i.
+
+    Keys and values are made from their slices i likewise. Head i sees s = emb / heads features of the embedding and no
+    others, so its matrices are s by s. It is what multi-head attention becomes when every weight outside of those
+    blocks is zero, and not what PyTorch computes.
+    Source of the style: "narrow" self-attention in Peter Bloem's https://peterbloem.nl/blog/transformers.
+    """
+
+    def __init__(self, emb: int, heads: int, bias: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        s = emb // heads
+        self.toqueries = nn.ModuleList(nn.Linear(s, s, bias=bias) for _ in range(heads))
+        self.tokeys = nn.ModuleList(nn.Linear(s, s, bias=bias) for _ in range(heads))
+        self.tovalues = nn.ModuleList(nn.Linear(s, s, bias=bias) for _ in range(heads))
+        self.unifyheads = nn.Linear(heads * s, emb, bias=bias)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`.
+
+        With or without a batch. The mask is boolean (True: not allowed) or additive, `query key` or one that broadcasts
+        to `... heads query key`.
+        """
+        slices = zip(query.chunk(self.heads, -1), key.chunk(self.heads, -1), value.chunk(self.heads, -1), strict=True)
+        outputs, weights = [], []
+        for i, (query_slice, key_slice, value_slice) in enumerate(slices):
+            q, k, v = self.toqueries[i](query_slice), self.tokeys[i](key_slice), self.tovalues[i](value_slice)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+            head_mask = mask_of_head(mask, i)
+            if head_mask is not None and head_mask.dtype == torch.bool:
+                scores = scores.masked_fill(head_mask, float("-inf"))
+            elif head_mask is not None:
+                scores = scores + head_mask
+            weights.append(scores.softmax(dim=-1))
+            outputs.append(weights[-1] @ v)
+        output = self.unifyheads(torch.cat(outputs, dim=-1))
+        return output, torch.stack(weights, dim=-3) if need_weights else None
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed."""
+    return build_seeded(
+        lambda: NarrowAttention(spec.embed_dim, spec.num_heads, spec.bias),
+        spec,
+        device,
+    )
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """query, key, value and one mask for all."""
+    return (inputs.query, inputs.key, inputs.value), {
+        "mask": merged_mask(inputs),
+        "need_weights": run.need_weights,
+    }
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    width = int(spec.head_dim)
+    table = output_projection("unifyheads", spec.embed_dim, spec.num_heads, width)
+    for name, letter in (("toqueries", "q"), ("tokeys", "k"), ("tovalues", "v")):
+        for head in range(spec.num_heads):
+            reads = f": it reads features {head * width}–{(head + 1) * width - 1} of the embedding and no others"
+            table |= one_head(f"{name}.{head}", letter, head, width, width, "head_dim head_dim", reads)
+    return table
+
+
+def formula(spec: AttentionSpec) -> str:
+    """W_o is E²; W_q, W_k and W_v are H blocks of D² each, which is ED: the more heads, the fewer parameters."""
+    return "E² + 3ED + 4E" if spec.bias else "E² + 3ED"
+
+
+def spec_of(layer: NarrowAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    output = layer.unifyheads
+    return AttentionSpec(embed_dim=output.out_features, num_heads=layer.heads, bias=output.bias is not None)

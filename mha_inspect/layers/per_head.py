@@ -1,0 +1,118 @@
+"""The formula of "Attention Is All You Need", read literally: a matrix of its own for every head, and a loop."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import formula_of_widths, one_head, output_projection
+from .masks import mask_of_head, merged_mask
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V, equation 1 of the paper, and its weights.
+
+    `... query d_k, ... key d_k, ... key d_v -> ... query d_v, ... query key`. What is not allowed is set to -inf before
+    the softmax (section 3.2.3).
+    """
+    scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(dim=-1)
+    return weights @ v, weights
+
+
+class PerHeadAttention(nn.Module):
+    """MultiHead(Q, K, V) = Concat(head_1 … head_h) W_o, head_i = Attention(Q W_q_i, K W_k_i, V W_v_i).
+
+    Source of the style: section 3.2.2 of https://arxiv.org/abs/1706.03762. The paper's matrices have no biases; `bias`
+    adds them as the implementations have them.
+    """
+
+    def __init__(
+        self, d_model: int, num_heads: int, kdim: int | None = None, vdim: int | None = None, bias: bool = True
+    ) -> None:
+        super().__init__()
+        d_k = d_model // num_heads
+        self.W_q = nn.ModuleList(nn.Linear(d_model, d_k, bias=bias) for _ in range(num_heads))
+        self.W_k = nn.ModuleList(nn.Linear(kdim or d_model, d_k, bias=bias) for _ in range(num_heads))
+        self.W_v = nn.ModuleList(nn.Linear(vdim or d_model, d_k, bias=bias) for _ in range(num_heads))
+        self.W_o = nn.Linear(num_heads * d_k, d_model, bias=bias)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`... query embed, ... key kdim, ... key vdim -> ... query embed, ... heads query key`.
+
+        With or without a batch. The mask is boolean (True: not allowed) or additive, `query key` or one that broadcasts
+        to `... heads query key`.
+        """
+        heads, weights = [], []
+        for i, (w_q, w_k, w_v) in enumerate(zip(self.W_q, self.W_k, self.W_v, strict=True)):
+            head, head_weights = attention(w_q(query), w_k(key), w_v(value), mask_of_head(mask, i))
+            heads.append(head)
+            weights.append(head_weights)
+        output = self.W_o(torch.cat(heads, dim=-1))
+        return output, torch.stack(weights, dim=-3) if need_weights else None
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed."""
+    return build_seeded(
+        lambda: PerHeadAttention(spec.embed_dim, spec.num_heads, spec.kdim, spec.vdim, spec.bias),
+        spec,
+        device,
+    )
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """query, key, value and one mask for all."""
+    return (inputs.query, inputs.key, inputs.value), {
+        "mask": merged_mask(inputs),
+        "need_weights": run.need_weights,
+    }
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    head_dim = int(spec.head_dim)
+    table = output_projection("W_o", spec.embed_dim, spec.num_heads, head_dim)
+    widths = (("q", "embed", spec.embed_dim), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
+    for letter, axis, width in widths:
+        for head in range(spec.num_heads):
+            table |= one_head(f"W_{letter}.{head}", letter, head, width, head_dim, f"head_dim {axis}")
+    return table
+
+
+def formula(spec: AttentionSpec) -> str:
+    """The heads' matrices together have E rows, whatever their number: as many as in one big matrix."""
+    return formula_of_widths(spec)
+
+
+def spec_of(layer: PerHeadAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    key, value = cast(nn.Linear, layer.W_k[0]), cast(nn.Linear, layer.W_v[0])
+    return AttentionSpec(
+        embed_dim=layer.W_o.out_features,
+        num_heads=len(layer.W_q),
+        kdim=key.in_features,
+        vdim=value.in_features,
+        bias=layer.W_o.bias is not None,
+    )

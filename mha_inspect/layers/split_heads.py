@@ -1,0 +1,125 @@
+"""Heads split by view and permute, as TensorFlow's transformer tutorial writes it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import output_projection, projection
+from .masks import merged_mask
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+def scaled_dot_product_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q kᵀ / √depth + mask · -1e9) v, and the weights that softmax gave.
+
+    q, k, v are `batch heads query depth`, `batch heads key depth`, `batch heads key depth`; mask is 1 where a query may
+    not look, and broadcasts to `batch heads query key`. Every key of a row masked moves all its scores by the same
+    amount: the row keeps finite weights where -inf gives NaN.
+    """
+    matmul_qk = torch.matmul(q, k.transpose(-2, -1))
+    scaled_attention_logits = matmul_qk / math.sqrt(k.size(-1))
+    if mask is not None:
+        scaled_attention_logits = scaled_attention_logits + mask * -1e9
+    attention_weights = torch.softmax(scaled_attention_logits, dim=-1)
+    output = torch.matmul(attention_weights, v)
+    return output, attention_weights
+
+
+class SplitHeadsAttention(nn.Module):
+    """MultiHead(q, k, v) = dense(concat(head_1 … head_h)), each head a slice of wq(q), wk(k), wv(v).
+
+    One class for encoder self-attention (q = k = v, padding mask), masked decoder attention (q = k = v, look-ahead
+    mask) and encoder-decoder attention (q from the decoder, k = v from the encoder).
+    Source of the style: https://www.tensorflow.org/text/tutorials/transformer (first edition).
+    """
+
+    def __init__(self, d_model: int, num_heads: int, bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.d_model = d_model
+        self.depth = d_model // num_heads
+        self.wq = nn.Linear(d_model, d_model, bias=bias)
+        self.wk = nn.Linear(d_model, d_model, bias=bias)
+        self.wv = nn.Linear(d_model, d_model, bias=bias)
+        self.dense = nn.Linear(d_model, d_model, bias=bias)
+
+    def split_heads(self, x: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """`batch seq (heads depth) -> batch heads seq depth`."""
+        x = x.view(batch_size, -1, self.num_heads, self.depth)
+        return x.permute(0, 2, 1, 3)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`batch query d_model, batch key d_model, batch key d_model -> batch query d_model, batch heads query key`."""
+        batch_size = q.size(0)
+        q = self.split_heads(self.wq(q), batch_size)
+        k = self.split_heads(self.wk(k), batch_size)
+        v = self.split_heads(self.wv(v), batch_size)
+
+        scaled_attention, attention_weights = scaled_dot_product_attention(q, k, v, mask)
+        scaled_attention = scaled_attention.permute(0, 2, 1, 3).contiguous()
+        concat_attention = scaled_attention.view(batch_size, -1, self.d_model)
+        return self.dense(concat_attention), attention_weights
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed."""
+    return build_seeded(
+        lambda: SplitHeadsAttention(spec.embed_dim, spec.num_heads, spec.bias),
+        spec,
+        device,
+    )
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """q, k, v and a mask of ones and zeros.
+
+    Additive numbers are divided by the -1e9 that the layer multiplies with. Raises `InputError` where float16 cannot
+    hold what comes out.
+    """
+    mask = merged_mask(inputs)
+    if mask is not None and mask.dtype != torch.bool:
+        if inputs.query.dtype == torch.float16:
+            raise InputError(
+                "split-heads multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
+                "Give a boolean mask, or dtype float32."
+            )
+        mask = (mask.to(inputs.query.dtype) / -1e9).clamp(max=1.0)
+    if mask is not None:
+        mask = mask.to(inputs.query.dtype)
+    return (inputs.query, inputs.key, inputs.value), {"mask": mask}
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    return {
+        **projection("wq", "q", "embed", embed, heads, head_dim),
+        **projection("wk", "k", "embed", embed, heads, head_dim),
+        **projection("wv", "v", "embed", embed, heads, head_dim),
+        **output_projection("dense", embed, heads, head_dim),
+    }
+
+
+def formula(spec: AttentionSpec) -> str:
+    """Four squares, and a bias each."""
+    return "4E² + 4E" if spec.bias else "4E²"
+
+
+def spec_of(layer: SplitHeadsAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    return AttentionSpec(embed_dim=layer.d_model, num_heads=layer.num_heads, bias=layer.wq.bias is not None)

@@ -1,0 +1,109 @@
+"""Every head as wide as the embedding: the parameters grow with the heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..spec import AttentionSpec
+from .building import build_seeded
+from .linear_roles import output_projection, projection
+from .masks import merged_mask
+from .roles import Role
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..spec import RunSpec
+
+
+class WideAttention(nn.Module):
+    """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_iᵀ / √k) v_i, every head with k = emb features of its own.
+
+    Queries and keys are each divided by k^¼ before they meet, which takes less memory than dividing their product.
+    Source of the style: "wide" self-attention in Peter Bloem's https://peterbloem.nl/blog/transformers.
+    """
+
+    def __init__(self, emb: int, heads: int, head_dim: int | None = None, bias: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        self.k = head_dim or emb
+        self.toqueries = nn.Linear(emb, heads * self.k, bias=bias)
+        self.tokeys = nn.Linear(emb, heads * self.k, bias=bias)
+        self.tovalues = nn.Linear(emb, heads * self.k, bias=bias)
+        self.unifyheads = nn.Linear(heads * self.k, emb, bias=bias)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`.
+
+        The mask is boolean (True: not allowed) or additive, and broadcasts to `batch heads query key`.
+        """
+        b, t, h, k = query.size(0), query.size(1), self.heads, self.k
+        queries = self.toqueries(query).view(b, t, h, k)
+        keys = self.tokeys(key).view(b, -1, h, k)
+        values = self.tovalues(value).view(b, -1, h, k)
+
+        queries = queries.transpose(1, 2) / (k ** (1 / 4))
+        keys = keys.transpose(1, 2) / (k ** (1 / 4))
+        values = values.transpose(1, 2)
+
+        dot = queries @ keys.transpose(2, 3)
+        if mask is not None:
+            dot = dot.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else dot + mask
+        weights = torch.softmax(dot, dim=3)
+        out = (weights @ values).transpose(1, 2).contiguous().view(b, t, h * k)
+        return self.unifyheads(out), weights if need_weights else None
+
+
+def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+    """The layer, its parameters drawn from spec.seed."""
+    return build_seeded(
+        lambda: WideAttention(
+            spec.embed_dim, spec.num_heads, spec.head_dim if spec.head_dim_given else None, spec.bias
+        ),
+        spec,
+        device,
+    )
+
+
+def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """query, key, value and one mask for all."""
+    return (inputs.query, inputs.key, inputs.value), {
+        "mask": merged_mask(inputs),
+        "need_weights": run.need_weights,
+    }
+
+
+def roles(spec: AttentionSpec) -> dict[str, Role]:
+    """What each parameter is for, by name."""
+    embed, heads = spec.embed_dim, spec.num_heads
+    head_dim = int(spec.head_dim) if spec.head_dim_given else embed
+    return {
+        **projection("toqueries", "q", "embed", embed, heads, head_dim),
+        **projection("tokeys", "k", "embed", embed, heads, head_dim),
+        **projection("tovalues", "v", "embed", embed, heads, head_dim),
+        **output_projection("unifyheads", embed, heads, head_dim),
+    }
+
+
+def formula(spec: AttentionSpec) -> str:
+    """Four matrices of E by HD, with D = E unless head_dim was given: the more heads, the more parameters."""
+    if spec.head_dim_given and spec.head_dim != spec.embed_dim:
+        return "4EHD + 3HD + E" if spec.bias else "4EHD"
+    return "4HE² + 3HE + E" if spec.bias else "4HE²"
+
+
+def spec_of(layer: WideAttention) -> AttentionSpec:
+    """The sizes that such a layer has."""
+    output = layer.unifyheads
+    return AttentionSpec(
+        embed_dim=output.out_features, num_heads=layer.heads, head_dim=layer.k, bias=output.bias is not None
+    )
