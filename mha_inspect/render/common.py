@@ -1,0 +1,95 @@
+"""Parts that several documents share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
+from . import numbers
+from .document import Block, Cell, Column, Document, Paragraph, Section, Table, Tone, Verbatim, table
+
+SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
+"""Settings that are True unless someone asks otherwise: they are named only when they are not."""
+
+VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
+
+
+def sizes(layer: LayerInfo) -> str:
+    """The sizes of a layer, and every setting that is not as usual: `embed_dim 512, num_heads 2, head_dim 256`."""
+    first = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
+    # Dtype and seed stand on the next line, with what the numbers were made with.
+    rest = [name for name in layer.spec if name not in (*first, "dtype", "seed")]
+    parts = [f"{name} {layer.spec[name]}" for name in first if layer.spec.get(name) is not None]
+    for name in rest:
+        value = layer.spec[name]
+        if name in SETTINGS_AS_USUAL:
+            if value != SETTINGS_AS_USUAL[name]:
+                parts.append(f"{name} {value}")
+        elif value is True:
+            parts.append(name)
+        elif value is not None and value is not False and value != 0:
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)
+
+
+def page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Document:
+    """A page under the usual heading: the layer with its sizes, and what the numbers were made with."""
+    made_with = [environment.device, environment.dtype]
+    if environment.seed is not None:
+        made_with.append(f"seed {environment.seed}")
+    made_with.append(f"torch {environment.torch}")
+    shown = tuple(section for section in sections if section.blocks or section.title)
+    return Document(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+
+
+def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
+    """A shape that knows its axes."""
+    return Cell(numbers.shape(sizes), "shape", axes)
+
+
+def changes_only(names: Iterable[str], before: str) -> Iterator[str]:
+    """Each name where it is another than the one before it, else nothing."""
+    for name in names:
+        yield "" if name == before else name
+        before = name
+
+
+def notes(sentences: Iterable[str]) -> tuple[Block, ...]:
+    """Sentences that a reader should not miss."""
+    return tuple(Paragraph(sentence, label="note") for sentence in sentences)
+
+
+def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
+    """The statistics of those that have any; nothing where none has."""
+    filled = [(name, stats) for name, stats in rows if stats is not None]
+    if not filled:
+        return ()
+    columns = (
+        Column("statistics"),
+        *(Column(name, "right") for name in ("mean", "std", "min", "max")),
+        *(Column(name, "right", drop=drop) for name, drop in (("NaN", 1), ("inf", 2), ("masked", 3))),
+    )
+    return (
+        table(
+            columns,
+            (
+                (
+                    Cell(name),
+                    *(numbers.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max)),
+                    *(Cell(numbers.count(n), "bad" if n else "muted") for n in (stats.nan, stats.inf)),
+                    Cell(numbers.count(stats.masked), "" if stats.masked else "muted"),
+                )
+                for name, stats in filled
+            ),
+        ),
+    )
+
+
+def contents(rows: Iterable[tuple[str, tuple[int, ...], str, Values | None]]) -> tuple[Verbatim, ...]:
+    """The tensors of those that have them: name, shape, axes, content."""
+    return tuple(
+        Verbatim(values.text, name, numbers.shape(sizes), axes)
+        for name, sizes, axes, values in rows
+        if values is not None
+    )

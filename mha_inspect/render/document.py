@@ -1,0 +1,166 @@
+"""A page as plain data: sections of tables, facts, paragraphs and verbatim text, before any format.
+
+A report becomes a document once; terminal, plain, svg and html all show that document. Every string is cleaned when it
+enters, so that no renderer can forget to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .clean import clean, clean_lines
+
+Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
+"""What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
+
+
+def _set(block: object, name: str, value: object) -> None:
+    object.__setattr__(block, name, value)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One field of a table."""
+
+    text: str
+    tone: Tone = ""
+    """Empty: that of its column."""
+    axes: str = ""
+    """For a shape: what its dimensions are, so that both can be shown in the same colours."""
+    mark: str = ""
+    """A sign behind the text that a line under the table explains."""
+
+    def __post_init__(self) -> None:
+        _set(self, "text", clean(self.text))
+        _set(self, "axes", clean(self.axes))
+        _set(self, "mark", clean(self.mark))
+
+    @property
+    def full(self) -> str:
+        """Text and mark."""
+        return f"{self.text} {self.mark}" if self.mark else self.text
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table, and what may happen to it where the page is narrow."""
+
+    title: str
+    align: Literal["left", "right"] = "left"
+    tone: Tone = ""
+    drop: int = 0
+    """0: always shown. Else the highest number goes first, and the page says what went."""
+    wrap: int = 0
+    """0: kept on one line as long as possible. Else it may be wrapped between words down to this width."""
+    into: str = ""
+    """Title of the column under whose text this one is put, as a second line, before anything is dropped."""
+    optional: bool = False
+    """Left out where every field is empty."""
+
+    def __post_init__(self) -> None:
+        _set(self, "title", clean(self.title))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of fields. Empty optional columns are taken out when it is made."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    legend: str = ""
+    """What the marks behind its fields mean."""
+    total: bool = False
+    """Whether the last row sums up the others."""
+    split: bool = False
+    """Where it is too wide: whether it is cut into several tables, each with the first column again."""
+
+    def __post_init__(self) -> None:
+        _set(self, "legend", clean(self.legend))
+        kept = [i for i, c in enumerate(self.columns) if not c.optional or any(row[i].text for row in self.rows)]
+        _set(self, "columns", tuple(self.columns[i] for i in kept))
+        _set(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
+
+
+def table(
+    columns: Iterable[Column],
+    rows: Iterable[Iterable[Cell | str]],
+    *,
+    legend: str = "",
+    total: bool = False,
+    split: bool = False,
+) -> Table:
+    """A table whose fields may be bare strings."""
+    made = tuple(tuple(f if isinstance(f, Cell) else Cell(f) for f in row) for row in rows)
+    return Table(tuple(columns), made, legend, total, split)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Lines of a label and what it stands for."""
+
+    items: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        _set(self, "items", tuple((clean(label), clean(text)) for label, text in self.items))
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A sentence or a few."""
+
+    text: str
+    tone: Tone = ""
+    label: str = ""
+    """What it is about, set before it and apart from it."""
+
+    def __post_init__(self) -> None:
+        _set(self, "text", clean(self.text))
+        _set(self, "label", clean(self.label))
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """Text whose line breaks are its own: the content of a tensor."""
+
+    text: str
+    title: str = ""
+    shape: str = ""
+    axes: str = ""
+
+    def __post_init__(self) -> None:
+        _set(self, "text", clean_lines(self.text))
+        for name in ("title", "shape", "axes"):
+            _set(self, name, clean(getattr(self, name)))
+
+
+Block: TypeAlias = Table | Facts | Paragraph | Verbatim
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page under a title; without one it goes on from the part before."""
+
+    blocks: tuple[Block, ...]
+    title: str = ""
+    detail: str = ""
+    """What is said behind the title on the same line."""
+
+    def __post_init__(self) -> None:
+        _set(self, "title", clean(self.title))
+        _set(self, "detail", clean(self.detail))
+
+
+@dataclass(frozen=True)
+class Document:
+    """The page."""
+
+    title: str
+    detail: str
+    subtitle: str
+    sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("title", "detail", "subtitle"):
+            _set(self, name, clean(getattr(self, name)))

@@ -1,0 +1,146 @@
+"""Which columns of a table a page has room for, and how wide each is. No format is known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .clean import cells
+from .document import Table
+from .wrapping import longest_word
+
+GAP = 2
+"""Spaces between columns."""
+
+
+@dataclass(frozen=True)
+class ShownColumn:
+    """A column that is shown."""
+
+    index: int
+    """Its place in the table."""
+    width: int
+    below: tuple[int, ...]
+    """Places of columns whose text is put under the text of this one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table, or a part of it, that fits."""
+
+    columns: tuple[ShownColumn, ...]
+    dropped: tuple[str, ...] = ()
+    """Titles of columns that there was no room for."""
+
+
+class _Fitting:
+    """One table on its way to a width. Columns are moved under others, then dropped, then squeezed."""
+
+    def __init__(self, table: Table, indices: list[int], width: int) -> None:
+        self.table = table
+        self.width = width
+        self.shown = list(indices)
+        self.below: dict[int, list[int]] = {}
+        self.dropped: list[str] = []
+        bodies = [[row[i].full for row in table.rows] for i in range(len(table.columns))]
+        self.body = [max(map(cells, column), default=0) for column in bodies]
+        self.body_word = [max(map(longest_word, column), default=0) for column in bodies]
+
+    def room(self) -> int:
+        return self.width - GAP * (len(self.shown) - 1)
+
+    def fit(self) -> Layout:
+        while True:
+            for wrapped_titles in (False, True):
+                widths = self.widths(wrapped_titles)
+                if widths is not None:
+                    return self.layout(self.unwrapped_titles(widths))
+            if not (self.move() or self.drop()):
+                return self.layout(self.squeezed())
+
+    def widths(self, wrapped_titles: bool) -> dict[int, int] | None:
+        """Widths at which every column keeps to the lines that it is meant to have, or None."""
+        widths, floors = {}, {}
+        for i in self.shown:
+            column = self.table.columns[i]
+            title = longest_word(column.title) if wrapped_titles else cells(column.title)
+            below = self.words_below(i)
+            widths[i] = max(self.body[i], title, below)
+            floors[i] = widths[i]
+            if column.wrap:
+                floors[i] = max(min(column.wrap, self.body[i]), self.body_word[i], title, below)
+        return widths if self.narrow(widths, floors) else None
+
+    def words_below(self, host: int) -> int:
+        """Width that the columns moved under this one need so that no word of theirs is broken."""
+        return max((2 + self.body_word[guest] for guest in self.below.get(host, ())), default=0)
+
+    def unwrapped_titles(self, widths: dict[int, int]) -> dict[int, int]:
+        """Give what room is left to titles that are whole with little of it."""
+        missing = {i: cells(self.table.columns[i].title) - widths[i] for i in self.shown}
+        for i in sorted(self.shown, key=lambda i: missing[i]):
+            if 0 < missing[i] <= self.room() - sum(widths.values()):
+                widths[i] += missing[i]
+        return widths
+
+    def narrow(self, widths: dict[int, int], floors: dict[int, int]) -> bool:
+        """Take from the widest that has something to give, until all fit."""
+        while sum(widths.values()) > self.room():
+            givers = [i for i in self.shown if widths[i] > floors[i]]
+            if not givers:
+                return False
+            widths[max(givers, key=lambda i: widths[i])] -= 1
+        return True
+
+    def move(self) -> bool:
+        """Put a column under the one that it may go under."""
+        titles = {self.table.columns[i].title: i for i in self.shown}
+        for i in self.shown:
+            host = titles.get(self.table.columns[i].into)
+            if host is not None:
+                self.shown.remove(i)
+                self.below.setdefault(host, []).append(i)
+                return True
+        return False
+
+    def drop(self) -> bool:
+        """Leave out the column that will be missed least."""
+        last = max(self.shown, key=lambda i: self.table.columns[i].drop)
+        if not self.table.columns[last].drop:
+            return False
+        self.shown.remove(last)
+        self.dropped.insert(0, self.table.columns[last].title)
+        return True
+
+    def squeezed(self) -> dict[int, int]:
+        """Widths for a page that is narrower than the table was made for: between words first, then anywhere."""
+        least = {i: max(longest_word(self.table.columns[i].title), self.words_below(i)) for i in self.shown}
+        widths = {i: max(self.body[i], least[i]) for i in self.shown}
+        if not self.narrow(widths, {i: max(self.body_word[i], least[i]) for i in self.shown}):
+            self.narrow(widths, dict.fromkeys(self.shown, 1))
+        return widths
+
+    def layout(self, widths: dict[int, int]) -> Layout:
+        """What room is left goes to columns that have others below them."""
+        spare = self.room() - sum(widths.values())
+        for host, guests in self.below.items():
+            wanted = max(2 + sum(self.body[g] + 2 for g in guests) - 2 - widths[host], 0)
+            given = min(wanted, max(spare, 0))
+            widths[host] += given
+            spare -= given
+        columns = (ShownColumn(i, max(widths[i], 1), tuple(self.below.get(i, ()))) for i in self.shown)
+        return Layout(tuple(columns), tuple(self.dropped))
+
+
+def layouts(table: Table, width: int) -> tuple[Layout, ...]:
+    """How to show the table in `width` columns: one layout, or several for a table that may be split."""
+    if not table.columns:
+        return ()
+    indices = list(range(len(table.columns)))
+    if not table.split:
+        return (_Fitting(table, indices, width).fit(),)
+    parts: list[list[int]] = [[]]
+    for i in indices[1:]:
+        if parts[-1] and _Fitting(table, [0, *parts[-1], i], width).widths(True) is None:
+            parts.append([])
+        parts[-1].append(i)
+    return tuple(_Fitting(table, [0, *part], width).fit() for part in parts)

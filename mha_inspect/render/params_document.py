@@ -1,0 +1,139 @@
+"""The page of `params`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
+from . import numbers
+from .common import VERDICT_TONES, contents, page, shape_cell, statistics
+from .document import Cell, Column, Document, Paragraph, Section, Table, table
+
+PARAMETER_COLUMNS = (
+    Column("name", tone="strong"),
+    Column("shape", tone="shape"),
+    Column("axes", tone="axes"),
+    Column("dtype", tone="muted", drop=3),
+    Column("count", "right"),
+    Column("bytes", "right", "muted", drop=2),
+    Column("share", "right", "muted", drop=1),
+    Column("role", wrap=24, into="axes"),
+)
+
+
+def params_document(report: ParamsReport) -> Document:
+    """Every parameter, the total with its closed formula, and what belongs to which head."""
+    return page(report.environment, report.layer, _sections(report))
+
+
+def _sections(report: ParamsReport) -> Iterator[Section]:
+    parameters = report.parameters
+    yield Section(
+        (
+            _parameters(parameters, report.total),
+            *_formula(report.total),
+            *statistics((p.name, p.stats) for p in parameters),
+            *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
+        ),
+        "parameters",
+    )
+    if any(p.heads is not None for p in parameters):
+        yield Section((_per_head(parameters),), "by head", "both ends included")
+    if report.per_head_proof is not None:
+        yield Section((_proof(report.per_head_proof),))
+    if report.side_by_side is not None:
+        changes = (Paragraph(report.changes, label="what changes"),) if report.changes else ()
+        yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
+    elif report.changes:
+        yield Section((Paragraph(report.changes, label="what changes"),))
+
+
+def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Table:
+    rows: list[tuple[Cell | str, ...]] = [
+        (
+            p.name,
+            shape_cell(p.shape, p.axes),
+            p.axes,
+            p.dtype,
+            numbers.count(p.numel),
+            numbers.size(p.nbytes),
+            numbers.percent(p.share),
+            p.role,
+        )
+        for p in parameters
+    ]
+    rows.append(("total", "", "", "", numbers.count(total.numel), numbers.size(total.nbytes), "", ""))
+    return table(PARAMETER_COLUMNS, rows, total=True)
+
+
+def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
+    """The closed formula beside the count."""
+    if not total.formula:
+        return ()
+    counted = numbers.count(total.numel)
+    if total.formula_numel is None:
+        return (Paragraph(f"{total.formula} for {counted} parameters", label="formula"),)
+    given = numbers.count(total.formula_numel)
+    if total.formula_numel == total.numel:
+        return (Paragraph(f"{total.formula} = {given}, as counted", "good", "formula"),)
+    return (
+        Paragraph(f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad", "formula"),
+    )
+
+
+def _bounds(piece: HeadSlice) -> tuple[str, str]:
+    return numbers.span(piece.rows), "" if piece.columns is None else numbers.span(piece.columns)
+
+
+def _per_head(parameters: tuple[Parameter, ...]) -> Table:
+    columns = (
+        Column("parameter"),
+        Column("part", tone="strong"),
+        Column("head", "right"),
+        Column("rows", "right"),
+        Column("columns", "right", optional=True),
+    )
+    return table(
+        columns,
+        ((p.name, s.part, str(s.head), *_bounds(s)) for p in parameters if p.heads is not None for s in p.heads),
+    )
+
+
+def _proof(proof: PerHeadProof) -> Paragraph:
+    measured = f"largest difference {numbers.small(proof.max_abs_difference)}"
+    floor = f"noise floor {numbers.small(proof.noise_floor)} (measured against float64)"
+    tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
+    return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
+
+
+def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
+    """A column a head count. What is not the same in every column is set in strong type."""
+    rows: list[tuple[str, list[str]]] = [
+        ("head_dim", [str(c.head_dim) for c in counts]),
+        ("parameters", [numbers.count(c.numel) for c in counts]),
+    ]
+    for name in dict.fromkeys(name for c in counts for name in c.shapes):
+        rows.append((name, [numbers.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
+        parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
+        rows += [(f"head 0 of {part}", [_owned(c, name, part) for c in counts]) for part in parts]
+    columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
+    return table(
+        columns,
+        (
+            (label, *(Cell(text, "strong" if len(set(texts)) > 1 else "muted") for text in texts))
+            for label, texts in rows
+        ),
+        split=True,
+    )
+
+
+def _owned(column: HeadCountColumn, name: str, part: str) -> str:
+    """What head 0 owns of a part, as `rows 0–255` or `columns 0–255`: the bounds that the head count moves."""
+    for piece in column.first_head.get(name, ()):
+        if piece.part == part:
+            rows, columns = _bounds(piece)
+            whole = column.shapes[name]
+            if piece.columns is None or piece.columns == (0, whole[-1]):
+                return f"rows {rows}"
+            return f"columns {columns}" if piece.rows == (0, whole[0]) else f"rows {rows}, columns {columns}"
+    return ""

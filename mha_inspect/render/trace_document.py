@@ -1,0 +1,228 @@
+"""The page of `trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, Returned, Stage, Trace
+from . import numbers
+from .common import changes_only, contents, notes, page, shape_cell, statistics
+from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
+
+OPENED = "*"
+"""Behind the name of a stage that the plain run hides."""
+LEGEND = f"{OPENED} hidden inside a kernel in the plain run, opened here to be seen"
+
+STAGE_COLUMNS = (
+    Column("stage", tone="strong"),
+    Column("shape", tone="shape"),
+    Column("axes", tone="axes"),
+    Column("computed", wrap=26, into="axes"),
+    Column("dtype", optional=True),
+    Column("bytes", "right", "muted", drop=2),
+    Column("FLOPs", "right", "muted", drop=3),
+    Column("memory", tone="muted", into="axes", optional=True),
+)
+
+
+def trace_document(trace: Trace) -> Document:
+    """How PyTorch runs it, what it computes stage by stage, what it returns, and the proof, which is the last line."""
+    return page(trace.environment, trace.layer, _sections(trace))
+
+
+def _sections(trace: Trace) -> Iterator[Section]:
+    yield Section((_path(trace.path),))
+    if len(trace.attentions) > 1:
+        yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
+    for number, attention in enumerate(trace.attentions, 1):
+        title = f"attention {number}" if len(trace.attentions) > 1 else "attention"
+        yield _attention(attention, title, trace.environment.dtype)
+    if not trace.attentions:
+        yield Section((Paragraph("No attention was found: no softmax lies between two matrix products.", "warn"),))
+    if trace.returns:
+        yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
+    if trace.masked_rows:
+        yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
+    if trace.ops is not None:
+        yield Section((_ops(trace.ops),), "operations", numbers.count(len(trace.ops)))
+    if trace.notes:
+        yield Section(notes(trace.notes))
+    yield Section((_proof(trace.proof),))
+
+
+def _path(path: Path) -> Facts:
+    items = [("PyTorch runs", path.plain)]
+    if path.reason:
+        items.append(("reason", path.reason))
+    if path.opened:
+        items.append(("opened", ", ".join(path.opened)))
+    return Facts(tuple(items))
+
+
+def _stage(attention: Attention, name: str) -> Stage | None:
+    return next((stage for stage in attention.stages if stage.name == name), None)
+
+
+def _summary(attentions: tuple[Attention, ...]) -> Table:
+    """One row an attention."""
+    columns = (
+        Column("#", "right", "muted"),
+        Column("module", tone="strong"),
+        Column("num_heads", "right"),
+        Column("head_dim", "right", drop=1),
+        Column("scores", tone="shape"),
+        Column("axes", tone="axes", drop=3),
+        Column("scale", drop=2),
+        Column("notes", wrap=24, into="module", optional=True),
+    )
+    rows = []
+    for number, attention in enumerate(attentions, 1):
+        scores = _stage(attention, "scores") or _stage(attention, "weights")
+        rows.append(
+            (
+                str(number),
+                attention.module or "(the layer itself)",
+                _heads(attention),
+                str(attention.head_dim),
+                shape_cell(scores.shape, scores.axes) if scores else "",
+                scores.axes if scores else "",
+                numbers.scale(attention.scale, attention.head_dim),
+                " ".join(attention.notes),
+            )
+        )
+    return table(columns, rows)
+
+
+def _heads(attention: Attention) -> str:
+    shared = attention.num_kv_heads != attention.num_heads
+    return f"{attention.num_heads} over {attention.num_kv_heads}" if shared else str(attention.num_heads)
+
+
+def _attention(attention: Attention, title: str, dtype: str) -> Section:
+    """Sizes, the table of stages, and what was asked for beyond it."""
+    facts = [f"num_heads {attention.num_heads}"]
+    if attention.num_kv_heads != attention.num_heads:
+        facts.append(f"num_kv_heads {attention.num_kv_heads}")
+    facts += [f"head_dim {attention.head_dim}", f"scale {numbers.scale(attention.scale, attention.head_dim)}"]
+    named = f"{title} in {attention.module}" if attention.module else title
+    blocks: list[Block] = [_stages(attention.stages, dtype)]
+    blocks += statistics((stage.name, stage.stats) for stage in attention.stages)
+    blocks += contents((stage.name, stage.shape, stage.axes, stage.values) for stage in attention.stages)
+    blocks += notes(attention.notes)
+    return Section(tuple(blocks), named, ", ".join(facts))
+
+
+def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
+    dtypes = changes_only((stage.dtype for stage in stages), dtype)
+    return table(
+        STAGE_COLUMNS,
+        (
+            (
+                Cell(stage.name, mark=OPENED if stage.opened else ""),
+                shape_cell(stage.shape, stage.axes),
+                stage.axes,
+                stage.formula,
+                changed,
+                numbers.size(stage.nbytes),
+                numbers.flops(stage.flops),
+                stage.memory if stage.memory in ("view", "copy") else "",
+            )
+            for stage, changed in zip(stages, dtypes, strict=True)
+        ),
+        legend=LEGEND if any(stage.opened for stage in stages) else "",
+    )
+
+
+def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
+    columns = (
+        Column("name", tone="strong"),
+        Column("shape", tone="shape"),
+        Column("axes", tone="axes"),
+        Column("dtype", optional=True),
+    )
+    dtypes = changes_only((r.dtype for r in returned), dtype)
+    rows = ((r.name, shape_cell(r.shape, r.axes), r.axes, changed) for r, changed in zip(returned, dtypes, strict=True))
+    return (
+        table(columns, rows),
+        *statistics((r.name, r.stats) for r in returned),
+        *contents((r.name, r.shape, r.axes, r.values) for r in returned),
+    )
+
+
+def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
+    """Rows that fare alike stand in one line."""
+    alike: dict[tuple[int, str, str, str], list[int]] = {}
+    for row in rows:
+        alike.setdefault((row.batch, row.stage, row.opened, row.plain), []).append(row.query)
+    columns = (
+        Column("batch", "right"),
+        Column("query", "right", wrap=8),
+        Column("first seen in"),
+        Column("opened run"),
+        Column("plain run"),
+    )
+
+    def fate(name: str) -> Cell:
+        return Cell("NaN" if name == "nan" else name, "bad" if name == "nan" else "")
+
+    return (
+        table(
+            columns,
+            (
+                (str(batch), numbers.spans(queries), stage or "no stage", fate(opened), fate(plain))
+                for (batch, stage, opened, plain), queries in alike.items()
+            ),
+        ),
+    )
+
+
+def _operands(operands: tuple[Operand, ...]) -> str:
+    return ", ".join(f"%{operand.id} {numbers.shape(operand.shape)}" for operand in operands)
+
+
+def _ops(ops: tuple[OpLine, ...]) -> Table:
+    columns = (
+        Column("#", "right", "muted"),
+        Column("operation", tone="strong"),
+        Column("inputs", wrap=18),
+        Column("outputs", wrap=18, into="inputs"),
+        Column("axes", tone="axes", drop=3, wrap=18, optional=True),
+        Column("settings", tone="muted", drop=4, wrap=14, optional=True),
+        Column("memory", tone="muted", drop=1, optional=True),
+        Column("stage", into="operation", optional=True),
+        Column("source", tone="muted", into="operation"),
+        Column("module", tone="muted", drop=2, optional=True),
+    )
+    return table(
+        columns,
+        (
+            (
+                str(op.index),
+                op.name,
+                _operands(op.inputs),
+                _operands(op.outputs),
+                ", ".join(operand.axes for operand in op.outputs if operand.axes),
+                op.settings,
+                op.memory if op.memory in ("view", "copy") else "",
+                op.stage,
+                op.source,
+                op.module,
+            )
+            for op in ops
+        ),
+    )
+
+
+def _proof(proof: Proof) -> Paragraph:
+    """Whether what was shown is what PyTorch computes."""
+    note = f"; {proof.note}" if proof.note else ""
+    if proof.agrees is None:
+        return Paragraph(f"plain and opened outputs were not compared{note}", "muted")
+    facts = []
+    if proof.max_abs_difference is not None:
+        facts.append(f"largest difference {numbers.small(proof.max_abs_difference)}")
+    if proof.noise_floor is not None:
+        facts.append(f"noise floor {numbers.small(proof.noise_floor)} (measured against float64)")
+    verdict = "agree" if proof.agrees else "DIFFER"
+    measured = f": {', '.join(facts)}" if facts else ""
+    return Paragraph(f"plain and opened outputs {verdict}{measured}{note}", "good" if proof.agrees else "bad")
