@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,7 @@ from .memory import require_memory
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
-_NEEDS_CODE = re.compile(
-    r"Unsupported (global|class|operand)|not an allowed global|TorchScript|torch\.jit|persistent_load"
-)
+_NEEDS_CODE = re.compile(r"Unsupported (global|class)|not an allowed global|TorchScript|torch\.jit|persistent_load")
 _GLOBAL = re.compile(r"GLOBAL ([A-Za-z_][\w.]*)")
 
 
@@ -105,7 +104,9 @@ def _read_pt(path: Path) -> Any:
                         "Save the tensor again with torch.save."
                     )
         # Said by name: an environment variable can turn the default off.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnsafeFileError:
         raise
     except (

@@ -107,7 +107,7 @@ def formula(spec: AttentionSpec) -> str:
 
 
 def spec_of(module: nn.MultiheadAttention) -> AttentionSpec:
-    """The spec that such a module answers to. A dtype that no layer is built in stands as float32, a dropout of 1 as 0."""
+    """The spec that such a module answers to; a dtype that no layer is built in is float32, a dropout of 1 is 0."""
     weight = module.out_proj.weight
     dtype = str(weight.dtype).removeprefix("torch.")
     return AttentionSpec(

@@ -1,0 +1,79 @@
+"""Statistics against torch's own, and values as torch prints them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mha_inspect import content
+from mha_inspect.content import stats_of, values_of
+from mha_inspect.reports.common import Stats
+from mha_inspect.spec import Show
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_stats_are_torchs_over_the_finite_elements(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "_CHUNK", chunk)
+    tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)) + 1000
+    tensor[0, 0], tensor[1, 1], tensor[2] = math.nan, math.inf, -math.inf
+    finite = tensor[tensor.isfinite()].double()
+    stats = stats_of(tensor)
+    assert stats is not None
+    assert stats.mean == pytest.approx(float(finite.mean()), rel=1e-12)
+    assert stats.std == pytest.approx(float(finite.std()), rel=1e-9)
+    assert (stats.min, stats.max) == (float(finite.min()), float(finite.max()))
+    assert (stats.nan, stats.inf, stats.masked) == (1, 8, 0)
+
+
+def test_what_a_mask_put_there_is_no_alarm() -> None:
+    mask = torch.tensor([[False, True], [False, False]])
+    scores = torch.tensor([[[1.0, -math.inf], [-math.inf, 3.0]], [[1.0, 2.0], [3.0, math.inf]]])
+    stats = stats_of(scores, mask)
+    assert stats is not None
+    assert (stats.masked, stats.inf) == (1, 2)
+
+
+def test_one_element_and_none() -> None:
+    assert stats_of(torch.tensor(3)) == Stats(mean=3.0, std=0.0, min=3.0, max=3.0, nan=0, inf=0, masked=0)
+    empty = stats_of(torch.full((2,), math.nan))
+    assert empty is not None
+    assert math.isnan(empty.mean)
+    assert math.isnan(empty.min)
+    assert empty.nan == 2
+
+
+def test_meta_has_no_content() -> None:
+    tensor = torch.empty(3, device="meta")
+    assert stats_of(tensor) is None
+    assert values_of(tensor, Show()) is None
+
+
+def test_values_are_what_torch_prints() -> None:
+    tensor = torch.randn(40, 40, requires_grad=True)
+    values = values_of(tensor, Show())
+    assert values is not None
+    assert values.text == repr(tensor.detach())
+    assert values.data is None
+
+
+def test_precision_and_edges_and_torchs_options_after_it() -> None:
+    torch.set_printoptions(precision=7, threshold=5, linewidth=200, sci_mode=True)
+    try:
+        before = repr(torch.linspace(1, 2, 2000))
+        values = values_of(torch.linspace(1, 2, 2001), Show(precision=2, edge_items=2))
+        assert repr(torch.linspace(1, 2, 2000)) == before
+    finally:
+        torch.set_printoptions(profile="default")
+    assert values is not None
+    assert values.text == "tensor([1.00, 1.00,  ..., 2.00, 2.00])"
+
+
+def test_every_element_for_a_machine() -> None:
+    values = values_of(torch.tensor([[1.0, math.inf]]), Show(full_values=True))
+    assert values is not None
+    assert values.data == [[1.0, math.inf]]
+    alone = values_of(torch.tensor(True), Show(full_values=True))
+    assert alone is not None
+    assert alone.data == [True]
