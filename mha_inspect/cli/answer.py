@@ -1,0 +1,103 @@
+"""Bring an answer to where it was asked for: stdout, and the file of --export."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from ..errors import ExitCode, ExportError, MhaInspectError
+from ..export import Target
+from .screen import columns, in_color, is_terminal
+
+if TYPE_CHECKING:
+    from ..render import Format
+    from ..reports.compare_heads import CompareHeadsReport
+    from ..reports.params import ParamsReport
+    from ..reports.trace import Trace
+    from .options import Options
+
+
+class ClosedPipeError(MhaInspectError):
+    """The reader of stdout went away. Nobody is left to be told."""
+
+    exit_code = ExitCode.CLOSED_PIPE
+
+
+def prepare(options: Options) -> Target | None:
+    """Where --export goes, looked at before anything is computed.
+
+    Raises `ExportError` when it could not be written there.
+    """
+    return None if options.export is None else Target.of(options.export)
+
+
+def give(report: Trace | ParamsReport | CompareHeadsReport, options: Options, target: Target | None) -> None:
+    """Print the report on stdout in the format that was asked for, and write it to the file of --export.
+
+    Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
+    not), and `ClosedPipeError` when the reader of stdout is gone.
+    """
+    from ..render import to_text
+
+    failure: ExportError | None = None
+    if target is not None:
+        try:
+            target.write(_ended(to_text(report, target.format)))
+        except ExportError as error:
+            failure = error
+    chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
+    out = sys.stdout
+    write(_ended(to_text(report, chosen, width=columns(out), color=in_color(out))), chosen)
+    if failure is not None:
+        raise failure
+
+
+def write(text: str, format: str = "plain") -> None:
+    """Write text to stdout, whole.
+
+    Raises `ClosedPipeError` when the reader is gone, `ExportError` when stdout is a file that takes no more.
+    """
+    if sys.stdout is None:
+        raise ExportError(
+            "stdout is closed: there is nowhere to print to. Use --export FILE.txt, or leave stdout open."
+        )
+    try:
+        sys.stdout.write(_encodable(text, format, sys.stdout))
+        sys.stdout.flush()
+    except OSError as error:
+        forget_stdout()
+        if error.errno in (errno.EPIPE, errno.EINVAL if os.name == "nt" else errno.EPIPE):
+            raise ClosedPipeError from None
+        raise ExportError(
+            f"stdout could not be written: {error.strerror}. Make room, or send it somewhere else."
+        ) from None
+
+
+def forget_stdout() -> None:
+    """Point stdout to nowhere, so that Python does not try once more at exit, and complain."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        pass
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _encodable(text: str, format: str, stream: TextIO) -> str:
+    """The text with what the stream's encoding lacks written as escapes, which JSON reads back as it was."""
+    encoding = stream.encoding or "utf-8"
+    try:
+        text.encode(encoding, getattr(stream, "errors", None) or "strict")
+    except UnicodeEncodeError:
+        if format == "json":
+            import json
+
+            return "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in text)
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text

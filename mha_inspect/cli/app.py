@@ -1,0 +1,131 @@
+"""The Typer app: `mha-inspect COMMAND`. A command's own file is imported when it is the one that was asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.main import get_command
+
+from ..errors import ExitCode, MhaInspectError
+from .help import GroupedGroup
+from .values import did_you_mean, shown
+
+PROGRAM = "mha-inspect"
+
+COMPLETE = "_MHA_INSPECT_COMPLETE"
+"""The variable by which a shell asks for completions."""
+
+COMMANDS = {
+    "trace": "Show every stage of one forward pass: its shape, its axes, what is computed.",
+    "params": "Show every parameter, what it is for, and which part belongs to which head.",
+    "compare-heads": "Show what the number of heads changes in the output, with the same weights.",
+}
+"""Each command with its line in the help; its file in this folder bears its name."""
+
+EPILOG = f"""Examples:
+
+{PROGRAM} trace --embed-dim 512 --num-heads 2 --seq-len 12
+
+{PROGRAM} compare-heads --embed-dim 512 --heads 1,2,4,8,16"""
+
+
+class BadUsageError(MhaInspectError):
+    """The command line names something that is not there."""
+
+
+class Commands(GroupedGroup):
+    """The commands, each loaded when it is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the commands, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command's file; None where there is no such command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"{__package__}.{cmd_name.replace('-', '_')}")
+        return get_command(module.app)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that was asked for.
+
+        Raises `BadUsageError` with the nearest one when there is none of that name.
+        """
+        asked = args[0]
+        if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
+            raise BadUsageError(
+                f"{shown(asked)} is not a command: {', '.join(COMMANDS)}.{did_you_mean(asked, COMMANDS)} "
+                f"`{PROGRAM} --help` says what each does."
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands without loading them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Offer commands without loading them, then the options."""
+        from typer._click.shell_completion import CompletionItem
+
+        offered = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
+        return offered + [item for item in super().shell_complete(ctx, incomplete) if item.value not in COMMANDS]
+
+    def run(self, args: Sequence[str] | None = None) -> Any:
+        """Run the command and return what it returns; every error goes to the caller, who knows the exit codes."""
+        if COMPLETE in os.environ:
+            # Typer imports Rich to take its markup out of the help lines that some shells show; ours have none.
+            vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
+            self._main_shell_completion({}, PROGRAM, COMPLETE)
+        with self.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as ctx:
+            return self.invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Commands,
+    epilog=EPILOG,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def command() -> Commands:
+    """The app as the command that can be run."""
+    group = get_command(app)
+    assert isinstance(group, Commands)
+    return group
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from .. import __version__
+        from .answer import write
+
+        write(f"{PROGRAM} {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def mha_inspect(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> ExitCode:
+    """See inside attention layers: every shape, every parameter, and what the number of heads changes.
+
+    `mha-inspect COMMAND --help` has the options of each. All have defaults, and read MHA_INSPECT_<NAME> as well.
+    """
+    if ctx.invoked_subcommand is None:
+        from .answer import write
+
+        # On a terminal Rich prints the page itself and there is nothing left to write.
+        page = ctx.get_help()
+        write(page + "\n" if page else "")
+    return ExitCode.OK

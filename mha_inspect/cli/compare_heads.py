@@ -1,0 +1,108 @@
+"""`mha-inspect compare-heads`: the same weights and the same input through several head counts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import ExitCode, SpecError
+from .collection import resume
+from .help import GroupedCommand
+from .options import Options, option, shares_options
+from .values import counts
+
+app = typer.Typer(add_completion=False)
+
+EPILOG = """Examples:
+
+mha-inspect compare-heads --embed-dim 512 --heads 1,2,4,8,16
+
+mha-inspect compare-heads --embed-dim 512 --heads 1,8 --fail-if differs"""
+
+PANEL = "Comparison"
+USUAL = (1, 2, 4, 8, 16)
+
+
+@app.command(name="compare-heads", cls=GroupedCommand, epilog=EPILOG)
+@shares_options
+def compare_heads(
+    options: Options,
+    heads: Annotated[
+        str,
+        option(
+            "--heads",
+            PANEL,
+            "Head counts to compare, the first being the baseline.",
+            metavar="N,N,...",
+            show_default="those of 1,2,4,8,16 that divide embed_dim",
+        ),
+    ] = "",
+    pairwise: Annotated[bool, option("--pairwise", PANEL, "Compare every pair as well.")] = False,
+    fail_if: Annotated[
+        str | None,
+        option(
+            "--fail-if",
+            PANEL,
+            "Exit with code 1 when this is the verdict, for scripts.",
+            known=("differs", "same"),
+            show_default="never",
+        ),
+    ] = None,
+) -> ExitCode:
+    """Run the same weights and the same input through several head counts, and say what differs, where and why.
+
+    A difference counts when it is above the rounding error that is measured in the same run.
+    """
+    compared = chosen_counts(options, counts("heads", heads))
+    spec, *_ = [options.attention(count) for count in compared]
+    inputs, run = options.inputs(), options.run()
+    options.show()
+    from .answer import give, prepare
+
+    target = prepare(options)
+
+    from ..heads import compare_heads_spec
+
+    resume()
+    report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, pairwise=pairwise)
+    give(report, options, target)
+    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+
+
+def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """The head counts to compare, each once, the baseline first.
+
+    Without --heads: those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is not
+    the default is the baseline; a list of them is what --heads would have been.
+
+    Raises `SpecError` when fewer than two are left.
+    """
+    from ..spec import divisors
+
+    named = options.head_counts()
+    if named == (Options(layer=options.layer).head_counts()):
+        named = ()
+    if not heads and len(named) > 1:
+        heads = named
+    elif not heads:
+        options.attention(1)
+        usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
+        heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
+        heads = (*named, *heads)
+    elif len(named) == 1:
+        heads = (*named, *heads)
+    compared = tuple(dict.fromkeys(heads))
+    if len(compared) < 2:
+        raise SpecError(_nothing_to_compare(options.embed_dim, compared))
+    return compared
+
+
+def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
+    from ..spec import divisors
+
+    only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
+    others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
+    if not others:
+        return f"{only} embed_dim {embed_dim} has no other; try --embed-dim 512."
+    return f"{only} Give two or more, as in --heads {compared[0]},{others[-1]}."

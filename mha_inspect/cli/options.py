@@ -1,0 +1,318 @@
+"""The options that every command shares, each defined once: the same words, defaults and variables everywhere."""
+
+# No `from __future__ import annotations` here: Typer reads these annotations at run time, and to compile forty strings
+# takes a noticeable part of a usage error.
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
+
+import typer
+
+from ..errors import ExitCode, SpecError
+from ..layers.registry import LAYERS
+from .values import completing, counts, one_of, real_number, whole_number
+
+if TYPE_CHECKING:
+    from ..spec import AttentionSpec, DtypeName, InputSpec, RunSpec, Show
+
+LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda", "mps", "meta")
+FORMATS = ("table", "plain", "json")
+SEEDS = range(0, 2**64)
+VARIABLES = (
+    "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
+    "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
+)
+
+
+def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **settings: Any) -> Any:
+    """An option with its variable: `--embed-dim` also reads `MHA_INSPECT_EMBED_DIM`."""
+    name = flags.split("/")[0].lstrip("-")
+    if known:
+        settings = {"parser": one_of(known), "metavar": "|".join(known)} | settings
+        settings["autocompletion"] = completing(known)
+    return typer.Option(
+        flags,
+        help=help,
+        rich_help_panel=panel,
+        envvar=f"MHA_INSPECT_{name.replace('-', '_').upper()}",
+        # The rule stands once at the top of the page; at each of forty options it would drown the page.
+        show_envvar=False,
+        **settings,
+    )
+
+
+def size(flag: str, panel: str, help: str, **settings: Any) -> Any:
+    """An option that takes a whole number."""
+    return option(flag, panel, help, parser=whole_number, metavar="N", **settings)
+
+
+class Options:
+    """What the shared options were set to.
+
+    Not a dataclass, and the defaults are written out although `mha_inspect.spec` has them: to make one of forty fields
+    and to import the specs takes longer than to answer a usage error. A test holds the two to the same defaults.
+    """
+
+    layer: Annotated[
+        str,
+        option(
+            "--layer",
+            LAYER,
+            f"The way that the attention is written: {', '.join(LAYERS)}.",
+            known=tuple(LAYERS),
+            metavar="NAME",
+        ),
+    ] = "torch"
+    embed_dim: Annotated[int, size("--embed-dim", LAYER, "Width of the query and of the output.")] = 512
+    num_heads: Annotated[
+        str,
+        option(
+            "--num-heads",
+            LAYER,
+            "Number of attention heads: a list in params, the baseline in compare-heads.",
+            metavar="N",
+        ),
+    ] = "8"
+    kdim: Annotated[int | None, size("--kdim", LAYER, "Width of the key.", show_default="embed_dim")] = None
+    vdim: Annotated[int | None, size("--vdim", LAYER, "Width of the value.", show_default="embed_dim")] = None
+    bias: Annotated[bool, option("--bias/--no-bias", LAYER, "Whether the projections add a bias.")] = True
+    add_bias_kv: Annotated[bool, option("--add-bias-kv", LAYER, "Append one learned key and value.")] = False
+    add_zero_attn: Annotated[bool, option("--add-zero-attn", LAYER, "Append one key and value of zeros.")] = False
+    dropout: Annotated[
+        float,
+        option(
+            "--dropout",
+            LAYER,
+            "Probability that a weight is dropped, with --train.",
+            parser=real_number,
+            metavar="P",
+        ),
+    ] = 0.0
+    batch_first: Annotated[
+        bool, option("--batch-first/--seq-first", LAYER, "Inputs are batch seq embed, or seq batch embed.")
+    ] = True
+    train: Annotated[bool, option("--train/--eval", LAYER, "Training mode, or inference.")] = False
+
+    batch: Annotated[int, size("--batch", INPUT, "Number of sequences.")] = 1
+    seq_len: Annotated[int, size("--seq-len", INPUT, "Length of the query.")] = 12
+    key_len: Annotated[
+        int | None,
+        size(
+            "--key-len",
+            INPUT,
+            "Length of key and value; another length makes it cross-attention.",
+            show_default="seq_len",
+        ),
+    ] = None
+    unbatched: Annotated[bool, option("--unbatched", INPUT, "Inputs without a batch dimension.")] = False
+    causal: Annotated[bool, option("--causal", INPUT, "A query sees keys up to its own position only.")] = False
+    padding: Annotated[
+        str,
+        option(
+            "--padding",
+            INPUT,
+            "The last N keys of each row are padding; a comma list gives one number per row.",
+            metavar="N",
+            show_default="none",
+        ),
+    ] = ""
+    attn_mask: Annotated[
+        Path | None,
+        option(
+            "--attn-mask",
+            INPUT,
+            "A .pt or .npy file with a boolean (True: not allowed) or additive mask, 2-D or per head.",
+            metavar="FILE",
+            show_default="none",
+        ),
+    ] = None
+    input: Annotated[
+        Path | None,
+        option(
+            "--input",
+            INPUT,
+            "A .pt, .npy or .safetensors file with the query, or query, key and value by name.",
+            metavar="FILE",
+            show_default="random numbers from --seed",
+        ),
+    ] = None
+    dtype: Annotated[str, option("--dtype", INPUT, "Data type of parameters and inputs.", known=DTYPES)] = "float32"
+    seed: Annotated[int, size("--seed", INPUT, "Seed of parameters and inputs.")] = 0
+
+    device: Annotated[
+        str,
+        option("--device", RUN, "Where it runs.", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)),
+    ] = "cpu"
+    grad: Annotated[bool, option("--grad/--no-grad", RUN, "Whether gradients are recorded.")] = False
+    need_weights: Annotated[
+        bool, option("--need-weights/--no-need-weights", RUN, "Whether the layer is asked for its attention weights.")
+    ] = True
+    average_weights: Annotated[
+        bool,
+        option(
+            "--average-weights/--per-head-weights", RUN, "The weights it returns: one for all heads, or one a head."
+        ),
+    ] = True
+
+    format: Annotated[
+        Literal["table", "plain", "json"] | None,
+        option(
+            "--format", OUTPUT, "How it is printed.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
+        ),
+    ] = None
+    export: Annotated[
+        Path | None,
+        option(
+            "--export",
+            OUTPUT,
+            "Also write it to a file that ends in .txt, .json, .svg or .html.",
+            metavar="FILE",
+            show_default="none",
+        ),
+    ] = None
+    ops: Annotated[bool, option("--ops", OUTPUT, "List every operation that PyTorch dispatched.")] = False
+    stats: Annotated[bool, option("--stats", OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.")] = False
+    values: Annotated[bool, option("--values", OUTPUT, "Print the tensors.")] = False
+    precision: Annotated[int, size("--precision", OUTPUT, "Digits after the point, with --values.")] = 4
+    edge_items: Annotated[int, size("--edge-items", OUTPUT, "Elements at each edge, with --values.")] = 3
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def head_counts(self) -> tuple[int, ...]:
+        """The numbers of --num-heads: one, or several.
+
+        Raises `SpecError` when there is none, or one that is not a whole number.
+        """
+        typed = counts("num_heads", self.num_heads)
+        if not typed:
+            raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
+        return typed
+
+    def single_head_count(self, command: str) -> int:
+        """The one number of --num-heads.
+
+        Raises `SpecError` that names the commands which take a list, when it is a list.
+        """
+        first, *more = self.head_counts()
+        if more:
+            raise SpecError(
+                f"num_heads {self.num_heads} is a list, and {command} takes one number, as in --num-heads {first}. "
+                f"Several: `mha-inspect params --num-heads {self.num_heads}`, `mha-inspect compare-heads --heads "
+                f"{self.num_heads}`."
+            )
+        return first
+
+    def attention(self, num_heads: int) -> "AttentionSpec":
+        """The layer that was asked for, with this head count.
+
+        Raises `SpecError` when its sizes contradict each other.
+        """
+        from ..spec import AttentionSpec
+
+        if self.seed not in SEEDS:
+            raise SpecError(f"seed {self.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
+        return AttentionSpec(
+            embed_dim=self.embed_dim,
+            num_heads=num_heads,
+            kdim=self.kdim,
+            vdim=self.vdim,
+            bias=self.bias,
+            add_bias_kv=self.add_bias_kv,
+            add_zero_attn=self.add_zero_attn,
+            dropout=self.dropout,
+            batch_first=self.batch_first,
+            training=self.train,
+            dtype=cast("DtypeName", self.dtype),
+            seed=self.seed,
+        )
+
+    def inputs(self) -> "InputSpec":
+        """What goes into the layer.
+
+        Raises `SpecError` when its sizes contradict each other.
+        """
+        from ..spec import InputSpec
+
+        return InputSpec(
+            batch=self.batch,
+            seq_len=self.seq_len,
+            key_len=self.key_len,
+            unbatched=self.unbatched,
+            causal=self.causal,
+            padding=counts("padding", self.padding),
+            attn_mask=self.attn_mask,
+            input=self.input,
+        )
+
+    def run(self) -> "RunSpec":
+        """How the layer is run."""
+        from ..spec import RunSpec
+
+        return RunSpec(
+            device=self.device,
+            grad=self.grad,
+            need_weights=self.need_weights,
+            average_weights=self.average_weights,
+        )
+
+    def show(self) -> "Show":
+        """What the report holds beyond names, shapes and axes.
+
+        Raises `SpecError` for a precision or a number of edge items that cannot be.
+        """
+        from ..spec import Show
+
+        if not 0 <= self.precision <= 17:
+            raise SpecError(
+                f"precision {self.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
+            )
+        if self.edge_items < 1:
+            raise SpecError(f"edge_items {self.edge_items} shows nothing: it must be 1 or more. Try --edge-items 3.")
+        for_a_machine = self.format == "json" or (self.export is not None and self.export.suffix.lower() == ".json")
+        return Show(
+            ops=self.ops,
+            stats=self.stats,
+            values=self.values,
+            full_values=self.values and for_a_machine,
+            precision=self.precision,
+            edge_items=self.edge_items,
+        )
+
+
+@cache
+def _shared() -> dict[str, inspect.Parameter]:
+    return {
+        name: inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, name), annotation=annotation
+        )
+        for name, annotation in get_type_hints(Options, include_extras=True).items()
+    }
+
+
+def shares_options(command: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
+    """A command that takes an `Options` first, as Typer wants it: every shared option a parameter of its own.
+
+    The command's own options come first in `--help`.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    _, *own = inspect.signature(command).parameters.values()
+    parameters = {p.name: p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own}
+    parameters |= _shared()
+
+    def flat(**values: Any) -> ExitCode:
+        options = Options(**{name: values.pop(name) for name in _shared()})
+        return command(options, **values)
+
+    flat.__name__ = command.__name__
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in (*paragraphs, VARIABLES))
+    flat.__module__ = command.__module__
+    flat.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    flat.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    return flat

@@ -1,0 +1,51 @@
+"""`mha-inspect params`: every parameter, and which part of it belongs to which head."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import ExitCode
+from .collection import resume
+from .help import GroupedCommand
+from .options import Options, option, shares_options
+
+app = typer.Typer(add_completion=False)
+
+EPILOG = """Examples:
+
+mha-inspect params --embed-dim 512 --num-heads 8 --per-head
+
+mha-inspect params --embed-dim 512 --num-heads 1,2,4,8"""
+
+
+@app.command(cls=GroupedCommand, epilog=EPILOG)
+@shares_options
+def params(
+    options: Options,
+    per_head: Annotated[
+        bool, option("--per-head", "Params", "Show the rows and columns of each head, and prove by running it.")
+    ] = False,
+) -> ExitCode:
+    """Show every parameter tensor: its name, shape, axes and count, and what it is for.
+
+    With a list, as in --num-heads 1,2,4,8, it sets the head counts side by side.
+    """
+    first, *more = options.head_counts()
+    spec = options.attention(first)
+    for count in more:
+        options.attention(count)
+    options.inputs()
+    run, show = options.run(), options.show()
+    from .answer import give, prepare
+
+    target = prepare(options)
+
+    from ..parameters import params_spec
+
+    resume()
+    side_by_side = (first, *more) if more else ()
+    report = params_spec(spec, run, show, layer=options.layer, per_head=per_head, num_heads=side_by_side)
+    give(report, options, target)
+    return ExitCode.OK

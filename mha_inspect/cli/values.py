@@ -1,0 +1,87 @@
+"""What users type, turned into values, or into a message that names the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+
+import typer
+
+from ..errors import SpecError
+
+LONGEST_SHOWN = 60
+"""Characters of a user's own text that are repeated in a message."""
+
+
+def shown(text: object) -> str:
+    """A user's own text as it may be printed: no control or bidi characters, and not too much of it."""
+    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    return clean if len(clean) <= LONGEST_SHOWN else clean[: LONGEST_SHOWN - 1] + "…"
+
+
+def did_you_mean(typed: str, known: Iterable[str]) -> str:
+    """` Did you mean X?` for the nearest of the known words, or an empty string when none is near."""
+    by_folded = {word.casefold(): word for word in known}
+    near = get_close_matches(typed.casefold(), by_folded, n=1, cutoff=0.5)
+    return f" Did you mean {by_folded[near[0]]}?" if near else ""
+
+
+def whole_number(typed: object) -> int:
+    """A whole number.
+
+    Raises `typer.BadParameter` otherwise.
+    """
+    try:
+        return int(str(typed))
+    except ValueError:
+        raise typer.BadParameter(f"{shown(typed)} is not a whole number: write digits only, as in 512.") from None
+
+
+def real_number(typed: object) -> float:
+    """A number.
+
+    Raises `typer.BadParameter` otherwise.
+    """
+    try:
+        return float(str(typed))
+    except ValueError:
+        raise typer.BadParameter(f"{shown(typed)} is not a number: write it as in 0.1.") from None
+
+
+def one_of(known: Sequence[str]) -> Callable[[object], str]:
+    """A parser that takes one of these words and no other.
+
+    The parser raises `typer.BadParameter` with the nearest word.
+    """
+
+    def word(typed: object) -> str:
+        if str(typed) in known:
+            return str(typed)
+        raise typer.BadParameter(f"{shown(typed)} is not known: {', '.join(known)}.{did_you_mean(str(typed), known)}")
+
+    return word
+
+
+def completing(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A completer that offers these words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in known if word.startswith(incomplete)]
+
+    return complete
+
+
+def counts(name: str, typed: str) -> tuple[int, ...]:
+    """A comma list of whole numbers: `1,2,4`. An empty text is an empty list.
+
+    Raises `SpecError` that speaks of `name` when a part of it is not a whole number.
+    """
+    if not typed.strip():
+        return ()
+    try:
+        return tuple(int(part) for part in typed.split(","))
+    except ValueError:
+        raise SpecError(
+            f"{name} {shown(typed)} is not a whole number or a list of them: "
+            f"write digits and commas only, as in --{name.replace('_', '-')} 1,2,4."
+        ) from None

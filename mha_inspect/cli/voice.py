@@ -1,0 +1,66 @@
+"""Say what is wrong with a command line in one or two lines: what was asked, the rule, a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
+
+from .values import shown
+
+OPTIONS_OF_ONE_COMMAND = {
+    "--per-head": "params",
+    "--heads": "compare-heads",
+    "--pairwise": "compare-heads",
+    "--fail-if": "compare-heads",
+}
+"""Options that one command has and the others do not."""
+
+
+def usage_message(error: ClickException) -> str:
+    """The message for a command line that cannot be understood."""
+    ctx = getattr(error, "ctx", None)
+    path = ctx.command_path if ctx is not None else "mha-inspect"
+    command = path.removeprefix("mha-inspect ")
+    if isinstance(error, NoSuchOption):
+        return _no_such_option(error, ctx, command)
+    if isinstance(error, BadOptionUsage):
+        name = shown(error.option_name)
+        if "does not take" in error.message:
+            return f"{name} takes no value: write {name} alone, or its opposite, as in --no-bias."
+        return f"{name} was given without a value: write it as {name} VALUE; `mha-inspect COMMAND --help` says which."
+    if isinstance(error, BadParameter) and error.param is not None:
+        return f"{_asked_by(error.param, ctx)} {shown_line(error.message)}"
+    if error.message.startswith("Got unexpected extra argument"):
+        extra = shown(error.message.partition(" (")[2].removesuffix(")"))
+        return f"{command} takes options only, and {extra} is none: sizes go by name, as in {path} --embed-dim 512."
+    return shown_line(error.format_message())
+
+
+def shown_line(text: str) -> str:
+    """A message in which nothing moves the cursor, whatever was typed into it."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
+    name = shown(error.option_name)
+    if ctx is not None and ctx.parent is None:
+        if error.possibilities:
+            return f"there is no option {name} before the command.{_mean(error)} All of them: mha-inspect --help"
+        return f"{name} stands before the command: options come after it, as in mha-inspect trace {name}."
+    home = OPTIONS_OF_ONE_COMMAND.get(error.option_name)
+    if home is not None:
+        return f"{command} has no option {name}: it belongs to `mha-inspect {home}`.{_mean(error)}"
+    return f"{command} has no option {name}.{_mean(error)} All of them: mha-inspect {command} --help"
+
+
+def _mean(error: NoSuchOption) -> str:
+    return f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
+
+
+def _asked_by(parameter: Any, ctx: Any) -> str:
+    """The flag, or the variable where the value came out of the environment."""
+    source = ctx.get_parameter_source(parameter.name) if ctx is not None else None
+    if source is not None and source.name == "ENVIRONMENT":
+        return str(parameter.envvar)
+    return str(parameter.opts[0])
