@@ -1,0 +1,144 @@
+"""Every style against torch.nn.MultiheadAttention with the same weights, where the mathematics is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
+
+from .conftest import BATCH, HEAD_DIM, HEADS, KDIM, KEY, QUERY, VDIM
+
+SAME = {
+    "split-heads": {},
+    "fold-heads": {},
+    "per-head": {},
+    "grouped-query": {},
+    "wide": {"head_dim": HEAD_DIM},
+}
+"""Layers with torch's mathematics, and the settings that give them torch's sizes."""
+
+CASES = {
+    "self": {},
+    "cross": {"key_len": KEY},
+    "causal": {"causal": True},
+    "padding": {"padding": (0, 3)},
+    "causal, padding": {"causal": True, "padding": (3, 1)},
+    "cross, causal, padding": {"key_len": KEY, "causal": True, "padding": (2, 1)},
+}
+
+MASKS = {
+    "boolean": (QUERY, KEY),
+    "boolean per head": (BATCH * HEADS, QUERY, KEY),
+    "additive": (QUERY, KEY),
+    "additive per head": (BATCH * HEADS, QUERY, KEY),
+}
+
+
+def a_mask(kind: str) -> torch.Tensor:
+    """Some keys barred and others not, in every row and for every head its own."""
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.randn(MASKS[kind], generator=generator, dtype=torch.float64)
+    barred = numbers > 0.8
+    barred[..., 1] = False
+    return barred if kind.startswith("boolean") else numbers.masked_fill(barred, float("-inf"))
+
+
+def assert_equal(bench, name, layer, reference, inputs):
+    output, weights = bench.run(name, layer, inputs)
+    expected, expected_weights = bench.run("torch", reference, inputs)
+    assert output.dtype == torch.float64
+    assert not expected.isnan().any()
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SAME)
+def test_same_weights_give_torchs_output(bench, name, case, bias):
+    reference, layer = bench.build("torch", bias=bias), bench.build(name, bias=bias, **SAME[name])
+    weights = canonical_weights(bench.spec(bias=bias))
+    load_weights(reference, weights)
+    load_weights(layer, weights)
+    assert_equal(bench, name, layer, reference, bench.inputs(**CASES[case]))
+
+
+@pytest.mark.parametrize("padding", [(), (0, 2)])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", SAME)
+def test_any_mask_means_what_it_means_to_torch(bench, name, kind, padding):
+    reference, layer = bench.build("torch"), bench.build(name, **SAME[name])
+    weights = canonical_weights(bench.spec())
+    load_weights(reference, weights)
+    load_weights(layer, weights)
+    assert_equal(bench, name, layer, reference, bench.inputs(mask=a_mask(kind), key_len=KEY, padding=padding))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bert_is_torch_with_the_identity_for_w_o(bench, case):
+    layer, reference = bench.build("bert"), bench.build("torch")
+    load_weights(reference, read_weights(layer))
+    assert_equal(bench, "bert", layer, reference, bench.inputs(**CASES[case]))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_bert_takes_any_mask(bench, kind):
+    layer, reference = bench.build("bert"), bench.build("torch")
+    load_weights(reference, read_weights(layer))
+    assert_equal(bench, "bert", layer, reference, bench.inputs(mask=a_mask(kind), key_len=KEY))
+
+
+@pytest.mark.parametrize("kind", [None, "boolean", "boolean per head", "additive per head"])
+@pytest.mark.parametrize("case", ["self", "causal", "padding"])
+@pytest.mark.parametrize("name", ["bert", "per-head", "narrow"])
+def test_without_a_batch(bench, name, case, kind):
+    layer, reference = bench.build(name), bench.build("torch")
+    load_weights(reference, read_weights(layer))
+    settings = {**CASES[case], "unbatched": True, "key_len": KEY}
+    if "padding" in settings:
+        settings["padding"] = (3,)
+    mask = None if kind is None else a_mask(kind)[..., :QUERY, :KEY]
+    if mask is not None and mask.dim() == 3:
+        mask = mask[:HEADS]
+    assert_equal(bench, name, layer, reference, bench.inputs(mask=mask, **settings))
+
+
+@pytest.mark.parametrize("name", ["fold-heads", "per-head"])
+def test_widths_of_their_own_for_key_and_value(bench, name):
+    sizes = {"kdim": KDIM, "vdim": VDIM}
+    reference, layer = bench.build("torch", **sizes), bench.build(name, **sizes)
+    weights = canonical_weights(bench.spec(**sizes))
+    load_weights(reference, weights)
+    load_weights(layer, weights)
+    assert_equal(bench, name, layer, reference, bench.inputs(bench.spec(**sizes), key_len=KEY))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_narrow_is_torch_with_zeros_outside_of_the_blocks(bench, case):
+    layer, reference = bench.build("narrow"), bench.build("torch")
+    load_weights(reference, read_weights(layer))
+    assert_equal(bench, "narrow", layer, reference, bench.inputs(**CASES[case]))
+
+
+@pytest.mark.parametrize("name", [*SAME, "bert", "narrow"])
+def test_weights_come_only_where_they_are_asked_for(bench, name):
+    from mha_inspect.layers.registry import find_layer
+    from mha_inspect.spec import RunSpec
+
+    args, kwargs = find_layer(name).load().arguments(bench.inputs(), RunSpec(need_weights=False))
+    output, weights = bench.build(name)(*args, **kwargs)
+    assert output.shape == (BATCH, QUERY, HEADS * HEAD_DIM)
+    assert (weights is None) == ("need_weights" in find_layer(name).takes)
+
+
+@pytest.mark.parametrize("name", ["fold-heads", "bert", "grouped-query"])
+def test_dropout_drops_weights_in_training_and_not_after(bench, name):
+    inputs = bench.inputs()
+    layer = bench.build(name, dropout=0.5, training=True)
+    torch.manual_seed(3)
+    first, second = bench.run(name, layer, inputs)[0], bench.run(name, layer, inputs)[0]
+    assert not torch.equal(first, second)
+    layer.eval()
+    assert torch.equal(bench.run(name, layer, inputs)[0], bench.run(name, layer, inputs)[0])
+    assert torch.equal(bench.run(name, layer, inputs)[0], bench.run(name, bench.build(name), inputs)[0])

@@ -1,0 +1,142 @@
+"""What each layer declares of itself: formula, roles, lazy parameters, seeds, and the settings that it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.parameter import is_lazy
+
+from mha_inspect.errors import SpecError
+from mha_inspect.formulas import evaluate, symbols
+from mha_inspect.layers.fold_heads import FoldHeadsAttention
+from mha_inspect.layers.registry import LAYERS, find_layer
+from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
+from mha_inspect.spec import InputSpec, RunSpec
+
+OURS = [name for name in LAYERS if name != "torch"]
+SIZES = [
+    {},
+    {"bias": False},
+    {"num_heads": 1},
+    {"num_heads": 33},
+    {"embed_dim": 35, "num_heads": 5},
+    {"kdim": 13, "vdim": 17},
+    {"kdim": 13, "bias": False},
+    {"vdim": 17},
+    {"embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 7},
+    {"embed_dim": 24, "num_heads": 4, "num_kv_heads": 1, "bias": False},
+    {"head_dim": 5},
+    {"head_dim": 33, "bias": False},
+]
+
+
+def each_that_takes():
+    for name in OURS:
+        for sizes in SIZES:
+            if set(sizes) & set(OPTIONAL) <= find_layer(name).takes:
+                yield pytest.param(name, sizes, id=f"{name}-{sizes}")
+
+
+@pytest.mark.parametrize(("name", "sizes"), list(each_that_takes()))
+def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, name, sizes):
+    kind, spec = find_layer(name), bench.spec(name, **sizes)
+    layer, code = bench.build(name, **sizes), kind.load()
+    assert evaluate(code.formula(spec), symbols(spec)) == sum(parameter.numel() for parameter in layer.parameters())
+    roles = code.roles(spec)
+    for parameter_name, parameter in layer.named_parameters():
+        role, seen = roles[parameter_name], torch.zeros(parameter.shape, dtype=torch.int)
+        assert role.text
+        for part in role.parts:
+            slices = part.slices() or [None]
+            for piece in slices:
+                rows, columns = (part.rows, part.columns) if piece is None else (piece.rows, piece.columns)
+                seen[(slice(*rows), slice(*columns)) if columns else slice(*rows)] += 1
+        assert seen.eq(1).all(), parameter_name
+    assert code.spec_of(layer).num_heads == spec.num_heads
+    assert set(dict(layer.named_parameters())) <= set(roles)
+
+
+def test_the_registrys_formula_is_the_one_of_the_default_layer():
+    for kind in LAYERS.values():
+        assert kind.load().formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
+
+
+def test_lazy_linears_are_written_and_none_is_left(bench):
+    assert all(is_lazy(parameter) for parameter in FoldHeadsAttention(33, 3).parameters())
+    layer = bench.build("fold-heads", kdim=13, vdim=17)
+    assert not any(is_lazy(parameter) for parameter in layer.parameters())
+    assert {type(module) for name, module in layer.named_children() if name.startswith("W")} == {torch.nn.Linear}
+    assert not any(module._forward_pre_hooks for module in layer.modules())
+    assert [layer.W_q.in_features, layer.W_k.in_features, layer.W_v.in_features] == [33, 13, 17]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_seed_gives_the_same_layer_and_leaves_the_generator_alone(bench, name):
+    state = torch.get_rng_state()
+    first, second, other = bench.build(name, seed=3), bench.build(name, seed=3), bench.build(name, seed=4)
+    assert torch.equal(torch.get_rng_state(), state)
+    pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert not any(torch.equal(a, c) for a, _, c in pairs)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_on_meta_the_shapes_are_the_same(bench, name):
+    kind = find_layer(name)
+    meta = kind.load().build(bench.spec(name), "meta")
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    shapes = {key: parameter.shape for key, parameter in meta.named_parameters()}
+    assert shapes == {key: parameter.shape for key, parameter in bench.build(name).named_parameters()}
+
+
+ASKED = {
+    "num_kv_heads": {"num_kv_heads": 2},
+    "head_dim": {"head_dim": 10},
+    "rope": {"rope": True},
+    "kdim": {"kdim": 13},
+    "vdim": {"vdim": 17},
+    "add_bias_kv": {"add_bias_kv": True},
+    "add_zero_attn": {"add_zero_attn": True},
+    "dropout": {"dropout": 0.1},
+    "batch_first": {"batch_first": False},
+    "unbatched": {},
+    "need_weights": {},
+}
+
+
+@pytest.mark.parametrize("setting", OPTIONAL)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_setting_is_taken_or_refused_with_those_that_take_it(name, setting):
+    kind = find_layer(name)
+    spec = spec_for(kind, embed_dim=32, num_heads=4, **ASKED[setting])
+    inputs, run = InputSpec(unbatched=setting == "unbatched"), RunSpec(need_weights=setting != "need_weights")
+    if setting in kind.takes or (name == "wide" and setting == "head_dim"):
+        check_settings(kind, spec, inputs, run)
+        return
+    takers = [other.name for other in LAYERS.values() if setting in other.takes]
+    assert takers
+    with pytest.raises(
+        SpecError, match=f"layer {name} has no use for {setting} .*Layers that have: {', '.join(takers)}"
+    ):
+        check_settings(kind, spec, inputs, run)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_defaults_are_for_every_layer(name):
+    kind = find_layer(name)
+    check_settings(kind, spec_for(kind, kdim=512, num_kv_heads=8), InputSpec(causal=True, padding=(2,)), RunSpec())
+
+
+def test_wide_has_the_whole_embedding_in_every_head():
+    assert spec_for(find_layer("wide"), embed_dim=10, num_heads=3).head_dim == 10
+    assert spec_for(find_layer("wide"), num_heads=3, head_dim=7).head_dim == 7
+    with pytest.raises(SpecError, match="embed_dim 0 is not a size"):
+        spec_for(find_layer("wide"), embed_dim=0)
+
+
+def test_settings_are_checked_without_torch():
+    code = "import sys, mha_inspect.layers.settings, mha_inspect.layers.linear_roles; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,96 @@
+"""Shared key/value heads against torch, and rotary positions against a rotation of complex numbers."""
+
+from __future__ import annotations
+
+import cmath
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mha_inspect.layers.grouped_query import apply_rotary, repeat_kv
+from mha_inspect.layers.weights import load_weights, read_weights
+
+from .conftest import BATCH, KEY, QUERY
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 11
+SIZES = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("case", [{}, {"causal": True, "padding": (0, 3)}, {"key_len": KEY}])
+def test_shared_heads_are_torchs_with_repeated_weights(bench, kv_heads, case):
+    layer, reference = bench.build("grouped-query", num_kv_heads=kv_heads, **SIZES), bench.build("torch", **SIZES)
+    assert layer.k_proj.weight.shape == (kv_heads * HEAD_DIM, HEADS * HEAD_DIM)
+    load_weights(reference, read_weights(layer))
+    inputs = bench.inputs(bench.spec(**SIZES), **case)
+    output, weights = bench.run("grouped-query", layer, inputs)
+    expected, expected_weights = bench.run("torch", reference, inputs)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 13])
+def test_groups_are_those_of_torchs_enable_gqa(bench, kv_heads, head_dim):
+    layer = bench.build("grouped-query", num_kv_heads=kv_heads, head_dim=head_dim, **SIZES)
+    inputs = bench.inputs(bench.spec(**SIZES), key_len=KEY)
+    q = layer.q_proj(inputs.query).unflatten(-1, (HEADS, head_dim)).transpose(1, 2)
+    k, v = (
+        linear(inputs.key).unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
+        for linear in (layer.k_proj, layer.v_proj)
+    )
+    context = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    expected = layer.o_proj(context.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(bench.run("grouped-query", layer, inputs)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_repeated_heads_stay_next_to_their_group():
+    heads = torch.arange(KV_HEADS).view(1, KV_HEADS, 1, 1).expand(BATCH, KV_HEADS, KEY, HEAD_DIM)
+    assert repeat_kv(heads, 3)[0, :, 0, 0].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_rotary_turns_each_pair_as_a_complex_number():
+    head_dim, half = 6, 3
+    x = torch.randn(BATCH, 5, QUERY, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    turned = apply_rotary(x)
+    for b in range(BATCH):
+        for h in range(5):
+            for position in range(QUERY):
+                for i in range(half):
+                    row = x[b, h, position]
+                    angle = position * 10000 ** (-2 * i / head_dim)
+                    z = complex(row[i], row[i + half]) * cmath.exp(1j * angle)
+                    got = complex(turned[b, h, position, i], turned[b, h, position, i + half])
+                    assert abs(got - z) < 1e-14 * (1 + abs(z))
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, 1, 1, 14, dtype=torch.float64, generator=generator) for _ in range(2))
+    length = 23
+    scores = apply_rotary(q.expand(1, 1, length, 14)) @ apply_rotary(k.expand(1, 1, length, 14)).transpose(2, 3)
+    for distance in range(-length + 1, length):
+        diagonal = scores[0, 0].diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
+    assert (scores[0, 0, 0] - scores[0, 0, 0, 0]).abs()[1:].min() > 1e-3
+    assert not torch.allclose(scores, scores.transpose(2, 3))
+
+
+def test_rotary_changes_the_layer_except_at_position_zero(bench):
+    sizes = {"embed_dim": 3 * 14, "num_heads": 3}
+    with_rope, without = bench.build("grouped-query", rope=True, **sizes), bench.build("grouped-query", **sizes)
+    load_weights(with_rope, read_weights(without))
+    inputs = bench.inputs(bench.spec(**sizes), causal=True)
+    (left, _), (right, _) = (bench.run("grouped-query", layer, inputs) for layer in (with_rope, without))
+    torch.testing.assert_close(left[:, 0], right[:, 0], rtol=0, atol=1e-13)
+    assert (left[:, 2:] - right[:, 2:]).abs().max() > 1e-3
+
+
+def test_rotary_keeps_its_angles_when_the_layer_is_in_bfloat16():
+    x = torch.ones(1, 1, 259, 2, dtype=torch.bfloat16)
+    turned = apply_rotary(x).double()
+    angle = torch.atan2(turned[0, 0, :, 1], turned[0, 0, :, 0]) - torch.pi / 4
+    exact = torch.arange(259, dtype=torch.float64)
+    error = torch.remainder(angle - exact + torch.pi, 2 * torch.pi) - torch.pi
+    assert error.abs().max() < 0.02

@@ -1,0 +1,93 @@
+"""What -1e9 and -inf have in common, where a fully masked row tells them apart, and masks that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mha_inspect.errors import InputError
+from mha_inspect.layers.masks import mask_of_head, merged_mask
+from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.weights import canonical_weights, load_weights
+from mha_inspect.spec import RunSpec
+
+from .conftest import BATCH, HEADS, KEY, QUERY
+
+
+@pytest.mark.parametrize(("name", "finite"), [("split-heads", True), ("bert", True), ("fold-heads", False)])
+def test_a_fully_masked_row(bench, name, finite):
+    inputs = bench.inputs(padding=(0, QUERY))
+    output, weights = bench.run(name, bench.build(name), inputs)
+    assert not output[0].isnan().any()
+    if finite:
+        assert not output[1].isnan().any()
+        torch.testing.assert_close(weights[1].sum(-1), torch.ones(HEADS, QUERY, dtype=torch.float64))
+    else:
+        assert output[1].isnan().all()
+
+
+def test_a_fully_masked_row_is_uniform_in_float32(bench):
+    # Beside -1e9 a float32 score is rounded away. A float64 score is not: its weights are those of no mask at all.
+    spec = bench.spec(dtype="float32")
+    layer = bench.build("split-heads", dtype="float32")
+    _, weights = bench.run("split-heads", layer, bench.inputs(spec, padding=(0, QUERY)))
+    assert torch.equal(weights[1], torch.full((HEADS, QUERY, QUERY), 1 / QUERY))
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_partly_masked_rows_are_equal_to_the_bit(bench):
+    weights = canonical_weights(bench.spec())
+    inputs = bench.inputs(padding=(0, 3))
+    rows = []
+    for name in ("split-heads", "fold-heads"):
+        layer = bench.build(name)
+        load_weights(layer, weights)
+        rows.append(bench.run(name, layer, inputs)[1])
+    assert rows[0][1, ..., -3:].count_nonzero() == 0
+    assert rows[1][1, ..., -3:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["split-heads", "bert", "grouped-query", "fold-heads"])
+def test_masked_weights_are_zero_in_every_dtype(bench, name, dtype):
+    inputs = bench.inputs(bench.spec(dtype=dtype), causal=True)
+    output, weights = bench.run(name, bench.build(name, dtype=dtype), inputs)
+    assert output.dtype == getattr(torch, dtype)
+    assert weights.triu(1).count_nonzero() == 0
+    assert torch.isfinite(output).all()
+
+
+def test_split_heads_refuses_an_additive_mask_that_float16_cannot_hold(bench):
+    inputs = bench.inputs(bench.spec(dtype="float16"), mask=torch.zeros(QUERY, QUERY, dtype=torch.float16))
+    with pytest.raises(InputError, match="float16 has no numbers small enough"):
+        find_layer("split-heads").load().arguments(inputs, RunSpec())
+
+
+@pytest.mark.parametrize("name", ["bert", "grouped-query"])
+def test_hidden_states_cannot_be_a_key_and_a_value(bench, name):
+    inputs = bench.inputs(key_len=KEY)
+    apart = replace(inputs, value=inputs.value.clone())
+    with pytest.raises(InputError, match=f"{name} makes keys and values from the same hidden states"):
+        find_layer(name).load().arguments(apart, RunSpec())
+
+
+def test_each_head_gets_its_own_mask(bench):
+    mask = torch.zeros(BATCH * HEADS, QUERY, KEY, dtype=torch.bool)
+    mask[1 * HEADS + 2, 3, 4] = True
+    merged = merged_mask(bench.inputs(mask=mask, key_len=KEY))
+    assert merged.nonzero().tolist() == [[1, 2, 3, 4]]
+    assert mask_of_head(merged, 2).nonzero().tolist() == [[1, 3, 4]]
+    assert mask_of_head(merged, 1).count_nonzero() == 0
+
+
+def test_padding_is_added_to_either_kind_of_mask(bench):
+    boolean = torch.zeros(QUERY, KEY, dtype=torch.bool)
+    padding = torch.tensor([[False] * KEY, [False] * (KEY - 2) + [True] * 2])
+    for mask, barred in (
+        (boolean, lambda m: m),
+        (torch.full((QUERY, KEY), 0.5, dtype=torch.float64), lambda m: m == float("-inf")),
+    ):
+        merged = barred(merged_mask(bench.inputs(mask=mask, key_len=KEY, padding=(0, 2)))).expand(BATCH, 1, QUERY, KEY)
+        assert torch.equal(merged, padding[:, None, None].expand_as(merged))
