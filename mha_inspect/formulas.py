@@ -33,7 +33,7 @@ def evaluate(formula: str, values: Mapping[str, int]) -> int:
         raise ValueError(f"{formula!r} has characters that are not part of a formula")
     number, rest = _sum(tokens, values)
     if rest:
-        raise ValueError(f"{formula!r} goes on after its end: {' '.join(rest)}")
+        raise ValueError(f"the formula {formula!r} goes on after its end: {' '.join(rest)}")
     return number
 
 

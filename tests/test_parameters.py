@@ -274,7 +274,7 @@ def test_statistics_and_values_when_asked_for() -> None:
     module = filled(nn.MultiheadAttention(12, 3))
     row = params(module, show=Show(stats=True, values=True, full_values=True)).parameters[0]
     assert row.stats is not None
-    assert row.stats.mean == pytest.approx(float(module.in_proj_weight.double().mean()))
+    assert row.stats.mean == pytest.approx(float(module.in_proj_weight.detach().double().mean()))
     assert row.values is not None
     assert row.values.data == module.in_proj_weight.tolist()
     assert params(module).parameters[0].stats is None
