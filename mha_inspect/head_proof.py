@@ -143,15 +143,14 @@ def prove(
     sentence = (
         f"One projection to {spec.num_heads * width} features split into {spec.num_heads} "
         f"{'head' if spec.num_heads == 1 else 'heads'} of {width}, and one small matrix of {width} rows per head, "
-        f"{_SAID[verdict]}: {_apart(difference, times, floor)}."
+        f"{_SAID[verdict]}: {_apart(difference, times)}."
     )
     return PerHeadProof(max_abs_difference=difference, noise_floor=floor, verdict=verdict, sentence=sentence)
 
 
-def _apart(difference: float, times: float, floor: float) -> str:
-    if difference == 0:
-        return f"bit for bit (rounding alone would allow {floor:.2g})"
-    return f"at most {difference:.2g} apart, {times:.2g} times the rounding error of {floor:.2g}"
+def _apart(difference: float, times: float) -> str:
+    """The report has the numbers themselves beside the sentence."""
+    return "bit for bit" if difference == 0 else f"they are {times:.2g} times the rounding error apart"
 
 
 def _reads_whole_inputs(matrices: HeadMatrices, spec: AttentionSpec) -> bool:
