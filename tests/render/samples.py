@@ -1,0 +1,152 @@
+"""Reports made by hand, one of each kind, and the same with everything that can be asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from mha_inspect.reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
+from mha_inspect.reports.params import (
+    HeadCountColumn,
+    HeadSlice,
+    Parameter,
+    ParametersTotal,
+    ParamsReport,
+    PerHeadProof,
+)
+
+from .trace_samples import (
+    EMPTY_TRACE,
+    ENVIRONMENT,
+    FULL_TRACE,
+    META_TRACE,
+    MODEL_TRACE,
+    STATS,
+    TRACE,
+    VALUES,
+    layer,
+)
+
+
+def _slices(num_heads: int) -> dict[str, tuple[HeadSlice, ...]]:
+    size = 512 // num_heads
+    parts = [(f"{kind}_{p}", 512 * i) for kind in "Wb" for i, p in enumerate("qkv")]
+    owned = {"in_proj_weight": [], "in_proj_bias": [], "out_proj.weight": []}
+    for part, start in parts:
+        for head in range(num_heads):
+            rows = (start + head * size, start + (head + 1) * size)
+            name = "in_proj_weight" if part[0] == "W" else "in_proj_bias"
+            owned[name].append(HeadSlice(head, part, rows, (0, 512) if part[0] == "W" else None))
+    owned["out_proj.weight"] = [HeadSlice(h, "W_o", (0, 512), (h * size, (h + 1) * size)) for h in range(num_heads)]
+    return {name: tuple(slices) for name, slices in owned.items()}
+
+
+def _parameter(name: str, shape: tuple[int, ...], axes: str, role: str) -> Parameter:
+    numel = math.prod(shape)
+    return Parameter(name, shape, axes, "float32", numel, 4 * numel, numel / 1050624, role)
+
+
+PARAMS = ParamsReport(
+    environment=ENVIRONMENT,
+    layer=layer(),
+    parameters=(
+        _parameter(
+            "in_proj_weight",
+            (1536, 512),
+            "(3 heads head_dim) embed",
+            "W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535",
+        ),
+        _parameter(
+            "in_proj_bias",
+            (1536,),
+            "(3 heads head_dim)",
+            "b_q, b_k, b_v one behind the other: 0–511, 512–1023, 1024–1535",
+        ),
+        _parameter("out_proj.weight", (512, 512), "embed (heads head_dim)", "W_o: mixes the heads"),
+        _parameter("out_proj.bias", (512,), "embed", "b_o"),
+    ),
+    total=ParametersTotal(1050624, 4202496, "4E² + 4E", 1050624),
+)
+
+FULL_PARAMS = replace(
+    PARAMS,
+    parameters=tuple(
+        replace(
+            p,
+            heads=_slices(2).get(p.name),
+            stats=STATS,
+            values=VALUES if p.name == "in_proj_weight" else None,
+        )
+        for p in PARAMS.parameters
+    ),
+    total=replace(PARAMS.total, formula_numel=1050625),
+    per_head_proof=PerHeadProof(
+        1.19e-07, 2.43e-07, "same", "One projection of 512 rows then split equals 2 matrices of 256 rows, one per head."
+    ),
+    side_by_side=tuple(
+        HeadCountColumn(
+            n,
+            512 // n,
+            1050624,
+            {p.name: p.shape for p in PARAMS.parameters},
+            {k: (v[0], *v[n::n]) for k, v in _slices(n).items()},
+        )
+        for n in (1, 2, 4, 8)
+    ),
+    changes="Nothing but the slices: every parameter keeps its shape, and each head owns 512 / num_heads of its rows.",
+)
+
+
+def _count(n: int, difference: float, relative: float, noise: float, verdict, stage, reason: str) -> HeadCount:
+    times = difference / noise if noise else (math.nan if not difference else math.inf)
+    return HeadCount(
+        n, 512 // n, 1050624, True, (1, 12, 512), difference, relative, noise, times, verdict, stage, reason
+    )
+
+
+_REASON = "Softmax is taken over {n} score tables of 12 × 12, each from {d} features, and not over 1 from 512."
+
+COMPARE = CompareHeadsReport(
+    environment=ENVIRONMENT,
+    layer=layer(1),
+    baseline=1,
+    counts=(
+        _count(1, 0.0, 0.0, 2.41e-07, "same", None, "The baseline."),
+        *(
+            _count(n, d, r, 2.41e-07, "differs", "scores", _REASON.format(n=n, d=512 // n))
+            for n, d, r in ((2, 0.0731, 0.168), (4, 0.1093, 0.2417), (8, 0.1409, 0.3011), (16, 0.1621, 0.3408))
+        ),
+    ),
+    verdict="differs",
+    equalities=(),
+    answer=(
+        "Yes: with the same weights and the same input the output differs for 2, 4, 8 and 16 heads, "
+        "by up to 672,614 times the noise floor.",
+        "No: the parameters are the same 1,050,624 numbers for every head count; only which of them belong to which "
+        "head changes.",
+    ),
+)
+
+ONE_KEY_COMPARE = replace(
+    COMPARE,
+    counts=(
+        _count(1, 0.0, 0.0, 0.0, "same", None, ""),
+        replace(_count(2, 1.2e-07, 3.1e-07, 2.4e-07, "inconclusive", None, "One key."), same_parameters=False),
+        _count(4, 0.5, 0.25, 0.0, "differs", "scores", "One key."),
+    ),
+    verdict="inconclusive",
+    equalities=("One key: its softmax weight is exactly 1 for every head count, so the outputs must be equal.",),
+    pairs=(HeadPair(1, 2, 1.2e-07, 3.1e-07, 0.5, "same"), HeadPair(2, 4, 0.5, 0.25, math.inf, "differs")),
+)
+
+REPORTS = {
+    "trace": TRACE,
+    "trace-full": FULL_TRACE,
+    "trace-meta": META_TRACE,
+    "trace-model": MODEL_TRACE,
+    "trace-empty": EMPTY_TRACE,
+    "params": PARAMS,
+    "params-full": FULL_PARAMS,
+    "compare-heads": COMPARE,
+    "compare-heads-one-key": ONE_KEY_COMPARE,
+}

@@ -1,0 +1,172 @@
+"""What holds for a format whatever the report."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from mha_inspect.render import FORMATS, to_text
+
+from .samples import REPORTS
+from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES
+
+ESCAPE = "\x1b"
+WIDTHS = (1, 7, 20, 40, 60, 80, 100, 120, 140, 200)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_of_a_table_is_wider_than_asked_for(name, width):
+    lines = to_text(REPORTS[name], "table", width=width).split("\n")
+    # Superscripts and Greek are one column each; there are no wide characters in the samples.
+    assert [line for line in lines if len(line) > width] == []
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_name_is_cut_at_the_widths_of_terminals(name, width):
+    page = to_text(REPORTS[name], "table", width=width)
+    assert "…" not in page
+    for word in re.findall(r"[a-z]+_[a-z_]+|encoder[a-z0-9.]+", to_text(REPORTS[name], "plain")):
+        # Operations and settings may lose their column; what has one keeps its words whole.
+        if word in STAGE_NAMES or word.startswith("encoder"):
+            assert word in page, word
+
+
+STAGE_NAMES = {stage.name for stage in STAGES} | {"in_proj_weight", "out_proj.weight", "head_dim"}
+
+
+def test_stages_axes_and_shapes_stay_on_one_line_at_60():
+    lines = to_text(TRACE, "table", width=60).split("\n")
+    for stage in STAGES:
+        shape = "[" + ", ".join(map(str, stage.shape)) + "]"
+        assert any(line.startswith(stage.name) and shape in line and stage.axes in line for line in lines), stage.name
+
+
+@pytest.mark.parametrize("width", [30, 60])
+def test_no_number_of_a_tensor_is_lost_where_it_does_not_fit(width):
+    page = to_text(FULL_TRACE, "table", width=width)
+    found = re.findall(r"-?\d\.\d{4}|-?inf|nan", VALUES.text)
+    # Once at a stage, once at each of the two tensors that are returned.
+    assert len(found) == 4 * 6
+    assert [page.count(number) >= 3 for number in found] == [True] * len(found)
+
+
+def test_dropped_columns_are_named():
+    assert "no room at this width for: bytes, FLOPs" in to_text(TRACE, "table", width=60)
+    assert "no room" not in to_text(TRACE, "table", width=140)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_colour_means_no_escape(name):
+    assert ESCAPE not in to_text(REPORTS[name], "table", width=100)
+    assert ESCAPE not in to_text(REPORTS[name], "plain", color=True)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_colour_changes_nothing_but_the_colour(name):
+    coloured = to_text(REPORTS[name], "table", width=100, color=True)
+    assert ESCAPE in coloured
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in bare.split("\n")] == to_text(REPORTS[name], "table", width=100).split("\n")
+
+
+def test_a_dimension_has_the_colour_of_its_axis():
+    coloured = to_text(TRACE, "table", width=140, color=True)
+    row = next(line for line in coloured.split("\n") if "scores" in line)
+    assert "\x1b[36m12\x1b[0m" in row
+    assert "\x1b[36mquery\x1b[0m" in row
+    assert "\x1b[33m12\x1b[0m" in row
+    assert "\x1b[33mkey\x1b[0m" in row
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_plain_has_a_line_for_each_stage_with_its_fields_two_spaces_apart(name):
+    report = REPORTS[name]
+    text = to_text(report, "plain")
+    assert not re.search("[─━│┃┌┐└┘├┤]", text)
+    assert not any(line.endswith(" ") for line in text.split("\n"))
+    for attention in getattr(report, "attentions", ()):
+        for stage in attention.stages:
+            mark = " *" if stage.opened else ""
+            shape = "[" + ", ".join(map(str, stage.shape)) + "]"
+            fields = [re.split("  +", line) for line in text.split("\n")]
+            assert any(f[:4] == [stage.name + mark, shape, stage.axes, stage.formula] for f in fields), stage.name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", REPORTS)
+def test_equal_reports_give_equal_bytes(name, format):
+    first = to_text(REPORTS[name], format, width=90)
+    assert first == to_text(copy.deepcopy(REPORTS[name]), format, width=90)
+    assert first.endswith("\n")
+
+
+@pytest.mark.parametrize("format", ["svg", "html"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_exports_fetch_nothing(name, format):
+    text = to_text(REPORTS[name], format)
+    without_namespace = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    # `url(#...)` points into the same file.
+    assert not re.search(r"https?:|//\w|url\((?!#)|@import|@font-face|<script|\bsrc=|\bhref=", without_namespace)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_svg_is_well_formed_and_holds_the_text(name):
+    root = ElementTree.fromstring(to_text(REPORTS[name], "svg"))
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert f"layer {REPORTS[name].layer.name}" in text
+
+
+def test_the_proof_is_the_last_line():
+    for format in ("plain", "table"):
+        assert to_text(TRACE, format, width=140).split("\n")[-2] == (
+            "plain and opened outputs agree: largest difference 1.2e-07, noise floor 2.4e-07 (measured against float64)"
+        )
+
+
+def test_the_scale_is_named_only_where_it_is_the_usual_one():
+    def page(scale: float) -> str:
+        return to_text(replace(TRACE, attentions=(replace(ATTENTION, scale=scale),)), "plain")
+
+    assert "scale 0.0625 = 1/√256" in page(0.0625)
+    # As torch's math path applies it: the square of a rounded fourth root.
+    assert "= 1/√256" in page(0.062500001)
+    assert "scale 0.07\n" in page(0.07)
+    assert "scale 1 (not scaled)" in page(1.0)
+
+
+def test_dtype_is_shown_only_where_it_changes():
+    stages = (STAGES[0], *(replace(stage, dtype="bfloat16") for stage in STAGES[3:5]), STAGES[5])
+    lines = to_text(replace(TRACE, attentions=(replace(ATTENTION, stages=stages),)), "plain").split("\n")
+    rows = [re.split("  +", line)[4] for line in lines if line.startswith(("stage", "query", "q_", "k_", "v_"))]
+    assert rows == ["dtype", "-", "bfloat16", "-", "float32"]
+
+
+def test_an_unknown_format_or_report_is_refused():
+    with pytest.raises(ValueError, match="'yaml' is not one of table, plain, json, svg, html"):
+        to_text(TRACE, "yaml")
+    with pytest.raises(TypeError, match="dict is not a report"):
+        to_text({}, "plain")
+
+
+@pytest.mark.parametrize(("format", "rich"), [("plain", False), ("json", False), ("table", True)])
+def test_only_terminal_formats_import_rich_and_none_imports_torch(format, rich):
+    code = (
+        "import sys\n"
+        "from mha_inspect.render import to_text\n"
+        "from mha_inspect.reports.common import Environment, LayerInfo\n"
+        "from mha_inspect.reports.params import ParamsReport, ParametersTotal\n"
+        "made_with = Environment('2', 'cpu', 'float32', 0)\n"
+        "report = ParamsReport(made_with, LayerInfo('x', {}), (), ParametersTotal(0, 0, '', None))\n"
+        f"to_text(report, {format!r})\n"
+        "print('rich' in sys.modules, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(rich), "False"]

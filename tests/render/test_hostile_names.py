@@ -1,0 +1,130 @@
+"""Names out of modules, tensors and files act on no terminal and on no page."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mha_inspect.render import FORMATS, clean, clean_lines, to_text
+from mha_inspect.reports.common import LayerInfo, Values
+from mha_inspect.reports.trace import OpLine, OpRef
+
+from .samples import FULL_PARAMS
+from .trace_samples import ATTENTION, STAGES, TRACE
+
+HOSTILE = {
+    "colour": "\x1b[31mred\x1b[0m",
+    "title": "\x1b]0;owned\x07",
+    "8-bit": "\x9b31mred",
+    "link": "\x1b]8;;file:///etc/passwd\x1b\\x\x1b]8;;\x1b\\",
+    "return": "good\rbad",
+    "backspace": "bad\b\b\bok",
+    "newline": "first\nsecond",
+    "delete": "x\x7fy",
+    "null": "x\x00y",
+    "bidi override": "abc\u202edcba",
+    "bidi isolate": "\u2066abc\u2069",
+    "zero width": "a\u200bb\ufeffc",
+    "line separator": "a\u2028b\u2029c",
+    "tags": "a\U000e0041b",
+    "surrogate": "a\ud800b",
+    "markup": "[red]x[/red]",
+    "open markup": "[/] [bold",
+    "emoji code": ":smile:",
+    "html": "<script>alert(1)</script>&amp;",
+    "link markup": "[link=file:///x]y[/link]",
+}
+
+
+def trace_of(name: str):
+    """A trace with this name in every place that a name can come into."""
+    operand_line = OpLine(0, name, name, name, (), (), name, "view", name)
+    stage = replace(STAGES[3], formula=name, axes=name, op=OpRef(1, name, name), values=Values(name, None))
+    return replace(
+        TRACE,
+        layer=LayerInfo(name, {name: name}),
+        path=replace(TRACE.path, plain=name, reason=name, opened=(name,)),
+        attentions=(
+            replace(ATTENTION, module=name, stages=(stage,), notes=(name,)),
+            replace(ATTENTION, module=name, stages=(stage,), notes=(name,)),
+        ),
+        returns=(replace(TRACE.returns[0], name=name, axes=name),),
+        notes=(name,),
+        ops=(operand_line,),
+        proof=replace(TRACE.proof, note=name),
+    )
+
+
+def acts_on_a_terminal(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_nothing_that_acts_on_a_terminal_comes_through(name, format):
+    text = to_text(trace_of(name), format, width=100)
+    assert [c for c in text if acts_on_a_terminal(c) and c != "\n"] == []
+    text.encode("utf-8")
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_parameters_are_cleaned_too(name):
+    report = replace(
+        FULL_PARAMS,
+        parameters=tuple(replace(p, name=name, role=name, axes=name, heads=None) for p in FULL_PARAMS.parameters),
+        side_by_side=tuple(replace(c, shapes={name: (3,)}, first_head={}) for c in FULL_PARAMS.side_by_side),
+    )
+    for format in FORMATS:
+        assert [c for c in to_text(report, format) if acts_on_a_terminal(c) and c != "\n"] == []
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_colour_adds_only_its_own_escapes(name):
+    text = to_text(trace_of(name), "table", width=100, color=True)
+    escapes = text.split("\x1b")[1:]
+    assert escapes
+    assert all(part[0] == "[" and part[1 : part.index("m")].replace(";", "").isdigit() for part in escapes)
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_json_gives_back_the_very_name(name):
+    assert json.loads(to_text(trace_of(name), "json"))["attentions"][0]["module"] == name
+
+
+@pytest.mark.parametrize("name", ["[red]x[/red]", "[/] [bold", ":smile:", "[link=file:///x]y[/link]"])
+def test_markup_is_shown_and_not_interpreted(name):
+    assert name in to_text(trace_of(name), "plain")
+    assert name in to_text(trace_of(name), "table", width=200)
+    text = "".join(ElementTree.fromstring(to_text(trace_of(name), "svg", width=200)).itertext())
+    assert name in text.replace("\xa0", " ")
+
+
+def test_html_is_escaped():
+    for format in ("html", "svg"):
+        text = to_text(trace_of(HOSTILE["html"]), format, width=200)
+        assert "<script" not in text
+        assert "&lt;script&gt;" in text
+
+
+def test_one_name_stays_on_one_line():
+    lines = to_text(trace_of("first\nsecond"), "plain").split("\n")
+    assert "layer first\\nsecond" not in lines
+    assert any("first\\x0asecond" in line for line in lines)
+
+
+def test_what_is_escaped_can_be_read():
+    assert clean("a\x1b[31m\u202e\U000e0041") == "a\\x1b[31m\\u202e\\U000e0041"
+    assert clean("naïve √256 · kᵀ 漢字") == "naïve √256 · kᵀ 漢字"
+    assert clean_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\x0d\n"
+
+
+@given(st.text())
+def test_cleaning_leaves_only_what_can_be_printed_and_is_done_once(text):
+    assert clean(text).isprintable()
+    assert clean(clean(text)) == clean(text)

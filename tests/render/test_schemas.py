@@ -1,0 +1,172 @@
+"""The JSON output is what its schema says, and the schemas are strict enough to notice when it is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from mha_inspect.render import to_text
+from mha_inspect.render.json_text import to_data
+from mha_inspect.render.kinds import KINDS
+from mha_inspect.reports.common import Stats, Values
+from mha_inspect.schemas import commands, load_schema
+
+from .samples import COMPARE, FULL_PARAMS, ONE_KEY_COMPARE, REPORTS
+from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE
+
+
+def data_of(report: object) -> Any:
+    def refuse(literal: str) -> None:
+        raise AssertionError(f"{literal} is not JSON")
+
+    return json.loads(to_text(report, "json"), parse_constant=refuse)
+
+
+def validator(command: str) -> jsonschema.Draft202012Validator:
+    schema = load_schema(command)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def test_every_command_has_a_schema():
+    assert commands() == tuple(sorted(kind.command for kind in KINDS.values()))
+    with pytest.raises(KeyError):
+        load_schema("../trace")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_json_follows_its_schema(name):
+    data = data_of(REPORTS[name])
+    validator(data["command"]).validate(data)
+    assert data["schema_version"] == 1
+
+
+# The keys that issue 2 promises, written out again so that schema and report cannot drift together.
+PROMISED = {
+    "trace": {
+        "": "schema_version command environment layer path attentions returns ops proof",
+        "environment": "torch device dtype seed",
+        "layer": "name spec",
+        "path": "plain reason opened",
+        "attentions.0": "module num_heads num_kv_heads head_dim scale stages",
+        "attentions.0.stages.9": "name shape axes formula dtype nbytes flops opened op stats values",
+        "attentions.0.stages.9.op": "index name source",
+        "returns.0": "name shape axes",
+        "proof": "max_abs_difference noise_floor agrees",
+    },
+    "params": {
+        "": "schema_version command parameters total",
+        "parameters.0": "name shape axes dtype numel nbytes role heads",
+        "total": "numel nbytes formula",
+    },
+    "compare-heads": {
+        "": "schema_version command baseline counts verdict",
+        "counts.1": "num_heads head_dim numel same_parameters output_shape max_abs_difference relative_difference "
+        "noise_floor times_noise verdict first_differing_stage reason",
+    },
+}
+FULL = {"trace": FULL_TRACE, "params": FULL_PARAMS, "compare-heads": ONE_KEY_COMPARE}
+
+
+def at(data: Any, path: str) -> Any:
+    for step in filter(None, path.split(".")):
+        data = data[int(step) if step.isdigit() else step]
+    return data
+
+
+@pytest.mark.parametrize("command", PROMISED)
+def test_promised_keys_are_there(command):
+    data = data_of(FULL[command])
+    for path, keys in PROMISED[command].items():
+        assert set(keys.split()) <= set(at(data, path)), path
+
+
+def objects(data: Any, path: str = "") -> Iterator[str]:
+    """Paths of every object whose keys are ours, the first of each list only."""
+    if isinstance(data, dict):
+        if not path.endswith(("spec", "shapes", "first_head")):
+            yield path
+            for key, value in data.items():
+                yield from objects(value, f"{path}.{key}".strip("."))
+    elif isinstance(data, list) and data:
+        yield from objects(data[0], f"{path}.0")
+
+
+OPTIONAL = {"ops", "stats", "values", "heads", "per_head_proof", "side_by_side", "pairs"}
+
+
+@pytest.mark.parametrize("command", FULL)
+def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
+    data = data_of(FULL[command])
+    check = validator(command)
+    check.validate(data)
+    paths = list(objects(data))
+    assert len(paths) > 3
+    for path in paths:
+        for key in at(data, path):
+            changed = copy.deepcopy(data)
+            content = at(changed, path).pop(key)
+            assert check.is_valid(changed) == (key in OPTIONAL), f"{path}.{key} missing"
+            at(changed, path)[f"{key}_"] = content
+            assert not check.is_valid(changed), f"{path}.{key} misnamed"
+
+
+@pytest.mark.parametrize(
+    ("report", "path", "wrong"),
+    [
+        (TRACE, "attentions.0.stages.0.name", "queries"),
+        (TRACE, "attentions.0.stages.0.shape", "[1, 12, 512]"),
+        (TRACE, "attentions.0.stages.0.nbytes", -1),
+        (TRACE, "attentions.0.stages.0.memory", "shared"),
+        (TRACE, "proof.noise_floor", "nan"),
+        (TRACE, "schema_version", 2),
+        (FULL_PARAMS, "parameters.0.share", 1.5),
+        (FULL_PARAMS, "parameters.0.heads.0.rows", [0]),
+        (COMPARE, "verdict", "equal"),
+        (COMPARE, "command", "compare_heads"),
+    ],
+)
+def test_a_wrong_value_is_noticed(report, path, wrong):
+    data = data_of(report)
+    check = validator(data["command"])
+    check.validate(data)
+    *parents, last = path.split(".")
+    at(data, ".".join(parents))[last] = wrong
+    assert not check.is_valid(data)
+
+
+def test_what_was_not_asked_for_is_left_out_and_what_is_not_known_is_null():
+    data = data_of(TRACE)
+    assert "ops" not in data
+    assert not {"stats", "values"} & set(data["attentions"][0]["stages"][0])
+    assert data["path"]["reason"] is None
+    assert data["attentions"][0]["stages"][0]["op"] is None
+
+
+def test_numbers_that_json_has_not_are_strings():
+    stats = Stats(math.nan, math.inf, -math.inf, 0.5, 1, 2, 3)
+    values = Values("", [[math.nan, 1.5], [-math.inf, math.inf], [True, 7]])
+    stage = replace(STAGES[9], stats=stats, values=values)
+    data = data_of(replace(TRACE, attentions=(replace(ATTENTION, stages=(stage,)),)))
+    validator("trace").validate(data)
+    found = data["attentions"][0]["stages"][0]
+    assert [found["stats"][key] for key in ("mean", "std", "min", "max")] == ["NaN", "Infinity", "-Infinity", 0.5]
+    assert found["values"]["data"] == [["NaN", 1.5], ["-Infinity", "Infinity"], [True, 7]]
+
+
+def test_floats_keep_every_digit():
+    assert (
+        data_of(replace(TRACE, proof=replace(TRACE.proof, noise_floor=0.1 + 0.2)))["proof"]["noise_floor"] == 0.1 + 0.2
+    )
+
+
+def test_what_is_no_plain_data_is_refused():
+    with pytest.raises(TypeError, match="object has no place in a report"):
+        to_data({"x": object()})
