@@ -1,0 +1,134 @@
+"""A recorded forward pass as plain data: tensors, operations, and the dataflow between them, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+Kind = Literal["view", "copy", "write", "compute"]
+"""What an operation does to memory: share it, move it elsewhere unchanged, write into what it was given, or compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor at the moment that an operation read or wrote it: what identifies it, never its content."""
+
+    id: int
+    """The same number is the same content, seen through the same shape and strides."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """First element, in elements from the start of the storage."""
+    dtype: str
+    """`float32`, `bool`, ..."""
+    itemsize: int
+    """Bytes of one element."""
+    storage: int
+    """Number of the storage in this recording: tensors with the same number share memory."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, whether or not this tensor owns them."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One tensor operation that PyTorch dispatched."""
+
+    index: int
+    name: str
+    """Name in torch, overload included: `aten.bmm.default`."""
+    args: tuple[Any, ...]
+    """Positional arguments, each torch tensor replaced by its `Tensor`."""
+    kwargs: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    """The tensors among the arguments, in order."""
+    outputs: tuple[Tensor, ...]
+    kind: Kind
+    pointwise: bool
+    """Whether torch tags it as one that works element by element, with broadcasting."""
+    source: str
+    """The line that asked for it: `attention.py:41`."""
+    module: str
+    """Path of the innermost module whose forward was running; empty for the recorded module itself."""
+    call: int
+    """Operations with the same number came out of one call in Python: `matmul` becomes expand, view, bmm, view."""
+
+    @property
+    def base_name(self) -> str:
+        """Name without namespace and overload: `bmm`."""
+        return self.name.split(".")[1]
+
+    @property
+    def output(self) -> Tensor:
+        """The first tensor that came out."""
+        return self.outputs[0]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor with the name by which it is known outside: an argument, a parameter, a returned value."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Every operation of one forward pass, in order, with the dataflow between them."""
+
+    ops: tuple[Op, ...]
+    inputs: tuple[Named, ...]
+    """Tensors among the arguments, named after the parameters of `forward`."""
+    parameters: tuple[Named, ...]
+    """Parameters of the module, by their path."""
+    buffers: tuple[Named, ...]
+    """Buffers of the module, by their path."""
+    outputs: tuple[Named, ...]
+    """Tensors that were returned, named by their place: `0`, `1.attentions`; one that is alone has an empty name."""
+    producers: dict[int, int]
+    """Tensor id to the index of the operation that made it; one that came from outside is not in it."""
+    fast_path_refusals: tuple[str, ...] = ()
+    """Why torch's multi-head attention did not take its fast path, in its own words, one a module; empty where it did."""
+    scalars: dict[int, float] = field(default_factory=dict)
+    """Tensor id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
+    values: dict[int, Any] = field(default_factory=dict, compare=False)
+    """Tensor id to the torch tensor, for those that were kept."""
+
+    @cached_property
+    def consumers(self) -> dict[int, tuple[Op, ...]]:
+        """Tensor id to the operations that read it."""
+        found: dict[int, list[Op]] = {}
+        for op in self.ops:
+            for tensor in {t.id: t for t in op.inputs}.values():
+                found.setdefault(tensor.id, []).append(op)
+        return {key: tuple(ops) for key, ops in found.items()}
+
+    @cached_property
+    def parameter_names(self) -> dict[int, str]:
+        """Tensor id to the name of the parameter that it is."""
+        return {named.tensor.id: named.name for named in self.parameters}
+
+    @cached_property
+    def input_ids(self) -> frozenset[int]:
+        """Ids of the tensors among the arguments."""
+        return frozenset(named.tensor.id for named in self.inputs)
+
+    def producer(self, tensor: Tensor) -> Op | None:
+        """The operation that made this tensor; None where it came from outside."""
+        index = self.producers.get(tensor.id)
+        return None if index is None else self.ops[index]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that an operation wrote, in order."""
+        for op in self.ops:
+            yield from op.outputs

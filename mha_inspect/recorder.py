@@ -1,0 +1,394 @@
+"""Record a forward pass: the only user of torch's dispatch modes.
+
+A `TorchDispatchMode` sees every operation of any module, with gradients on or off, on every device. Nothing is hooked,
+wrapped or replaced, so what is recorded runs as it runs without the recorder, to the bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .ops import Kind, Named, Op, Recording, Tensor
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PASS_ON = tuple(
+    os.sep.join(("torch", *tail))
+    for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
+)
+_MODULE_CALL = nn.Module._call_impl.__code__
+_ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
+_WRITTEN_OUT = {
+    _ATTENTION_FORWARD,
+    torch.nn.functional.multi_head_attention_forward.__code__,
+    torch.nn.functional._in_projection.__code__,
+    torch.nn.functional._in_projection_packed.__code__,
+}
+"""Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
+
+_COPIES = {"clone", "_to_copy", "copy", "repeat", "cat", "stack", "constant_pad_nd", "roll", "flip", "index_select"}
+
+
+def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
+    """Run `module(*args, **kwargs)` once and record it.
+
+    Returns the recording and what the module returned. With `keep` every tensor is kept, in `Recording.values`, as it
+    was when it was made (a later in-place operation does not reach it); without it none is held a moment longer than in
+    a plain run.
+    """
+    recorder = Recorder(module if isinstance(module, nn.Module) else None, keep=keep)
+    recorder.take_inputs(argument_names(module, args, kwargs))
+    with recorder:
+        returned = module(*args, **kwargs)
+    return recorder.finish(returned), returned
+
+
+@contextmanager
+def opened() -> Iterator[None]:
+    """Let torch run attention step by step: neither the fused fast path nor a fused scaled-dot-product kernel.
+
+    Both settings are put back on the way out, also when the body raises.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments under the names that `forward` gives them, in its order."""
+    function = module.forward if isinstance(module, nn.Module) else module
+    try:
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses, with its place: `1.attentions.0`."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    children: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", range(len(value)))
+        children = [(str(key), child) for key, child in zip(names, value, strict=True)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        children = [(f.name, getattr(value, f.name)) for f in fields(value)]
+    for key, child in children:
+        yield from tensors_in(child, f"{name}.{key}" if name else key)
+
+
+class _Storage:
+    """What is known of one piece of memory: which tensors look at it, and how often it was written."""
+
+    __slots__ = ("made_by", "number", "seen", "version")
+
+    def __init__(self, number: int, made_by: int | None) -> None:
+        self.number = number
+        self.made_by = made_by
+        """The operation that wrote it last; None where it came from outside."""
+        self.version = 0
+        self.seen: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+        """Offset, shape, stride and dtype, to the tensor and the version at which it was seen."""
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode that writes down each operation. Use `record`, or enter it around any code."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps __torch_dispatch__ at class creation, and the first operation imports torch._dynamo and
+        # sympy: 800 modules and a second.
+        return False
+
+    def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
+        super().__init__()
+        self._keep = keep
+        self._ops: list[Op] = []
+        self._storages: dict[int, _Storage] = {}
+        self._producers: dict[int, int] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._kept_in: dict[int, list[int]] = {}
+        self._inputs: list[Named] = []
+        self._parameters: list[Named] = []
+        self._buffers: list[Named] = []
+        self._scalars: dict[int, float] = {}
+        self._paths: dict[int, str] = {}
+        self._refusals: dict[int, str] = {}
+        self._next_tensor = 0
+        self._next_storage = 0
+        self._call: tuple[int, int] = (0, -1)
+        self._boundary: FrameType | None = None
+        if root is not None:
+            self._learn(root)
+
+    def __enter__(self) -> Recorder:
+        self._boundary = sys._getframe(1)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._boundary = None
+        super().__exit__(*exc)
+
+    def _learn(self, root: nn.Module) -> None:
+        """Note the paths of modules, and the names of parameters and buffers."""
+        for path, module in root.named_modules():
+            self._paths.setdefault(id(module), path)
+        for name, parameter in root.named_parameters():
+            if not nn.parameter.is_lazy(parameter):
+                self._parameters.append(Named(name, self._read(parameter)))
+        self._buffers += [Named(name, self._read(buffer)) for name, buffer in root.named_buffers()]
+
+    def take_inputs(self, arguments: Mapping[str, Any]) -> None:
+        """Note the names of the tensors among the arguments."""
+        self._inputs += [Named(name, self._read(tensor)) for name, tensor in tensors_in(arguments)]
+
+    def finish(self, returned: Any = None) -> Recording:
+        """The recording up to here, with the names of what was returned."""
+        outputs = tuple(Named(name, self._read(tensor)) for name, tensor in tensors_in(returned))
+        return Recording(
+            ops=tuple(self._ops),
+            inputs=tuple(self._inputs),
+            parameters=tuple(self._parameters),
+            buffers=tuple(self._buffers),
+            scalars=self._scalars,
+            outputs=outputs,
+            producers=self._producers,
+            fast_path_refusals=tuple(self._refusals.values()),
+            values=self._values,
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation and write it down."""
+        kwargs = kwargs or {}
+        about = _about(func)
+        if about.composite and torch.is_inference_mode_enabled():
+            # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        inputs: list[Tensor] = []
+        plain_args = tuple(self._plain(arg, inputs) for arg in args)
+        plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()}
+        written = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in about.written]
+        if written and self._keep:
+            self._preserve(written)
+        result = func(*args, **kwargs)
+        index = len(self._ops)
+        storages = {tensor.storage: tensor for tensor in inputs}
+        outputs = [self._write(tensor, index, storages, bool(written)) for _, tensor in tensors_in(result)]
+        if written and not outputs:
+            outputs = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
+        source, module, call = self._where(sys._getframe(1))
+        kind: Kind = "copy" if about.base_name in _COPIES else "compute"
+        if outputs and all(output.storage in storages for output in outputs):
+            kind = "write" if written else "view"
+        self._ops.append(
+            Op(
+                index=index,
+                name=about.name,
+                args=plain_args,
+                kwargs=plain_kwargs,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                kind=kind,
+                pointwise=about.pointwise,
+                source=source,
+                module=module,
+                call=call,
+            )
+        )
+        return result
+
+    def _plain(self, value: Any, inputs: list[Tensor]) -> Any:
+        """The argument as plain data; tensors in it are added to `inputs`."""
+        if isinstance(value, torch.Tensor):
+            tensor = self._read(value)
+            inputs.append(tensor)
+            return tensor
+        if isinstance(value, (list, tuple)):
+            return tuple(self._plain(item, inputs) for item in value)
+        if value is None or isinstance(value, (bool, int, float, complex, str)):
+            return value
+        return str(value)
+
+    def _read(self, tensor: torch.Tensor) -> Tensor:
+        """The identity of a tensor as it is now."""
+        address, key = _identity(tensor)
+        storage = self._storages.get(address)
+        if storage is None:
+            storage = self._add_storage(address, None)
+        seen = storage.seen.get(key)
+        if seen is not None and seen[1] == storage.version:
+            return seen[0]
+        # Written since through another view, or never seen: its content is what the last writer of this memory left.
+        return self._new(tensor, key, storage, storage.made_by)
+
+    def _write(self, tensor: torch.Tensor, index: int, inputs: Mapping[int, Tensor], in_place: bool) -> Tensor:
+        """The identity of a tensor that operation `index` has just returned; `inputs` are its own, by storage."""
+        address, key = _identity(tensor)
+        storage = self._storages.get(address)
+        if storage is None or not (storage.number in inputs or storage.made_by == index):
+            # Addresses are used again: memory that is not among the inputs is new, whatever was there before.
+            storage = self._add_storage(address, index)
+        elif in_place and storage.made_by != index:
+            storage.version += 1
+            storage.made_by = index
+        else:
+            seen = storage.seen.get(key)
+            if seen is not None and seen[1] == storage.version and seen[0] is inputs.get(storage.number):
+                return seen[0]  # a view that changes nothing
+        return self._new(tensor, key, storage, index)
+
+    def _add_storage(self, address: int, made_by: int | None) -> _Storage:
+        storage = self._storages[address] = _Storage(self._next_storage, made_by)
+        self._next_storage += 1
+        return storage
+
+    def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> Tensor:
+        made = Tensor(
+            id=self._next_tensor,
+            shape=tuple(tensor.shape),
+            stride=key[2],
+            offset=key[0],
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            itemsize=tensor.element_size(),
+            storage=storage.number,
+        )
+        self._next_tensor += 1
+        storage.seen[key] = (made, storage.version)
+        if made_by is not None:
+            self._producers[made.id] = made_by
+        if not made.shape and tensor.device.type == "cpu" and tensor.dtype.is_floating_point:
+            self._scalars[made.id] = tensor.item()
+        if self._keep:
+            self._values[made.id] = tensor.detach()
+            self._kept_in.setdefault(storage.number, []).append(made.id)
+        return made
+
+    def _preserve(self, written: Sequence[Any]) -> None:
+        """Copy the kept tensors whose memory is about to be written."""
+        for _, tensor in tensors_in(written):
+            storage = self._storages.get(_identity(tensor)[0])
+            for kept in self._kept_in.pop(storage.number, []) if storage is not None else []:
+                self._values[kept] = self._values[kept].clone()
+
+    def _where(self, frame: FrameType | None) -> tuple[str, str, int]:
+        """The line that asked for the operation, the module it runs in, and the number of the call it belongs to."""
+        source = library = module = outermost = None
+        stack = 0
+        while frame is not None and frame is not self._boundary:
+            code = frame.f_code
+            stack = hash((stack, id(code), frame.f_lasti))
+            if code is _MODULE_CALL:
+                outermost = frame.f_locals["self"]
+                module = module if module is not None else outermost
+                stack = hash((stack, id(outermost)))
+            elif source is None:
+                place = _place(code)
+                if place.written_out or not place.library:
+                    source = f"{place.file}:{frame.f_lineno}"
+                elif library is None and place.file:
+                    library = f"{place.file}:{frame.f_lineno}"
+            if code is _ATTENTION_FORWARD:
+                called = frame.f_locals
+                self._refusals[id(called["self"])] = called.get("why_not_fast_path", "")
+            frame = frame.f_back
+        if stack != self._call[0]:
+            self._call = (stack, self._call[1] + 1)
+        if outermost is not None and id(outermost) not in self._paths:
+            self._learn(outermost)
+        return source or library or "", self._paths.get(id(module), ""), self._call[1]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
+    """The address of a tensor's storage, and what tells it from other views of the same storage."""
+    try:
+        address = tensor.untyped_storage()._cdata
+        return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
+        return id(tensor), (0, tuple(tensor.shape), (), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class _About:
+    """What does not change from one use of an operation to the next."""
+
+    name: str
+    base_name: str
+    pointwise: bool
+    composite: bool
+    written: tuple[tuple[int, str], ...]
+    """Place and name of each argument that it writes into."""
+
+
+@cache
+def _about(func: Any) -> _About:
+    name = str(func)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return _About(
+        name=name,
+        base_name=name.split(".")[1],
+        pointwise=torch.Tag.pointwise in func.tags,
+        composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
+        written=tuple(
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a function's code stands."""
+
+    file: str
+    """Path to show; empty for code that only passes calls on."""
+    library: bool
+    """Whether it belongs to torch or to this recorder."""
+    written_out: bool
+    """Whether it is a function of torch that writes attention out."""
+
+
+@cache
+def _place(code: CodeType) -> _Place:
+    path = code.co_filename
+    if path == __file__ or path.endswith(_PASS_ON):
+        return _Place("", library=True, written_out=False)
+    if path.startswith(_TORCH):
+        return _Place(
+            "torch/" + path[len(_TORCH) :].replace(os.sep, "/"), library=True, written_out=code in _WRITTEN_OUT
+        )
+    for root in sorted(sys.path, key=len, reverse=True):
+        if root and "packages" in root and path.startswith(root + os.sep):
+            path = path[len(root) + 1 :]
+            break
+    else:
+        here = os.getcwd() + os.sep
+        own = os.path.dirname(os.path.dirname(__file__)) + os.sep
+        path = path.removeprefix(own) if path.startswith(own + "mha_inspect") else path.removeprefix(here)
+    return _Place(path.replace(os.sep, "/"), library=False, written_out=False)
