@@ -12,7 +12,6 @@ from io import StringIO
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -248,9 +247,10 @@ def _verbatim(block: Verbatim, width: int) -> Iterator[RenderableType]:
     yield heading
     for line in block.text.split("\n"):
         # A line that is too long goes on under its own first number, behind the brackets.
-        indent = min(len(line) - len(line.lstrip(" [")), max(width - 20, 0))
+        opening = re.match(r"(?:tensor\()?[ \[]*", line)
+        indent = min(opening.end() if opening else 0, max(width - 20, 0))
         first, rest = line[:indent], line[indent:]
-        yield Padding(_hanging(first, rest), 0) if len(line) > width else Text(line)
+        yield _hanging(first, rest) if len(line) > width else Text(line)
 
 
 def _hanging(first: str, rest: str) -> RenderableType:
