@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from .options import Options
 
 
+# Windows reports a reader that is gone as EINVAL.
+GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
+
+
 class ClosedPipeError(MhaInspectError):
     """The reader of stdout went away. Nobody is left to be told."""
 
@@ -67,12 +72,18 @@ def write(text: str, format: str = "plain") -> None:
         sys.stdout.write(_encodable(text, format, sys.stdout))
         sys.stdout.flush()
     except OSError as error:
+        raise unwritable(error) or error from None
+
+
+def unwritable(error: OSError) -> MhaInspectError | None:
+    """What an error of the system means for stdout: nobody reads it, or there is no room; None for any other error."""
+    if error.errno in GONE:
         forget_stdout()
-        if error.errno in (errno.EPIPE, errno.EINVAL if os.name == "nt" else errno.EPIPE):
-            raise ClosedPipeError from None
-        raise ExportError(
-            f"stdout could not be written: {error.strerror}. Make room, or send it somewhere else."
-        ) from None
+        return ClosedPipeError()
+    if error.errno in FULL:
+        forget_stdout()
+        return ExportError(f"stdout could not be written: {error.strerror}. Make room, or send it somewhere else.")
+    return None
 
 
 def forget_stdout() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ExitCode, SpecError
+from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
@@ -57,6 +58,10 @@ def compare_heads(
     compared = chosen_counts(options, counts("heads", heads))
     spec, *_ = [options.attention(count) for count in compared]
     inputs, run = options.inputs(), options.run()
+
+    from ..layers.settings import check_settings
+
+    check_settings(LAYERS[options.layer], spec, inputs, run)
     options.show()
     from .answer import give, prepare
 

@@ -7,16 +7,16 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
-from .values import completing, counts, one_of, real_number, whole_number
+from .values import completing, counts, one_of, real_number, size_number, whole_number
 
 if TYPE_CHECKING:
-    from ..spec import AttentionSpec, DtypeName, InputSpec, RunSpec, Show
+    from ..spec import AttentionSpec, InputSpec, RunSpec, Show
 
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -48,7 +48,7 @@ def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **se
 
 def size(flag: str, panel: str, help: str, **settings: Any) -> Any:
     """An option that takes a whole number."""
-    return option(flag, panel, help, parser=whole_number, metavar="N", **settings)
+    return option(flag, panel, help, metavar="N", **{"parser": size_number, **settings})
 
 
 class Options:
@@ -78,6 +78,16 @@ class Options:
             metavar="N",
         ),
     ] = "8"
+    num_kv_heads: Annotated[
+        int | None,
+        size(
+            "--num-kv-heads", LAYER, "Number of key and value heads, when heads share them.", show_default="num_heads"
+        ),
+    ] = None
+    head_dim: Annotated[
+        int | None, size("--head-dim", LAYER, "Features of one head.", show_default="embed_dim / num_heads")
+    ] = None
+    rope: Annotated[bool, option("--rope", LAYER, "Rotate queries and keys by their positions.")] = False
     kdim: Annotated[int | None, size("--kdim", LAYER, "Width of the key.", show_default="embed_dim")] = None
     vdim: Annotated[int | None, size("--vdim", LAYER, "Width of the value.", show_default="embed_dim")] = None
     bias: Annotated[bool, option("--bias/--no-bias", LAYER, "Whether the projections add a bias.")] = True
@@ -142,7 +152,7 @@ class Options:
         ),
     ] = None
     dtype: Annotated[str, option("--dtype", INPUT, "Data type of parameters and inputs.", known=DTYPES)] = "float32"
-    seed: Annotated[int, size("--seed", INPUT, "Seed of parameters and inputs.")] = 0
+    seed: Annotated[int, size("--seed", INPUT, "Seed of parameters and inputs.", parser=whole_number)] = 0
 
     device: Annotated[
         str,
@@ -213,13 +223,17 @@ class Options:
 
         Raises `SpecError` when its sizes contradict each other.
         """
-        from ..spec import AttentionSpec
+        from ..layers.settings import spec_for
 
         if self.seed not in SEEDS:
             raise SpecError(f"seed {self.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
-        return AttentionSpec(
+        return spec_for(
+            LAYERS[self.layer],
             embed_dim=self.embed_dim,
             num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
             kdim=self.kdim,
             vdim=self.vdim,
             bias=self.bias,
@@ -228,7 +242,7 @@ class Options:
             dropout=self.dropout,
             batch_first=self.batch_first,
             training=self.train,
-            dtype=cast("DtypeName", self.dtype),
+            dtype=self.dtype,
             seed=self.seed,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from ..errors import ExitCode
+from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, shares_options
@@ -27,6 +28,10 @@ def trace(options: Options) -> ExitCode:
     """
     spec = options.attention(options.single_head_count("trace"))
     inputs, run, show = options.inputs(), options.run(), options.show()
+
+    from ..layers.settings import check_settings
+
+    check_settings(LAYERS[options.layer], spec, inputs, run)
     from .answer import give, prepare
 
     target = prepare(options)

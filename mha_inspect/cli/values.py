@@ -13,6 +13,10 @@ LONGEST_SHOWN = 60
 """Characters of a user's own text that are repeated in a message."""
 
 
+LARGEST_SIZE = 2**40
+"""Far above any tensor that fits anywhere, and small enough to reckon with in no time."""
+
+
 def shown(text: object) -> str:
     """A user's own text as it may be printed: no control or bidi characters, and not too much of it."""
     clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
@@ -35,6 +39,17 @@ def whole_number(typed: object) -> int:
         return int(str(typed))
     except ValueError:
         raise typer.BadParameter(f"{shown(typed)} is not a whole number: write digits only, as in 512.") from None
+
+
+def size_number(typed: object) -> int:
+    """A whole number that can be the size of something.
+
+    Raises `typer.BadParameter` otherwise.
+    """
+    number = whole_number(typed)
+    if number > LARGEST_SIZE:
+        raise typer.BadParameter(f"{shown(typed)} is more than a size can be: sizes go up to 2**40. Try 512.")
+    return number
 
 
 def real_number(typed: object) -> float:
@@ -79,7 +94,10 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
     if not typed.strip():
         return ()
     try:
-        return tuple(int(part) for part in typed.split(","))
+        numbers = tuple(int(part) for part in typed.split(","))
+        if max(numbers) <= LARGEST_SIZE:
+            return numbers
+        raise SpecError(f"{name} {shown(typed)} is more than a size can be: sizes go up to 2**40. Try 8.")
     except ValueError:
         raise SpecError(
             f"{name} {shown(typed)} is not a whole number or a list of them: "
