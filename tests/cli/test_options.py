@@ -1,0 +1,128 @@
+"""The options: the same words everywhere, defaults that are the specs' own, and a variable for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from mha_inspect.cli import compare_heads, options, params, trace, voice
+from mha_inspect.cli.options import Options
+from mha_inspect.errors import SpecError
+from mha_inspect.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
+
+APPS = {"trace": trace.app, "params": params.app, "compare-heads": compare_heads.app}
+
+
+def parameters(command: str) -> dict[str, object]:
+    return {parameter.name: parameter for parameter in get_command(APPS[command]).params}
+
+
+def test_bare_options_are_the_specs_defaults():
+    bare = Options()
+    assert bare.attention(bare.single_head_count("trace")) == AttentionSpec()
+    assert bare.inputs() == InputSpec()
+    assert bare.run() == RunSpec()
+    assert bare.show() == Show()
+    assert options.DTYPES == DTYPES
+
+
+@pytest.mark.parametrize(
+    ("flags", "made", "expected"),
+    [
+        ("--embed-dim 21 --num-heads 7", "attention", {"embed_dim": 21, "num_heads": 7}),
+        ("--kdim 5 --vdim 3", "attention", {"kdim": 5, "vdim": 3}),
+        ("--num-kv-heads 4 --rope", "attention", {"num_kv_heads": 4, "rope": True}),
+        ("--head-dim 6", "attention", {"head_dim": 6}),
+        ("--no-bias", "attention", {"bias": False}),
+        ("--add-bias-kv", "attention", {"add_bias_kv": True}),
+        ("--add-zero-attn", "attention", {"add_zero_attn": True}),
+        ("--dropout 0.25 --train", "attention", {"dropout": 0.25, "training": True}),
+        ("--seq-first", "attention", {"batch_first": False}),
+        ("--dtype bfloat16 --seed 13", "attention", {"dtype": "bfloat16", "seed": 13}),
+        ("--batch 2 --seq-len 5 --key-len 7", "inputs", {"batch": 2, "seq_len": 5, "key_len": 7}),
+        ("--unbatched --causal --padding 3", "inputs", {"unbatched": True, "causal": True, "padding": (3,)}),
+        ("--batch 2 --padding 3,0", "inputs", {"batch": 2, "padding": (3, 0)}),
+        ("--device meta --grad", "run", {"device": "meta", "grad": True}),
+        ("--no-need-weights", "run", {"need_weights": False}),
+        ("--per-head-weights", "run", {"average_weights": False}),
+        ("--ops --precision 2", "show", {"ops": True, "precision": 2}),
+        ("--stats --edge-items 5", "show", {"stats": True, "edge_items": 5}),
+        ("--values", "show", {"values": True, "full_values": False}),
+        ("--values --format json", "show", {"values": True, "full_values": True}),
+    ],
+)
+def test_each_flag_reaches_its_spec(flags, made, expected):
+    ctx = get_command(trace.app).make_context("trace", flags.split())
+    given = Options(**ctx.params)
+    spec = given.attention(given.single_head_count("trace")) if made == "attention" else getattr(given, made)()
+    default = {"attention": AttentionSpec(), "inputs": InputSpec(), "run": RunSpec(), "show": Show()}[made]
+    assert {name: getattr(spec, name) for name in expected} == expected
+    derived = {"head_dim"} if "embed_dim" in expected else set()
+    untouched = {field.name for field in dataclasses.fields(default)} - set(expected) - derived
+    assert all(getattr(spec, name) == getattr(default, name) for name in untouched)
+
+
+def test_an_export_that_a_machine_reads_holds_every_value():
+    assert Options(values=True, export=Path("a.json")).show().full_values
+    assert not Options(values=True, export=Path("a.txt")).show().full_values
+
+
+def test_the_shared_options_are_the_same_in_every_command():
+    shared = parameters("trace")
+    for command in ("params", "compare-heads"):
+        others = parameters(command)
+        assert {name: others[name].opts for name in shared} == {name: p.opts for name, p in shared.items()}
+        assert {name: others[name].default for name in shared} == {name: p.default for name, p in shared.items()}
+
+
+@pytest.mark.parametrize("command", APPS)
+def test_every_option_reads_the_variable_of_its_name(command):
+    for parameter in parameters(command).values():
+        if parameter.name != "help":
+            name = parameter.opts[0].removeprefix("--").replace("-", "_").upper()
+            assert parameter.envvar == f"MHA_INSPECT_{name}"
+
+
+def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
+    monkeypatch.setenv("MHA_INSPECT_EMBED_DIM", "30")
+    monkeypatch.setenv("MHA_INSPECT_BATCH_FIRST", "false")
+    command = get_command(trace.app)
+    assert command.make_context("trace", []).params["embed_dim"] == 30
+    assert command.make_context("trace", []).params["batch_first"] is False
+    assert command.make_context("trace", ["--embed-dim", "70"]).params["embed_dim"] == 70
+
+
+def test_options_of_one_command_are_told_where_they_belong():
+    shared = set(parameters("trace"))
+    own = {
+        parameter.opts[0]: command
+        for command in ("params", "compare-heads")
+        for name, parameter in parameters(command).items()
+        if name not in shared
+    }
+    assert own == voice.OPTIONS_OF_ONE_COMMAND
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads", "expected"),
+    [
+        ({}, (), (1, 2, 4, 8, 16)),
+        ({"embed_dim": 12}, (), (1, 2, 4)),
+        ({"embed_dim": 15}, (), (1, 3, 5, 15)),
+        ({}, (16, 2, 16), (16, 2)),
+        ({"num_heads": "4"}, (), (4, 1, 2, 8, 16)),
+        ({"num_heads": "4"}, (1, 2), (4, 1, 2)),
+        ({"num_heads": "2,32"}, (), (2, 32)),
+    ],
+)
+def test_which_head_counts_are_compared(settings, heads, expected):
+    assert compare_heads.chosen_counts(Options(**settings), heads) == expected
+
+
+@pytest.mark.parametrize(("embed_dim", "heads"), [(1, ()), (512, (8,)), (512, (8, 8))])
+def test_one_head_count_is_nothing_to_compare(embed_dim, heads):
+    with pytest.raises(SpecError, match="nothing to compare"):
+        compare_heads.chosen_counts(Options(embed_dim=embed_dim), heads)

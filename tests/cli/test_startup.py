@@ -1,0 +1,83 @@
+"""What needs no torch imports none, and in a pipe no Rich either."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SHOW_IMPORTS = """
+import sys
+sys.argv = ["mha-inspect", *sys.argv[1:]]
+from mha_inspect.__main__ import main
+try:
+    main()
+except SystemExit:
+    pass
+print("imported:", *sorted(sys.modules), file=sys.stderr)
+"""
+COMPLETE = "_MHA_INSPECT_COMPLETE"
+
+
+def imported(*args: str, env: dict[str, str]) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_IMPORTS, *args],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=60,
+        check=True,
+    )
+    return set(done.stderr.rpartition("imported:")[2].split())
+
+
+@pytest.mark.parametrize(
+    ("line", "env"),
+    [
+        ("--help", {}),
+        ("--version", {}),
+        ("trace --help", {}),
+        ("params --help", {}),
+        ("compare-heads --help", {}),
+        ("--show-completion", {}),
+        ("trace --embed-dmi", {}),
+        ("trace --embed-dim 10 --num-heads 3", {}),
+        ("trace --layer bert --kdim 3", {}),
+        ("params --num-heads 1,3", {}),
+        ("compare-heads --heads 8", {}),
+        ("trace --export absent/a.txt", {}),
+        ("params --export a.pdf", {}),
+        ("compare-heads --export absent/a.txt", {}),
+        ("", {COMPLETE: "complete_bash", "COMP_WORDS": "mha-inspect trace --dtype ", "COMP_CWORD": "3"}),
+        ("", {COMPLETE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "mha-inspect trace --em"}),
+    ],
+)
+def test_no_torch_and_no_rich(environment, line, env):
+    modules = imported(*line.split(), env=environment(**env))
+    assert "mha_inspect.cli.app" in modules
+    assert modules & {"torch", "numpy", "rich", "pydantic", "einops"} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("mha-inspect ", {"trace", "params", "compare-heads"}),
+        ("mha-inspect trace --dty", {"--dtype"}),
+        ("mha-inspect trace --dtype ", {"float32", "float64", "bfloat16", "float16"}),
+        ("mha-inspect trace --layer to", {"torch"}),
+        ("mha-inspect params --format ", {"table", "plain", "json"}),
+        ("mha-inspect params --device c", {"cpu", "cuda"}),
+        ("mha-inspect compare-heads --fail-if ", {"differs", "same"}),
+    ],
+)
+def test_completion(program, words, offered):
+    env = {COMPLETE: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    code, out, err = program(env=env)
+    assert (code, err) == (0, "")
+    assert set(out.split()) == offered
+
+
+def test_completion_in_zsh_shows_the_help_line(program):
+    env = {COMPLETE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "mha-inspect trace --embed"}
+    assert '"--embed-dim":"Width of the query and of the output."' in program(env=env).out

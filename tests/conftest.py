@@ -1,0 +1,93 @@
+"""What every test may use: the installed program, and the same command line inside this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
+
+
+class Answer(NamedTuple):
+    """What a command line came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def entry_point() -> list[str]:
+    """The installed `mha-inspect`, or the module where the package is only on the path."""
+    script = Path(sys.executable).with_name("mha-inspect")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "mha_inspect"]
+
+
+def _environment(**changes: str | None) -> dict[str, str]:
+    """The environment without what this machine's user has set for the program, and with the changes."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MHA_INSPECT_") and name not in SETTINGS_OF_THE_USER
+    }
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    return {name: value for name, value in {**kept, "TERM": "xterm", **changes}.items() if value is not None}
+
+
+@pytest.fixture(scope="session")
+def environment() -> Callable[..., dict[str, str]]:
+    """Make the environment for a run of the program: `environment(NO_COLOR="1")`."""
+    return _environment
+
+
+@pytest.fixture(scope="session")
+def interruptible() -> Callable[[], None]:
+    """A `preexec_fn` that lets a child be interrupted also where this process has SIGINT ignored."""
+    return lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None
+
+
+@pytest.fixture(scope="session")
+def program(entry_point: list[str]) -> Callable[..., Answer]:
+    """Run the installed program: `program("trace", "--causal", env={...})`."""
+
+    def run(*args: str, env: dict[str, str | None] | None = None, **settings: Any) -> Answer:
+        done = subprocess.run(
+            [*entry_point, *args],
+            env=_environment(**(env or {})),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=120,
+            check=False,
+            **settings,
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """Run the command line inside this process, where torch is imported already."""
+    for name in os.environ:
+        if name.startswith("MHA_INSPECT_") or name in SETTINGS_OF_THE_USER:
+            monkeypatch.delenv(name)
+
+    def run(*args: str) -> Answer:
+        from mha_inspect.__main__ import run as run_command_line
+
+        capsys.readouterr()
+        code = run_command_line(args)
+        out, err = capsys.readouterr()
+        return Answer(code, out, err)
+
+    return run
