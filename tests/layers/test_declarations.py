@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from mha_inspect.errors import SpecError
 from mha_inspect.formulas import evaluate, symbols
+from mha_inspect.inputs import make_inputs
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.registry import LAYERS, find_layer
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
@@ -29,6 +30,7 @@ SIZES = [
     {"embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 7},
     {"embed_dim": 24, "num_heads": 4, "num_kv_heads": 1, "bias": False},
     {"head_dim": 5},
+    {"head_dim": 5, "bias": False},
     {"head_dim": 33, "bias": False},
 ]
 
@@ -92,6 +94,14 @@ def test_on_meta_the_shapes_are_the_same(bench, name):
     assert shapes == {key: parameter.shape for key, parameter in bench.build(name).named_parameters()}
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_meta_it_runs_with_every_mask(bench, name):
+    kind, spec, run = find_layer(name), bench.spec(name), RunSpec(device="meta")
+    inputs = make_inputs(spec, InputSpec(batch=2, seq_len=7, key_len=5, causal=True, padding=(1,)), run)
+    args, kwargs = kind.load().arguments(inputs, run)
+    assert kind.load().build(spec, "meta")(*args, **kwargs)[0].shape == (2, 7, 33)
+
+
 ASKED = {
     "num_kv_heads": {"num_kv_heads": 2},
     "head_dim": {"head_dim": 10},
@@ -122,6 +132,29 @@ def test_a_setting_is_taken_or_refused_with_those_that_take_it(name, setting):
         SpecError, match=f"layer {name} has no use for {setting} .*Layers that have: {', '.join(takers)}"
     ):
         check_settings(kind, spec, inputs, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [(name, setting) for name in LAYERS for setting in sorted(LAYERS[name].takes)]
+)
+def test_what_is_taken_is_heard(bench, name, setting):
+    kind = find_layer(name)
+
+    def run(asked):
+        sizes = ASKED[setting] if asked else {}
+        spec = bench.spec(name, embed_dim=32, num_heads=4, training=setting == "dropout", **sizes)
+        inputs = make_inputs(spec, InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched"), RunSpec())
+        need_weights = not (asked and setting == "need_weights")
+        args, kwargs = kind.load().arguments(inputs, RunSpec(need_weights=need_weights))
+        torch.manual_seed(1)
+        output, weights = kind.load().build(spec)(*args, **kwargs)
+        return [output] if weights is None else [output, weights]
+
+    heard, plain = run(True), run(False)
+    assert len(heard) != len(plain) or any(
+        left.shape != right.shape or not torch.allclose(left, right, rtol=0, atol=1e-9)
+        for left, right in zip(heard, plain, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", LAYERS)

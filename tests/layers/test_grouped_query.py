@@ -77,6 +77,17 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert not torch.allclose(scores, scores.transpose(2, 3))
 
 
+def test_queries_and_keys_are_turned_and_values_are_not(bench):
+    sizes = {"embed_dim": 6 * 14, "num_heads": 6}
+    layer = bench.build("grouped-query", rope=True, num_kv_heads=3, **sizes)
+    inputs = bench.inputs(bench.spec(**sizes), key_len=KEY)
+    q = layer.q_proj(inputs.query).unflatten(-1, (6, 14)).transpose(1, 2)
+    k, v = (linear(inputs.key).unflatten(-1, (3, 14)).transpose(1, 2) for linear in (layer.k_proj, layer.v_proj))
+    context = functional.scaled_dot_product_attention(apply_rotary(q), apply_rotary(k), v, enable_gqa=True)
+    expected = layer.o_proj(context.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(bench.run("grouped-query", layer, inputs)[0], expected, rtol=0, atol=1e-12)
+
+
 def test_rotary_changes_the_layer_except_at_position_zero(bench):
     sizes = {"embed_dim": 3 * 14, "num_heads": 3}
     with_rope, without = bench.build("grouped-query", rope=True, **sizes), bench.build("grouped-query", **sizes)

@@ -46,7 +46,7 @@ def test_partly_masked_rows_are_equal_to_the_bit(bench):
         load_weights(layer, weights)
         rows.append(bench.run(name, layer, inputs)[1])
     assert rows[0][1, ..., -3:].count_nonzero() == 0
-    assert rows[1][1, ..., -3:].count_nonzero() == 0
+    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from mha_inspect.layers.registry import find_layer
+from mha_inspect.spec import AttentionSpec
+
 from .conftest import BATCH, HEAD_DIM, HEADS, KEY, QUERY
 
 
@@ -99,6 +102,11 @@ def test_a_head_of_narrow_sees_its_slice_and_no_other(bench):
     assert changed[2] == 0
     assert changed[1] > 1e-4
     assert before.query.shape == (BATCH, QUERY, HEADS * HEAD_DIM)
+
+
+def test_wide_is_as_wide_as_the_embedding_when_no_head_dim_was_given():
+    layer = find_layer("wide").load().build(AttentionSpec(embed_dim=10, num_heads=2))
+    assert layer.toqueries.weight.shape == (20, 10)
 
 
 def test_wide_needs_no_head_count_that_divides(bench):

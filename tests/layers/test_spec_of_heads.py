@@ -17,6 +17,12 @@ def test_a_derived_head_dim_follows_a_new_head_count():
     assert not spec.head_dim_given
 
 
+def test_none_is_not_given():
+    spec = AttentionSpec(embed_dim=30, num_heads=5, head_dim=None)
+    assert spec.head_dim == 6
+    assert not spec.head_dim_given
+
+
 def test_a_given_head_dim_stays_under_a_new_head_count():
     spec = AttentionSpec(embed_dim=30, num_heads=5, head_dim=7)
     assert replace(spec, num_heads=3).head_dim == 7
