@@ -1,0 +1,98 @@
+"""One layout for every implementation: the axes of each stage, and its content in the canonical axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+
+from .attention import Found
+from .forward import Forward, Seen, tiny
+from .stages import CANONICAL_AXES
+
+
+@dataclass(frozen=True)
+class NamedAxes:
+    """The axes of everything that a run shows, as einops patterns."""
+
+    stages: tuple[dict[str, str], ...]
+    """For each attention, stage name to axes."""
+    returned: tuple[str, ...]
+    """Axes of each returned tensor, in order."""
+
+
+def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
+    """Name the axes of a run of this forward.
+
+    The names come from a run at small sizes, none of them one, as far as it has the same stages. Where it has not (the
+    control flow of a layer may hang on sizes) they come from the run itself.
+    """
+    small = tiny(forward).recorded()
+    stages = [{stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions]
+    # A layer that loops over its heads has as many attentions as heads: those of the tiny run serve in turn.
+    for place, (axes, (found, _)) in enumerate(zip(stages, seen.attentions, strict=True)):
+        if not small.attentions:
+            break
+        like, names = small.attentions[place % len(small.attentions)]
+        for stage, tensor in found.stages.items():
+            if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape):
+                axes[stage] = names.of_stage(stage)
+    source = small if len(small.recording.outputs) == len(seen.recording.outputs) else seen
+    returned = tuple(
+        source.attentions[-1][1].of(named.tensor) if source.attentions else " ".join(map(str, named.tensor.shape))
+        for named in source.recording.outputs
+    )
+    return NamedAxes(tuple(stages), returned)
+
+
+def sizes_of(forward: Forward) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in some layout."""
+    spec = forward.spec
+    return {
+        "batch": forward.inputs.batch,
+        "heads": spec.num_heads,
+        "kv_heads": spec.kv_heads,
+        "group": spec.num_heads // spec.kv_heads,
+        "head_dim": int(spec.head_dim),
+    }
+
+
+def canonical_stage(seen: Seen, found: Found, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:
+    """The content of a stage in its canonical axes; None where an axis has no name.
+
+    The run must have been recorded with its tensors kept.
+    """
+    return canonical(seen.recording.values[found.stages[stage].id], stage, axes, sizes)
+
+
+def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:
+    """A stage's tensor in its canonical axes, whatever its own layout; None where an axis has no name.
+
+    Args:
+        value: laid out as `axes` says.
+        stage: a stage of `stages.STAGES`.
+        axes: an einops pattern.
+        sizes: of axes by name, as `sizes_of` gives them; those that the pattern does not have are passed over.
+
+    An axis that this implementation does not have (batch, when unbatched) has size 1.
+    """
+    own = axes.replace("(", " ").replace(")", " ").split()
+    if any(not name.isidentifier() for name in own):
+        return None
+    target = [_target(word, own) for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split()]
+    if set(" ".join(target).split()) - {"(", ")", "1"} != set(own):
+        return None
+    return rearrange(value, f"{axes} -> {' '.join(target)}", **{name: sizes[name] for name in own if name in sizes})
+
+
+def _target(word: str, own: list[str]) -> str:
+    """What stands for an axis of the canonical pattern, given the names that the own pattern has."""
+    if word in own or word in ("(", ")"):
+        return word
+    others = {"embed": ("kdim", "vdim"), "heads": ("kv_heads",), "kv_heads": ("heads",)}.get(word, ())
+    found = next((name for name in others if name in own), None)
+    if found == "kv_heads" and "group" in own:
+        return "kv_heads group"
+    return found or "1"

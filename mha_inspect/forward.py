@@ -1,0 +1,141 @@
+"""One forward pass of a layer that was built from flags: the module, its arguments, and what is seen when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import Found, Graph, find_attentions
+from .axes import AxisNames
+from .inputs import Inputs, make_inputs
+from .layers.registry import find_layer
+from .layers.settings import check_settings
+from .ops import Recording
+from .recorder import opened, record
+from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A layer and what goes into it, ready to run again and again with the same numbers."""
+
+    layer: str
+    spec: AttentionSpec
+    run: RunSpec
+    inputs: Inputs
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def plain(self) -> Any:
+        """Run it as it is."""
+        with self._settings():
+            return self.module(*self.args, **self.kwargs)
+
+    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
+        """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
+        with self._settings():
+            if not open_up:
+                return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+            with opened():
+                return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Gradients as asked, and the same dropout in every run; the global generators are put back."""
+        device = torch.device(self.run.device)
+        gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+        with torch.set_grad_enabled(self.run.grad), torch.random.fork_rng(devices=gpus):
+            if self.spec.training and self.spec.dropout:
+                torch.manual_seed(self.spec.seed)
+            yield
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A recorded run and the attentions in it."""
+
+    recording: Recording
+    returned: Any
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The dataflow."""
+        return Graph(self.recording)
+
+    @cached_property
+    def attentions(self) -> tuple[tuple[Found, AxisNames], ...]:
+        """Every attention with the names of its axes."""
+        return tuple((found, AxisNames(found, self.graph.dimensions)) for found in find_attentions(self.recording))
+
+
+def build_forward(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Forward:
+    """The layer and its inputs.
+
+    Raises:
+        SpecError: the layer is unknown, or has no use for a setting.
+        InputError: a file or a mask does not fit.
+        DeviceError: the device is not there or cannot run the dtype.
+    """
+    kind = find_layer(layer)
+    check_settings(kind, spec, inputs, run)
+    made = make_inputs(spec, inputs, run)
+    return _forward(layer, spec, run, made)
+
+
+def _forward(layer: str, spec: AttentionSpec, run: RunSpec, inputs: Inputs) -> Forward:
+    code = find_layer(layer).load()
+    module = code.build(spec, run.device)
+    args, kwargs = code.arguments(inputs, run)
+    return Forward(layer, spec, run, inputs, module, args, kwargs)
+
+
+def tiny(forward: Forward) -> Forward:
+    """The same layer and the same kind of inputs at small sizes, on the CPU, no size one and independent sizes prime.
+
+    A dimension of size one leaves no trace in a view: this run has none, so that every axis can be named.
+    """
+    spec = _tiny_spec(forward.spec)
+    real = forward.inputs
+    cross = real.key is not real.query or real.query_len != real.key_len
+    asked = InputSpec(
+        batch=1 if real.unbatched else 7,
+        seq_len=11,
+        key_len=13 if cross else None,
+        unbatched=real.unbatched,
+        padding=() if real.key_padding_mask is None else (2,),
+    )
+    run = replace(forward.run, device="cpu")
+    inputs = make_inputs(spec, asked, run)
+    if real.value is not real.key and inputs.value is inputs.key:
+        inputs = replace(inputs, value=inputs.value.clone())
+    if real.attn_mask is not None:
+        shape: tuple[int, ...] = (inputs.query_len, inputs.key_len)
+        if real.attn_mask.dim() == 3:
+            shape = (inputs.batch * spec.num_heads, *shape)
+        inputs = replace(inputs, attn_mask=torch.zeros(shape, dtype=real.attn_mask.dtype))
+    return _forward(forward.layer, spec, run, inputs)
+
+
+def _tiny_spec(spec: AttentionSpec) -> AttentionSpec:
+    kv_heads = 1 if spec.kv_heads == 1 < spec.num_heads else 3
+    num_heads = 3 if spec.kv_heads in (1, spec.num_heads) else 2 * kv_heads
+    head_dim = 10 if spec.rope else 5
+    small = replace(
+        spec,
+        num_heads=num_heads,
+        num_kv_heads=None if spec.num_kv_heads is None else kv_heads,
+        embed_dim=num_heads * head_dim,
+        kdim=17 if spec.key_width != spec.embed_dim else None,
+        vdim=19 if spec.value_width != spec.embed_dim else None,
+        head_dim=DerivedInt(0),
+    )
+    if not spec.head_dim_given:
+        return small
+    return replace(small, head_dim=small.embed_dim if spec.head_dim == spec.embed_dim else head_dim + 4)
