@@ -11,7 +11,7 @@ from torch import nn
 
 from ..spec import AttentionSpec
 from .building import build_seeded
-from .linear_roles import formula_of_widths, output_projection, projection
+from .linear_roles import axis_of_width, formula_of_widths, output_projection, projection
 from .masks import merged_mask
 from .roles import Role
 
@@ -104,8 +104,8 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
     embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
     return {
         **projection("W_q", "q", "embed", embed, heads, head_dim),
-        **projection("W_k", "k", "kdim", spec.key_width, heads, head_dim),
-        **projection("W_v", "v", "vdim", spec.value_width, heads, head_dim),
+        **projection("W_k", "k", axis_of_width("kdim", spec.key_width, embed), spec.key_width, heads, head_dim),
+        **projection("W_v", "v", axis_of_width("vdim", spec.value_width, embed), spec.value_width, heads, head_dim),
         **output_projection("W_o", embed, heads, head_dim),
     }
 

@@ -19,6 +19,11 @@ def projection(name: str, letter: str, axis: str, width: int, heads: int, head_d
     }
 
 
+def axis_of_width(axis: str, width: int, embed_dim: int) -> str:
+    """`kdim` or `vdim` where it is a width of its own, else `embed`: the same number bears the same name."""
+    return "embed" if width == embed_dim else axis
+
+
 def one_head(
     name: str, letter: str, head: int, width: int, head_dim: int, axes: str, reads: str = ""
 ) -> dict[str, Role]:

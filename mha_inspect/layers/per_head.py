@@ -10,7 +10,7 @@ from torch import nn
 
 from ..spec import AttentionSpec
 from .building import build_seeded
-from .linear_roles import formula_of_widths, one_head, output_projection
+from .linear_roles import axis_of_width, formula_of_widths, one_head, output_projection
 from .masks import mask_of_head, merged_mask
 from .roles import Role
 
@@ -97,7 +97,14 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
     widths = (("q", "embed", spec.embed_dim), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
     for letter, axis, width in widths:
         for head in range(spec.num_heads):
-            table |= one_head(f"W_{letter}.{head}", letter, head, width, head_dim, f"head_dim {axis}")
+            table |= one_head(
+                f"W_{letter}.{head}",
+                letter,
+                head,
+                width,
+                head_dim,
+                f"head_dim {axis_of_width(axis, width, spec.embed_dim)}",
+            )
     return table
 
 

@@ -61,6 +61,14 @@ def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, na
     assert set(dict(layer.named_parameters())) <= set(roles)
 
 
+@pytest.mark.parametrize(("name", "linear"), [("fold-heads", "W_{}.weight"), ("per-head", "W_{}.2.weight")])
+def test_a_width_of_its_own_has_a_name_of_its_own(bench, name, linear):
+    roles = find_layer(name).load().roles
+    for letter, own in (("k", "kdim"), ("v", "vdim")):
+        assert roles(bench.spec(name))[linear.format(letter)].axes.endswith("embed")
+        assert roles(bench.spec(name, kdim=13, vdim=17))[linear.format(letter)].axes.endswith(own)
+
+
 def test_the_registrys_formula_is_the_one_of_the_default_layer():
     for kind in LAYERS.values():
         assert kind.load().formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
