@@ -1,0 +1,170 @@
+"""--export: refused before any work when it cannot be, whole or not at all, and what was there is kept."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mha_inspect import export
+from mha_inspect.errors import ExportError
+from mha_inspect.export import Target
+
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX files")
+# Large enough to be more than one buffer of any size.
+TEXT = "stage scores √256\n" * 20_000
+
+WRITE_WITH_LITTLE_ROOM = """
+import resource, sys
+from pathlib import Path
+from mha_inspect.errors import ExportError
+from mha_inspect.export import Target
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    Target.of(Path(sys.argv[1])).write("x" * 100_000)
+except ExportError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("a.txt", "plain"), ("a.json", "json"), ("a.svg", "svg"), ("a.html", "html"), ("a.b.JSON", "json")],
+)
+def test_the_ending_says_the_format(tmp_path, name, format):
+    assert Target.of(tmp_path / name).format == format
+
+
+def test_the_file_holds_the_text_and_nothing_else_is_left(tmp_path):
+    Target.of(tmp_path / "a.txt").write(TEXT)
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == TEXT
+    assert files(tmp_path) == {"a.txt"}
+
+
+@posix
+def test_a_new_file_gets_the_users_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        Target.of(tmp_path / "a.txt").write(TEXT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o640
+
+
+@posix
+def test_an_existing_file_keeps_its_mode(tmp_path):
+    target = tmp_path / "a.txt"
+    target.write_text("before")
+    target.chmod(0o604)
+    Target.of(target).write(TEXT)
+    assert target.read_text(encoding="utf-8") == TEXT
+    assert stat.S_IMODE(target.stat().st_mode) == 0o604
+
+
+@posix
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_a_link(tmp_path, there):
+    (tmp_path / "real").mkdir()
+    real = tmp_path / "real" / "a.txt"
+    if there:
+        real.write_text("before")
+    link = tmp_path / "link.txt"
+    link.symlink_to(real)
+    Target.of(link).write(TEXT)
+    assert link.is_symlink()
+    assert real.read_text(encoding="utf-8") == TEXT
+    assert files(tmp_path / "real") == {"a.txt"}
+
+
+@posix
+@pytest.mark.parametrize("there", [True, False])
+def test_a_full_disk_keeps_what_was_there(environment, tmp_path, there):
+    target = tmp_path / "a.txt"
+    if there:
+        target.write_text("before")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_WITH_LITTLE_ROOM, str(target)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr.startswith(f"refused: {target} could not be written: File too large.")
+    assert ("The file that was there is as it was." in done.stderr) is there
+    assert files(tmp_path) == ({"a.txt"} if there else set())
+    assert not there or target.read_text() == "before"
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
+def test_a_failure_at_any_step_keeps_what_was_there(tmp_path, monkeypatch, step):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "a.txt"
+    target.write_text("before")
+    checked = Target.of(target)
+    monkeypatch.setattr(export.os, step, fail)
+    with pytest.raises(ExportError, match="No space left on device"):
+        checked.write(TEXT)
+    monkeypatch.undo()
+    assert target.read_text() == "before"
+    assert files(tmp_path) == {"a.txt"}
+    assert export.unfinished == set()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_device_is_written_to_and_never_replaced(tmp_path):
+    link = tmp_path / "a.txt"
+    link.symlink_to("/dev/full")
+    with pytest.raises(ExportError, match="No space left on device"):
+        Target.of(link).write(TEXT)
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+@pytest.mark.parametrize("command", ["trace", "params", "compare-heads"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("absent/a.txt", "absent is not there"),
+        ("a.txt/a.txt", "a.txt is not a folder"),
+        ("folder.txt", "is a folder"),
+        ("a.pdf", "ends in .pdf"),
+        ("a", "has no ending"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(invoke, monkeypatch, tmp_path, command, name, said):
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "a.txt").write_text("before")
+    # Whatever would do the work is not to be had.
+    for module in ("tracing", "parameters", "heads"):
+        monkeypatch.setitem(sys.modules, f"mha_inspect.{module}", None)
+    code, out, err = invoke(command, "--export", str(tmp_path / name))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "a.txt").read_text() == "before"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("protected", ["folder", "file"])
+def test_a_place_where_one_may_not_write(tmp_path, protected):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    target = folder / "a.txt"
+    if protected == "file":
+        target.write_text("before")
+        target.chmod(0o400)
+    else:
+        folder.chmod(0o500)
+    with pytest.raises(ExportError, match="you may not write"):
+        Target.of(target)
+    folder.chmod(0o700)

@@ -1,0 +1,125 @@
+"""How a command ends when it cannot answer: the exit code, and what is said."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mha_inspect.cli import app, failure
+from mha_inspect.errors import DoesNotFitError, ExitCode, InputError
+
+# A product of whole numbers has no fast routine: this one takes half a minute or more, inside one call into C++.
+LONG_PRODUCT = """
+import sys, types
+from mha_inspect.__main__ import main
+
+def trace_spec(*args, **kwargs):
+    import torch
+    matrix = torch.ones(4096, 4096, dtype=torch.int64)
+    print("begins", file=sys.stderr, flush=True)
+    matrix @ matrix
+    print("ended", file=sys.stderr, flush=True)
+
+tracing = types.ModuleType("mha_inspect.tracing")
+tracing.trace_spec = trace_spec
+sys.modules["mha_inspect.tracing"] = tracing
+sys.argv = ["mha-inspect", "trace"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_ctrl_c_inside_one_long_product(environment, interruptible):
+    with subprocess.Popen(
+        [sys.executable, "-c", LONG_PRODUCT],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,
+    ) as process:
+        assert process.stderr.readline() == "begins\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(10)
+        finally:
+            process.kill()
+        assert (process.returncode, process.stdout.read(), process.stderr.read()) == (130, "", "Interrupted.\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_ctrl_c_handling_is_taken_back(monkeypatch):
+    from mha_inspect.cli.interrupt import leave_on_interrupt
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with leave_on_interrupt():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.set_wakeup_fd(-1) == -1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with leave_on_interrupt():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def ended_by(error: BaseException, monkeypatch: pytest.MonkeyPatch, invoke: object) -> tuple[int, str, str]:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(app.Commands, "get_command", fail)
+    return invoke("trace")
+
+
+def test_our_own_errors_are_one_line_and_carry_their_code(monkeypatch, invoke):
+    assert ended_by(InputError("the mask is absent."), monkeypatch, invoke) == (
+        2,
+        "",
+        "mha-inspect: the mask is absent.\n",
+    )
+    assert ended_by(DoesNotFitError("8 TiB."), monkeypatch, invoke) == (3, "", "mha-inspect: 8 TiB.\n")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch, invoke):
+    code, out, err = ended_by(ZeroDivisionError("in our arithmetic"), monkeypatch, invoke)
+    assert (code, out) == (70, "")
+    assert err.startswith("Traceback (most recent call last):")
+    assert "ZeroDivisionError: in our arithmetic" in err
+    assert "Please report it" in err.splitlines()[-1]
+
+
+def test_ctrl_c_in_python_code(monkeypatch, invoke):
+    assert ended_by(KeyboardInterrupt(), monkeypatch, invoke) == (130, "", "mha-inspect: interrupted.\n")
+
+
+def torch_out_of_memory() -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**57, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch_out_of_memory(), f"tried to allocate {2**57} bytes"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"), "Tried to allocate 2 GiB."),
+        (MemoryError(), "an allocation failed"),
+    ],
+    ids=["cpu", "device", "python"],
+)
+def test_out_of_memory_is_refused_in_one_line(monkeypatch, invoke, error, said):
+    code, out, err = ended_by(error, monkeypatch, invoke)
+    assert (code, out) == (ExitCode.REFUSED, "")
+    assert err.startswith("mha-inspect: out of memory: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_an_error_that_only_sounds_like_it_is_not_out_of_memory():
+    assert not failure.is_out_of_memory(ValueError("not enough memory"))
+    assert not failure.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
