@@ -144,7 +144,10 @@ class InputSpec:
     padding: tuple[int, ...] = ()
     """How many of the last keys are padding: one number for every row, or one number per row of the batch."""
     attn_mask: Path | None = None
-    """A file (.pt, .npy) with a boolean (True: not allowed) or additive mask: `query key` or `(batch heads) query key`."""
+    """A file (.pt, .npy) with a boolean (True: not allowed) or additive mask.
+
+    `query key` or `(batch heads) query key`.
+    """
     input: Path | None = None
     """A file (.pt, .npy, .safetensors) with the query, or query, key and value by name."""
 
@@ -152,7 +155,8 @@ class InputSpec:
         _require_positive(batch=self.batch, seq_len=self.seq_len, key_len=self.key_len)
         if self.unbatched and self.batch != 1:
             raise SpecError(
-                f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. Drop one of the two."
+                f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
+                "Drop one of the two."
             )
         keys = self.seq_len if self.key_len is None else self.key_len
         if self.input is None and any(not 0 <= n <= keys for n in self.padding):
@@ -161,7 +165,8 @@ class InputSpec:
             )
         if self.input is None and len(self.padding) > 1 and len(self.padding) != self.batch:
             raise SpecError(
-                f"padding has {len(self.padding)} numbers for batch {self.batch}: give one number, or one per row of the batch."
+                f"padding has {len(self.padding)} numbers for batch {self.batch}: "
+                "give one number, or one per row of the batch."
             )
 
 
