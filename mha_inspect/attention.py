@@ -213,6 +213,16 @@ class Graph:
             tensor = behind.inputs[0]
         return tensor
 
+    def has_bias(self, op: Op) -> bool:
+        """Whether a projection adds a bias, in itself or at the end of its call."""
+        if len(op.inputs) == 3:
+            return True
+        followers = [
+            f for step in (op.output, self.after_call(op)) for f in self.recording.consumers.get(step.id, ())
+        ]
+        made = self.recording.producer(self.after_call(op))
+        return any(self._adds_bias(f) for f in ([made] if made is not None else []) + followers)
+
     def _adds_bias(self, op: Op) -> bool:
         return op.base_name == "add" and len(op.inputs) == 2 and any(map(self.is_weight, op.inputs))
 

@@ -1,0 +1,170 @@
+"""What each stage of an attention computes, what it costs, and how it came by its memory, read off the recording."""
+
+from __future__ import annotations
+
+from math import isclose
+
+from .attention import Found, Graph
+from .ops import Op, Tensor
+from .reports.trace import Memory
+
+_INPUTS = ("query", "key", "value")
+_BEFORE: dict[str, tuple[str, ...]] = {
+    "q_heads": ("q_proj", "query"),
+    "k_heads": ("k_proj", "key"),
+    "v_heads": ("v_proj", "value"),
+    "scores": ("q_heads", "k_heads"),
+    "masked_scores": ("scores", "q_heads", "k_heads"),
+    "weights": ("masked_scores", "scores"),
+    "context": ("weights", "v_heads"),
+    "concat": ("context",),
+    "output": ("concat", "context"),
+}
+"""Stage to the stages that it is made of, where there are such; a projection is made of what it projects."""
+
+
+class StageFacts:
+    """Formula, operations and memory of the stages of one attention."""
+
+    def __init__(self, graph: Graph, found: Found, axes: dict[str, str]) -> None:
+        self._graph = graph
+        self._found = found
+        self._axes = axes
+
+    def formula(self, stage: str) -> str:
+        """What is computed, as a formula with the real numbers, or as an einops pattern where elements only move."""
+        stages = self._found.stages
+        if stage in _INPUTS:
+            return self._given(stage)
+        if stage in ("q_proj", "k_proj", "v_proj", "output"):
+            return self._projection(stage)
+        if stage in ("scores", "masked_scores"):
+            return self._scores(stage)
+        if stage == "weights":
+            return f"softmax({'masked_scores' if 'masked_scores' in stages else 'scores'})"
+        if stage == "context":
+            weights = "dropout(weights)" if self._drops() else "weights"
+            return f"{weights} · v_heads"
+        return self._rearranged(stage)
+
+    def flops(self, stage: str) -> int:
+        """Floating-point operations of the products that this stage added, a multiply-add counted as two.
+
+        A product that several stages share (one packed projection) is counted to each by its part of the elements.
+        """
+        found = self._found
+        shared = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
+        if stage in shared and shared[stage] in found.projections:
+            op = found.projections[shared[stage]]
+            users = [name for name, other in found.projections.items() if other is op and name != "output"]
+            part = found.stages[stage].numel / op.output.numel
+            return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
+        if stage == ("scores" if "scores" in found.stages else "masked_scores"):
+            return _product_flops(found.score_product)
+        return _product_flops(found.value_product) if stage == "context" else 0
+
+    def memory(self, stage: str) -> Memory:
+        """Whether a stage is given, looks at memory that an earlier one owns, moves elements, or computes them."""
+        tensor = self._found.stages[stage]
+        made = self._made(stage, tensor)
+        if not made:
+            return "input"
+        if any(op.kind in ("compute", "write") for op in made):
+            return "new"
+        return "view" if all(op.kind == "view" for op in made) else "copy"
+
+    def _made(self, stage: str, tensor: Tensor) -> list[Op]:
+        """The operations between the stages that this one is made of and itself."""
+        before = {self._found.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._found.stages}
+        before |= {self._found.stages[name].id for name in _INPUTS if name in self._found.stages and name != stage}
+        found: list[Op] = []
+        queue, seen = [tensor], set()
+        while queue:
+            current = queue.pop()
+            op = self._graph.recording.producer(current)
+            if op is None or op.index in seen or (current.id in before and current.id != tensor.id):
+                continue
+            seen.add(op.index)
+            if stage in _INPUTS:
+                return found
+            found.append(op)
+            if not self._graph.is_projection(op):
+                queue.extend(op.inputs)
+        return found if tensor.id not in before else []
+
+    def _given(self, stage: str) -> str:
+        stages = self._found.stages
+        for other in _INPUTS[: _INPUTS.index(stage)]:
+            if other in stages and stages[other].id == stages[stage].id:
+                return f"the {other}"
+        return "given"
+
+    def _projection(self, stage: str) -> str:
+        letter, source = (
+            ("o", "concat") if stage == "output" else (stage[0], {"q": "query", "k": "key"}.get(stage[0], "value"))
+        )
+        op = self._found.projections["output" if stage == "output" else source]
+        if stage == "output" and "concat" not in self._found.stages:
+            source = "context"
+        bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
+        return f"{source} · W_{letter}ᵀ{bias}"
+
+    def _scores(self, stage: str) -> str:
+        found = self._found
+        product = f"q_heads · k_headsᵀ{scale_text(found.scale)}"
+        if stage == "scores":
+            return product
+        if "scores" not in found.stages:
+            return f"mask + {product}"
+        names = {op.base_name.rstrip("_") for op in found.masks}
+        if names & {"masked_fill", "where", "index_put", "copy"}:
+            return "scores where allowed, else masked"
+        return "scores + mask"
+
+    def _drops(self) -> bool:
+        """Whether weights were dropped between the softmax and the product with the values."""
+        path = next(
+            (
+                step.path
+                for op, step in self._graph.forward(self._found.softmax.output, self._graph.carries)
+                if op is self._found.value_product
+            ),
+            (),
+        )
+        return any(op.base_name in ("native_dropout", "bernoulli_", "mul") and _is_dropout(op) for op in path)
+
+    def _rearranged(self, stage: str) -> str:
+        source = next((name for name in _BEFORE[stage] if name in self._found.stages), None)
+        if source is None:
+            return "given"
+        made = self._made(stage, self._found.stages[stage])
+        computed = [op.base_name for op in sorted(made, key=lambda op: op.index) if op.kind in ("compute", "write")]
+        if computed:
+            return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
+        left, right = self._axes[source], self._axes[stage]
+        return source if left == right else f"{left} -> {right}"
+
+
+def scale_text(scale: float | None) -> str:
+    """How a scale is written behind a product: ` / √64`, nothing for 1, a factor for any other number."""
+    if scale is None:
+        return " · scale"
+    if isclose(scale, 1, rel_tol=1e-6):
+        return ""
+    square = 1 / scale**2 if scale else 0
+    if square > 1 and isclose(square, round(square), rel_tol=1e-4):
+        return f" / √{round(square)}"
+    return f" · {scale:.4g}"
+
+
+def _product_flops(op: Op) -> int:
+    """2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
+    if op.base_name == "convolution":
+        weight = op.inputs[1]
+        return 2 * op.output.numel * (weight.numel // weight.shape[0])
+    return 2 * op.output.numel * op.inputs[-2].shape[-1]
+
+
+def _is_dropout(op: Op) -> bool:
+    """A dropout, or the product with the mask that one was written out into."""
+    return op.base_name != "mul" or len(op.inputs) == 2
