@@ -1,0 +1,229 @@
+"""Trace a forward pass: record it, find its attentions, name their axes, and prove what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .attention import Found
+from .axes import AxisNames
+from .canonical import NamedAxes, name_axes
+from .content import stats_of, values_of
+from .fit import require_fit
+from .forward import Forward, Seen, build_forward
+from .kernels import describe, hidden_stages
+from .masked_rows import masked_rows, masked_rows_note
+from .noise import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
+from .ops import Op, Tensor
+from .reports.common import Environment, LayerInfo, Stats, Values
+from .reports.trace import Attention, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from .spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from .stage_facts import StageFacts
+from .stages import STAGES
+
+
+def trace_spec(
+    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, show: Show | None = None, *, layer: str = "torch"
+) -> Trace:
+    """Build a layer, run it once as it is and once opened, and report every stage.
+
+    Raises:
+        SpecError: the layer is unknown, or has no use for a setting.
+        InputError: a file or a mask does not fit.
+        DeviceError: the device is not there or cannot run the dtype.
+        DoesNotFitError: the runs would need more memory than is free.
+    """
+    show = show or Show()
+    require_fit(spec, inputs, run, layer, keep=show.stats or show.values)
+    forward = build_forward(spec, inputs, run, layer)
+    rows = forward.inputs.fully_masked_rows(spec.num_heads)
+    keep = (show.stats or show.values or bool(rows)) and run.device != "meta"
+    plain = forward.recorded(open_up=False)
+    opened = forward.recorded(keep=keep)
+    axes = name_axes(forward, opened)
+    content = _Content(opened, show)
+    hidden = hidden_stages(plain)
+    masked = masked_rows(forward, plain, opened, axes, rows) if rows and keep else ()
+    return Trace(
+        environment=Environment(torch.__version__, str(forward.inputs.query.device), spec.dtype, spec.seed),
+        layer=LayerInfo(layer, plain_fields(spec)),
+        path=describe(plain),
+        attentions=tuple(
+            _attention(
+                opened,
+                found,
+                names,
+                axes.stages[place],
+                hidden[place] if place < len(hidden) else frozenset(),
+                forward,
+                content,
+            )
+            for place, (found, names) in enumerate(opened.attentions)
+        ),
+        returns=_returns(opened, axes, content),
+        proof=_proof(forward, plain.returned, opened.returned, fused=bool(describe(plain).opened)),
+        masked_rows=masked,
+        notes=masked_rows_note(masked),
+        ops=_op_lines(opened, axes) if show.ops else None,
+    )
+
+
+class _Content:
+    """Statistics and elements of tensors, as far as they are asked for."""
+
+    def __init__(self, seen: Seen, show: Show) -> None:
+        self._values = seen.recording.values
+        self._show = show
+
+    def stats(self, tensor: Tensor, masked: torch.Tensor | None = None) -> Stats | None:
+        value = self._values.get(tensor.id)
+        return stats_of(value, masked) if self._show.stats and value is not None else None
+
+    def values(self, tensor: Tensor) -> Values | None:
+        value = self._values.get(tensor.id)
+        return values_of(value, self._show) if self._show.values and value is not None else None
+
+    def masked(self, found: Found) -> torch.Tensor | None:
+        """Where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
+        masked = found.stages.get("masked_scores")
+        if not self._show.stats or masked is None or masked.id not in self._values:
+            return None
+        barred: torch.Tensor = self._values[masked.id] == -torch.inf
+        if "scores" in found.stages:
+            scores = self._values[found.stages["scores"].id]
+            return barred & (scores != -torch.inf).view(barred.shape) if scores.numel() == barred.numel() else barred
+        added: torch.Tensor = self._values[found.masks[0].inputs[0].id] == -torch.inf
+        return barred & added
+
+
+def _attention(
+    seen: Seen,
+    found: Found,
+    names: AxisNames,
+    axes: Mapping[str, str],
+    hidden: frozenset[str],
+    forward: Forward,
+    content: _Content,
+) -> Attention:
+    facts = StageFacts(seen.graph, found, dict(axes))
+    stages = []
+    for name in STAGES:
+        tensor = found.stages.get(name)
+        if tensor is None:
+            continue
+        op = seen.recording.producer(tensor)
+        stages.append(
+            Stage(
+                name=name,
+                shape=tensor.shape,
+                axes=axes[name],
+                formula=facts.formula(name),
+                dtype=tensor.dtype,
+                nbytes=tensor.nbytes,
+                flops=facts.flops(name),
+                memory=facts.memory(name),
+                opened=name in hidden,
+                op=None if op is None else OpRef(op.index, op.name, op.source),
+                stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
+                values=content.values(tensor),
+            )
+        )
+    scale = found.scale
+    return Attention(
+        module=found.module,
+        num_heads=names.num_heads,
+        num_kv_heads=names.num_kv_heads,
+        head_dim=names.head_dim,
+        scale=float("nan") if scale is None else scale,
+        stages=tuple(stages),
+        notes=_notes(found, forward),
+    )
+
+
+def _notes(found: Found, forward: Forward) -> tuple[str, ...]:
+    notes = []
+    if found.masks and "scores" not in found.stages:
+        notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if forward.spec.training and forward.spec.dropout:
+        notes.append("Training mode: weights are shown as softmax gives them, before dropout.")
+    return tuple(notes)
+
+
+def _returns(seen: Seen, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
+    """What the module returned: its output, the weights where it gives them, anything else by its place."""
+    returned = []
+    for place, (named, pattern) in enumerate(zip(seen.recording.outputs, axes.returned, strict=True)):
+        name = "output" if place == 0 else "weights" if pattern.endswith("query key") else named.name
+        tensor = named.tensor
+        returned.append(
+            Returned(name, tensor.shape, pattern, tensor.dtype, content.stats(tensor), content.values(tensor))
+        )
+    return tuple(returned)
+
+
+def _proof(forward: Forward, plain: Any, opened: Any, *, fused: bool) -> Proof:
+    """Compare the outputs of the plain and of the opened run beside the rounding error of this computation."""
+    output = first_tensor(opened).detach()
+    if output.is_meta:
+        return Proof(None, None, None, "device meta has shapes and no numbers")
+    if forward.spec.training and forward.spec.dropout and fused:
+        return Proof(None, None, None, "a fused kernel draws its dropout in another order: nothing to compare")
+    difference = max_difference(first_tensor(plain), output)
+    exact = float64_output(forward.module, forward.args, forward.kwargs)
+    if forward.spec.dtype == "float64" or forward.spec.training:
+        floor = noise_floor(forward.module, forward.args, forward.kwargs, exact)
+        note = "noise floor measured without dropout" if forward.spec.training and forward.spec.dropout else ""
+    else:
+        floor, note = rounding_error(output, exact), ""
+    _, verdict = judge(difference, floor)
+    return Proof(difference, floor, verdict != "differs", note)
+
+
+def _op_lines(seen: Seen, axes: NamedAxes) -> tuple[OpLine, ...]:
+    known: dict[int, tuple[str, str]] = {}
+    for (found, _), patterns in zip(seen.attentions, axes.stages, strict=True):
+        for stage, tensor in found.stages.items():
+            known.setdefault(tensor.id, (stage, patterns[stage]))
+
+    def operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:
+        return tuple(Operand(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
+
+    def stage_of(op: Op) -> str:
+        made = [t for t in op.outputs if seen.recording.producers.get(t.id) == op.index]
+        return next((known[t.id][0] for t in made if t.id in known), "")
+
+    return tuple(
+        OpLine(
+            index=op.index,
+            name=op.name,
+            module=op.module,
+            source=op.source,
+            inputs=operands(op.inputs),
+            outputs=operands(op.outputs),
+            settings=_settings(op),
+            memory="view" if op.kind == "view" else "copy" if op.kind == "copy" else "new",
+            stage=stage_of(op),
+        )
+        for op in seen.recording.ops
+    )
+
+
+def _settings(op: Op) -> str:
+    """The arguments that are no tensors, as Python would write them."""
+
+    def plain(value: Any) -> bool:
+        return not isinstance(value, Tensor) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+
+    parts = [_written(value) for value in op.args if plain(value)]
+    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
+    return ", ".join(parts)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+
+
+def _written(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
