@@ -1,4 +1,4 @@
-"""One forward pass of a layer that was built from flags: the module, its arguments, and what is seen when it runs."""
+"""One forward pass, of a module that was brought along or built from flags, and what is seen when it runs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,17 @@ from .inputs import Inputs, make_inputs
 from .layers.registry import find_layer
 from .layers.settings import check_settings
 from .ops import Recording
-from .recorder import opened, record
+from .recorder import opened, record, tensors_in
 from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
 
 @dataclass(frozen=True)
-class Forward:
-    """A layer and what goes into it, ready to run again and again with the same numbers."""
+class Pass:
+    """A module and its arguments, ready to run again and again with the same numbers."""
 
-    layer: str
-    spec: AttentionSpec
-    run: RunSpec
-    inputs: Inputs
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    def plain(self) -> Any:
-        """Run it as it is."""
-        with self._settings():
-            return self.module(*self.args, **self.kwargs)
 
     def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
         """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
@@ -48,10 +39,34 @@ class Forward:
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
+        """Random numbers as if nothing had been drawn, and buffers, such as running means, put back after the run."""
+        before = {buffer: buffer.detach().clone() for buffer in self.module.buffers()}
+        with torch.random.fork_rng(devices=self._gpus()):
+            yield
+        with torch.no_grad():
+            for buffer, content in before.items():
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
+
+    def _gpus(self) -> list[int]:
+        """The CUDA devices whose generators a run may draw from."""
+        tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
+        return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+
+
+@dataclass(frozen=True)
+class Forward(Pass):
+    """A layer that was built from flags, and its inputs."""
+
+    layer: str
+    spec: AttentionSpec
+    run: RunSpec
+    inputs: Inputs
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
         """Gradients as asked, and the same dropout in every run; the global generators are put back."""
-        device = torch.device(self.run.device)
-        gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-        with torch.set_grad_enabled(self.run.grad), torch.random.fork_rng(devices=gpus):
+        with torch.set_grad_enabled(self.run.grad), torch.random.fork_rng(devices=self._gpus()):
             if self.spec.training and self.spec.dropout:
                 torch.manual_seed(self.spec.seed)
             yield
@@ -93,7 +108,7 @@ def _forward(layer: str, spec: AttentionSpec, run: RunSpec, inputs: Inputs) -> F
     code = find_layer(layer).load()
     module = code.build(spec, run.device)
     args, kwargs = code.arguments(inputs, run)
-    return Forward(layer, spec, run, inputs, module, args, kwargs)
+    return Forward(module, args, kwargs, layer=layer, spec=spec, run=run, inputs=inputs)
 
 
 def tiny(forward: Forward) -> Forward:

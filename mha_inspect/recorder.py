@@ -29,11 +29,10 @@ _PASS_ON = tuple(
 )
 _MODULE_CALL = nn.Module._call_impl.__code__
 _ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
-_WRITTEN_OUT = {
-    _ATTENTION_FORWARD,
-    torch.nn.functional.multi_head_attention_forward.__code__,
-    torch.nn.functional._in_projection.__code__,
-    torch.nn.functional._in_projection_packed.__code__,
+_WRITTEN_OUT = {_ATTENTION_FORWARD} | {
+    function.__code__
+    for name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed")
+    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private: they may go
 }
 """Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
 
