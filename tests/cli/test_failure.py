@@ -12,7 +12,7 @@ import torch
 from mha_inspect.cli import app, failure
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError
 
-# A product of whole numbers has no fast routine: this one takes half a minute or more, inside one call into C++.
+# A product of whole numbers has no fast routine: this one takes seconds, inside one call into C++.
 LONG_PRODUCT = """
 import sys, types
 from mha_inspect.__main__ import main
