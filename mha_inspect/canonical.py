@@ -29,8 +29,8 @@ def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
     The names come from a run at small sizes, none of them one, as far as it has the same stages. Where it has not (the
     control flow of a layer may hang on sizes) they come from the run itself.
     """
-    small = tiny(forward).recorded()
-    stages = [{stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions]
+    small, own = tiny(forward).recorded(), own_axes(seen)
+    stages = own.stages
     # A layer that loops over its heads has as many attentions as heads: those of the tiny run serve in turn.
     for place, (axes, (found, _)) in enumerate(zip(stages, seen.attentions, strict=True)):
         if not small.attentions:
@@ -39,12 +39,18 @@ def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
         for stage, tensor in found.stages.items():
             if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape):
                 axes[stage] = names.of_stage(stage)
-    source = small if len(small.recording.outputs) == len(seen.recording.outputs) else seen
+    same = len(small.recording.outputs) == len(seen.recording.outputs)
+    return NamedAxes(stages, own_axes(small).returned if same else own.returned)
+
+
+def own_axes(seen: Seen) -> NamedAxes:
+    """Name the axes of a run from that run alone."""
+    stages = tuple({stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions)
     returned = tuple(
-        source.attentions[-1][1].of(named.tensor) if source.attentions else " ".join(map(str, named.tensor.shape))
-        for named in source.recording.outputs
+        seen.attentions[-1][1].of(named.tensor) if seen.attentions else " ".join(map(str, named.tensor.shape))
+        for named in seen.recording.outputs
     )
-    return NamedAxes(tuple(stages), returned)
+    return NamedAxes(stages, returned)
 
 
 def sizes_of(forward: Forward) -> dict[str, int]:

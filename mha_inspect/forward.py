@@ -22,6 +22,24 @@ from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
 
 @dataclass(frozen=True)
+class State:
+    """Generators and buffers at one moment."""
+
+    cpu: torch.Tensor
+    gpus: dict[int, torch.Tensor]
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def restore(self) -> None:
+        """Put everything back to this moment."""
+        torch.set_rng_state(self.cpu)
+        for gpu, numbers in self.gpus.items():
+            torch.cuda.set_rng_state(numbers, gpu)
+        with torch.no_grad():
+            for buffer, content in self.buffers:
+                buffer.copy_(content)
+
+
+@dataclass(frozen=True)
 class Pass:
     """A module and its arguments, ready to run again and again with the same numbers."""
 
@@ -31,22 +49,28 @@ class Pass:
 
     def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
         """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
-        with self._settings():
-            if not open_up:
-                return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
-            with opened():
-                return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+        if not open_up:
+            return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+        with opened():
+            return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+
+    def state(self) -> State:
+        """What a run may change: the generators and the module's buffers."""
+        return State(
+            torch.get_rng_state(),
+            {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
+            [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
+        )
 
     @contextmanager
-    def _settings(self) -> Iterator[None]:
-        """Random numbers as if nothing had been drawn, and buffers, such as running means, put back after the run."""
-        before = {buffer: buffer.detach().clone() for buffer in self.module.buffers()}
-        with torch.random.fork_rng(devices=self._gpus()):
+    def replaying(self, state: State) -> Iterator[None]:
+        """Run the body from an earlier state, and put back what is there now: the run leaves no trace."""
+        now = self.state()
+        state.restore()
+        try:
             yield
-        with torch.no_grad():
-            for buffer, content in before.items():
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)
+        finally:
+            now.restore()
 
     def _gpus(self) -> list[int]:
         """The CUDA devices whose generators a run may draw from."""
@@ -62,6 +86,11 @@ class Forward(Pass):
     spec: AttentionSpec
     run: RunSpec
     inputs: Inputs
+
+    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
+        """Run it once and record it, under the settings that were asked for."""
+        with self._settings():
+            return super().recorded(open_up=open_up, keep=keep)
 
     @contextmanager
     def _settings(self) -> Iterator[None]:

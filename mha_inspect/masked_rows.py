@@ -14,8 +14,6 @@ from .reports.trace import MaskedRow
 
 Content = Literal["nan", "zero", "finite"]
 _LOOKED_AT = ("scores", "masked_scores", "weights", "context", "concat", "output")
-_SHOWN = 12
-"""Rows that a note names one by one."""
 
 
 def masked_rows(
@@ -43,21 +41,6 @@ def masked_rows(
             at_end = "zero"
         result.append(MaskedRow(batch, query, first, seen.get("context", "finite"), at_end))
     return tuple(result)
-
-
-def masked_rows_note(rows: Sequence[MaskedRow]) -> tuple[str, ...]:
-    """One sentence on the fully masked rows; none where there are none."""
-    if not rows:
-        return ()
-    places = ", ".join(f"batch {row.batch} query {row.query}" for row in rows[:_SHOWN])
-    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    kinds = {(row.stage, row.opened, row.plain) for row in rows}
-    told = "; ".join(
-        f"{'NaN' if opened == 'nan' else opened} from {stage or 'no stage'} on when opened, "
-        f"{'NaN' if plain == 'nan' else plain} in the plain run"
-        for stage, opened, plain in sorted(kinds)
-    )
-    return (f"Every key is masked for {places}{more}: {told}.",)
 
 
 def _row(value: torch.Tensor, stage: str, batch: int, query: int) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Recording:
     producers: dict[int, int]
     """Tensor id to the index of the operation that made it; one that came from outside is not in it."""
     fast_path_refusals: tuple[str, ...] = ()
-    """Why torch's multi-head attention did not take its fast path, in its own words, one a module; empty where it did."""
+    """Why torch's multi-head attention did not take its fast path, in its own words, one a module; else empty."""
     scalars: dict[int, float] = field(default_factory=dict)
     """Tensor id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)

@@ -43,7 +43,7 @@ class StageFacts:
         if stage == "weights":
             return f"softmax({'masked_scores' if 'masked_scores' in stages else 'scores'})"
         if stage == "context":
-            weights = "dropout(weights)" if self._drops() else "weights"
+            weights = "dropout(weights)" if self.drops() else "weights"
             return f"{weights} · v_heads"
         return self._rearranged(stage)
 
@@ -121,7 +121,7 @@ class StageFacts:
             return "scores where allowed, else masked"
         return "scores + mask"
 
-    def _drops(self) -> bool:
+    def drops(self) -> bool:
         """Whether weights were dropped between the softmax and the product with the values."""
         path = next(
             (

@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from .attention import Found
 from .axes import AxisNames
-from .canonical import NamedAxes, name_axes
+from .canonical import NamedAxes, name_axes, own_axes
 from .content import stats_of, values_of
 from .fit import require_fit
-from .forward import Forward, Seen, build_forward
-from .kernels import describe, hidden_stages
-from .masked_rows import masked_rows, masked_rows_note
-from .noise import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
+from .forward import Pass, Seen, build_forward
+from .kernels import describe, fused_kernels, hidden_stages
+from .masked_rows import masked_rows
 from .ops import Op, Tensor
+from .proof import prove
+from .recorder import tensors_in
 from .reports.common import Environment, LayerInfo, Stats, Values
-from .reports.trace import Attention, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from .reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
 from .spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .stage_facts import StageFacts
 from .stages import STAGES
@@ -43,29 +45,87 @@ def trace_spec(
     plain = forward.recorded(open_up=False)
     opened = forward.recorded(keep=keep)
     axes = name_axes(forward, opened)
-    content = _Content(opened, show)
-    hidden = hidden_stages(plain)
-    masked = masked_rows(forward, plain, opened, axes, rows) if rows and keep else ()
-    return Trace(
+    drops = spec.training and spec.dropout > 0
+    return report(
+        plain,
+        opened,
+        axes,
+        show,
         environment=Environment(torch.__version__, str(forward.inputs.query.device), spec.dtype, spec.seed),
         layer=LayerInfo(layer, plain_fields(spec)),
+        proof=prove(forward, plain, opened, drops=drops, rows=rows),
+        masked=masked_rows(forward, plain, opened, axes, rows) if rows and keep else (),
+    )
+
+
+def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
+    """Trace a module that was brought along: every attention in it, found by its dataflow.
+
+    The module is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the same
+    random numbers; buffers and generators are left as one call leaves them.
+
+    Raises whatever the module's forward raises.
+    """
+    show = show or Show()
+    own = Pass(module, args, kwargs)
+    keep = show.stats or show.values
+    before = own.state()
+    plain = own.recorded(open_up=False, keep=keep)
+    hides = bool(fused_kernels(plain.recording))
+    opened = plain
+    if hides:
+        with own.replaying(before):
+            opened = own.recorded(keep=keep)
+    tensors = [tensor for _, tensor in tensors_in((args, kwargs))] + list(module.parameters())
+    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    proof = (
+        prove(own, plain, opened, drops=module.training)
+        if hides
+        else Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
+    )
+    return report(
+        plain,
+        opened,
+        own_axes(opened),
+        show,
+        environment=Environment(
+            torch.__version__,
+            str(tensors[0].device) if tensors else "cpu",
+            "" if floating is None else str(floating.dtype).removeprefix("torch."),
+            None,
+        ),
+        layer=LayerInfo(type(module).__name__, {}),
+        proof=proof,
+    )
+
+
+def report(
+    plain: Seen,
+    opened: Seen,
+    axes: NamedAxes,
+    show: Show,
+    *,
+    environment: Environment,
+    layer: LayerInfo,
+    proof: Proof,
+    masked: tuple[MaskedRow, ...] = (),
+) -> Trace:
+    """Two runs of one pass, as it is and opened, as plain data."""
+    content = _Content(opened, show)
+    hidden = hidden_stages(plain)
+    return Trace(
+        environment=environment,
+        layer=layer,
         path=describe(plain),
         attentions=tuple(
             _attention(
-                opened,
-                found,
-                names,
-                axes.stages[place],
-                hidden[place] if place < len(hidden) else frozenset(),
-                forward,
-                content,
+                opened, found, names, axes.stages[place], hidden[place] if place < len(hidden) else frozenset(), content
             )
             for place, (found, names) in enumerate(opened.attentions)
         ),
         returns=_returns(opened, axes, content),
-        proof=_proof(forward, plain.returned, opened.returned, fused=bool(describe(plain).opened)),
+        proof=proof,
         masked_rows=masked,
-        notes=masked_rows_note(masked),
         ops=_op_lines(opened, axes) if show.ops else None,
     )
 
@@ -104,7 +164,6 @@ def _attention(
     names: AxisNames,
     axes: Mapping[str, str],
     hidden: frozenset[str],
-    forward: Forward,
     content: _Content,
 ) -> Attention:
     facts = StageFacts(seen.graph, found, dict(axes))
@@ -138,16 +197,16 @@ def _attention(
         head_dim=names.head_dim,
         scale=float("nan") if scale is None else scale,
         stages=tuple(stages),
-        notes=_notes(found, forward),
+        notes=_notes(found, facts),
     )
 
 
-def _notes(found: Found, forward: Forward) -> tuple[str, ...]:
+def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
-    if forward.spec.training and forward.spec.dropout:
-        notes.append("Training mode: weights are shown as softmax gives them, before dropout.")
+    if facts.drops():
+        notes.append("Weights are shown as softmax gives them, before dropout.")
     return tuple(notes)
 
 
@@ -161,24 +220,6 @@ def _returns(seen: Seen, axes: NamedAxes, content: _Content) -> tuple[Returned, 
             Returned(name, tensor.shape, pattern, tensor.dtype, content.stats(tensor), content.values(tensor))
         )
     return tuple(returned)
-
-
-def _proof(forward: Forward, plain: Any, opened: Any, *, fused: bool) -> Proof:
-    """Compare the outputs of the plain and of the opened run beside the rounding error of this computation."""
-    output = first_tensor(opened).detach()
-    if output.is_meta:
-        return Proof(None, None, None, "device meta has shapes and no numbers")
-    if forward.spec.training and forward.spec.dropout and fused:
-        return Proof(None, None, None, "a fused kernel draws its dropout in another order: nothing to compare")
-    difference = max_difference(first_tensor(plain), output)
-    exact = float64_output(forward.module, forward.args, forward.kwargs)
-    if forward.spec.dtype == "float64" or forward.spec.training:
-        floor = noise_floor(forward.module, forward.args, forward.kwargs, exact)
-        note = "noise floor measured without dropout" if forward.spec.training and forward.spec.dropout else ""
-    else:
-        floor, note = rounding_error(output, exact), ""
-    _, verdict = judge(difference, floor)
-    return Proof(difference, floor, verdict != "differs", note)
 
 
 def _op_lines(seen: Seen, axes: NamedAxes) -> tuple[OpLine, ...]:

@@ -1,0 +1,63 @@
+"""Prove that the opened stages compute what the plain forward computes, beside the rounding error measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .forward import Forward, Pass, Seen
+from .kernels import fused_kernels
+from .noise import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
+from .reports.trace import Proof
+
+
+def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequence[tuple[int, int]] = ()) -> Proof:
+    """Compare the first output of the two runs.
+
+    Args:
+        forward: what was run.
+        plain: the run as it is.
+        opened: the run that the stages were read off.
+        drops: whether dropout is at work. Its numbers are the same in both runs unless a fused kernel draws them; the
+            noise floor is measured without it.
+        rows: (batch, query) of the fully masked rows, which two paths treat differently.
+    """
+    try:
+        output, other = first_tensor(opened.returned).detach(), first_tensor(plain.returned).detach()
+    except TypeError:
+        return Proof(None, None, None, "the module returned no tensor")
+    if output.is_meta:
+        return Proof(None, None, None, "device meta has shapes and no numbers")
+    if drops and fused_kernels(plain.recording):
+        return Proof(None, None, None, "a fused kernel draws its dropout in another order: nothing to compare")
+    difference = max_difference(other, output)
+    try:
+        exact = float64_output(forward.module, forward.args, forward.kwargs)
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # a module that cannot run in float64
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Proof(difference, None, True if difference == 0 else None, f"it does not run in float64: {reason}")
+    notes = []
+    if output.dtype == torch.float64 or forward.module.training:
+        floor = noise_floor(forward.module, forward.args, forward.kwargs, exact)
+        notes += ["noise floor measured without dropout"] if drops else []
+    else:
+        floor = rounding_error(output, exact)
+    _, verdict = judge(difference, floor)
+    if verdict == "differs" and rows and isinstance(forward, Forward):
+        rest = _without(forward, rows, output.shape)
+        if judge(max_difference(other[rest], output[rest]), floor)[1] != "differs":
+            notes.append("only the fully masked rows differ")
+    return Proof(difference, floor, verdict != "differs", "; ".join(notes))
+
+
+def _without(forward: Forward, rows: Sequence[tuple[int, int]], shape: torch.Size) -> torch.Tensor:
+    """Where an output `batch query embed`, in the layout that it has, is not in one of the rows."""
+    keep = torch.ones(forward.inputs.batch, forward.inputs.query_len, dtype=torch.bool)
+    for batch, query in rows:
+        keep[batch, query] = False
+    if len(shape) == 2:
+        keep = keep[0]
+    elif not forward.spec.batch_first:
+        keep = keep.T
+    return keep
