@@ -110,20 +110,20 @@ def _first_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     gpus = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=gpus):
         result = module(
-            *(_cast(arg, dtype, device, cast) for arg in args),
-            **{name: _cast(arg, dtype, device, cast) for name, arg in kwargs.items()},
+            *(cast_tensors(arg, dtype, device, cast) for arg in args),
+            **{name: cast_tensors(arg, dtype, device, cast) for name, arg in kwargs.items()},
         )
     return first_tensor(result).detach()
 
 
-def _cast(value: Any, dtype: torch.dtype, device: torch.device | None, seen: dict[int, Tensor]) -> Any:
+def cast_tensors(value: Any, dtype: torch.dtype, device: torch.device | None, seen: dict[int, Tensor]) -> Any:
     """Tensors of floating-point numbers in `dtype`, through tuples, lists and dicts; one given twice stays one."""
     if isinstance(value, Tensor):
         if id(value) not in seen:
             seen[id(value)] = value.detach().to(device=device, dtype=dtype if value.is_floating_point() else None)
         return seen[id(value)]
     if type(value) in (tuple, list):
-        return type(value)(_cast(part, dtype, device, seen) for part in value)
+        return type(value)(cast_tensors(part, dtype, device, seen) for part in value)
     if type(value) is dict:
-        return {name: _cast(part, dtype, device, seen) for name, part in value.items()}
+        return {name: cast_tensors(part, dtype, device, seen) for name, part in value.items()}
     return value

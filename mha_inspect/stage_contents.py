@@ -1,0 +1,96 @@
+"""What the stages of a kept run hold, in canonical axes; and the same run in float64, to measure rounding against."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .attention import Found
+from .canonical import NamedAxes, canonical_stage, name_axes, sizes_of
+from .forward import Forward, Seen
+from .noise import cast_tensors
+from .spec import DTYPES
+from .stages import CANONICAL_AXES, STAGES
+
+
+class StageContents:
+    """The stages of a run that was recorded with its tensors kept.
+
+    A layer that loops over its heads has an attention for each: here their heads stand side by side, as one attention.
+    """
+
+    def __init__(self, forward: Forward, seen: Seen) -> None:
+        self.forward = forward
+        self.seen = seen
+        self._sizes = sizes_of(forward)
+
+    @cached_property
+    def axes(self) -> NamedAxes:
+        """The axes of each stage as this implementation lays it out."""
+        return name_axes(self.forward, self.seen)
+
+    @cached_property
+    def found(self) -> tuple[Found, ...]:
+        """The attentions that make up this layer."""
+        return tuple(found for found, _ in self.seen.attentions)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each head is an attention of its own."""
+        return len(self.found) > 1 and len(self.found) == self.forward.spec.num_heads
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that there are, in order."""
+        return tuple(stage for stage in STAGES if self.found and stage in self.found[0].stages)
+
+    def get(self, stage: str) -> Tensor | None:
+        """The content of a stage in its canonical axes; None where there is no such stage, or an axis has no name."""
+        if stage not in self.stages:
+            return None
+        words = CANONICAL_AXES[stage].split()
+        joined = "heads" in words or stage in ("q_proj", "k_proj", "v_proj")
+        if not self.by_head or not joined:
+            return self._one(0, stage)
+        parts = [self._one(place, stage) for place in range(len(self.found))]
+        known = [part for part in parts if part is not None]
+        if len(known) != len(parts):
+            return None
+        return torch.cat(known, dim=1 if "heads" in words else -1)
+
+    def _one(self, place: int, stage: str) -> Tensor | None:
+        if stage not in self.found[place].stages:
+            return None
+        sizes = self._sizes
+        axes = self.axes.stages[place][stage]
+        if self.by_head and stage != "concat":
+            # The attention of one head: a feature dimension that the whole layer splits is that head's alone.
+            sizes = {**sizes, "heads": 1, "kv_heads": 1, "group": 1}
+        if self.by_head and stage == "concat":
+            axes = " ".join([*axes.split()[:2], "(heads head_dim)"]) if axes.count(" ") == 2 else axes
+        return canonical_stage(self.seen, self.found[place], stage, axes, sizes)
+
+
+def exact_forward(forward: Forward) -> Forward:
+    """The same layer, weights and inputs in float64, without gradients; on the CPU where the device has no float64.
+
+    Dropout draws other elements in another dtype: a module in training mode is run in eval mode.
+    """
+    return in_dtype(forward, torch.float64)
+
+
+def in_dtype(forward: Forward, dtype: torch.dtype) -> Forward:
+    """The same layer, weights and inputs in another dtype, in eval mode, without gradients."""
+    device = "cpu" if torch.device(forward.run.device).type == "mps" else forward.run.device
+    module = copy.deepcopy(forward.module).to(device=device, dtype=dtype).eval()
+    seen: dict[int, Tensor] = {}
+    args = cast_tensors(forward.args, dtype, torch.device(device), seen)
+    kwargs = cast_tensors(forward.kwargs, dtype, torch.device(device), seen)
+    name = next(name for name in DTYPES if getattr(torch, name) == dtype)
+    spec = replace(forward.spec, dtype=name, training=False)
+    run = replace(forward.run, device=device, grad=False)
+    return replace(forward, spec=spec, run=run, module=module, args=args, kwargs=kwargs)
