@@ -217,9 +217,7 @@ class Graph:
         """Whether a projection adds a bias, in itself or at the end of its call."""
         if len(op.inputs) == 3:
             return True
-        followers = [
-            f for step in (op.output, self.after_call(op)) for f in self.recording.consumers.get(step.id, ())
-        ]
+        followers = [f for step in (op.output, self.after_call(op)) for f in self.recording.consumers.get(step.id, ())]
         made = self.recording.producer(self.after_call(op))
         return any(self._adds_bias(f) for f in ([made] if made is not None else []) + followers)
 

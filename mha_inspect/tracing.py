@@ -12,6 +12,7 @@ from .attention import Found
 from .axes import AxisNames
 from .canonical import NamedAxes, name_axes, own_axes
 from .content import stats_of, values_of
+from .device import resolve
 from .fit import require_fit
 from .forward import Pass, Seen, build_forward
 from .kernels import describe, fused_kernels, hidden_stages
@@ -38,6 +39,7 @@ def trace_spec(
         DoesNotFitError: the runs would need more memory than is free.
     """
     show = show or Show()
+    resolve(run.device, spec.dtype)
     require_fit(spec, inputs, run, layer, keep=show.stats or show.values)
     forward = build_forward(spec, inputs, run, layer)
     rows = forward.inputs.fully_masked_rows(spec.num_heads)
