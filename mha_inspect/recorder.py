@@ -136,17 +136,18 @@ class Recorder(TorchDispatchMode):
         self._next_tensor = 0
         self._next_storage = 0
         self._call: tuple[int, int] = (0, -1)
-        self._boundary: FrameType | None = None
+        self.boundary: FrameType | None = None
+        """The frame that the block stands in: whatever called that one did not ask for the operations."""
         if root is not None:
             self._learn(root)
 
     def __enter__(self) -> Recorder:
-        self._boundary = sys._getframe(1)
+        self.boundary = sys._getframe(1)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._boundary = None
+        self.boundary = None
         super().__exit__(*exc)
 
     def _learn(self, root: nn.Module) -> None:
@@ -299,7 +300,7 @@ class Recorder(TorchDispatchMode):
         """The line that asked for the operation, the module it runs in, and the number of the call it belongs to."""
         source = library = module = outermost = None
         stack = 0
-        while frame is not None and frame is not self._boundary:
+        while frame is not None and frame is not self.boundary:
             code = frame.f_code
             stack = hash((stack, id(code), frame.f_lasti))
             if code is _MODULE_CALL:

@@ -26,6 +26,8 @@ from .spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .stage_facts import StageFacts
 from .stages import STAGES
 
+_NOTHING_HIDDEN = Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
+
 
 def trace_spec(
     spec: AttentionSpec, inputs: InputSpec, run: RunSpec, show: Show | None = None, *, layer: str = "torch"
@@ -69,8 +71,11 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
     Raises whatever the module's forward raises.
     """
     show = show or Show()
-    own = Pass(module, args, kwargs)
-    keep = show.stats or show.values
+    return traced(Pass(module, args, kwargs), show, keep=show.stats or show.values)[0]
+
+
+def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
+    """What `trace_module` reports, and the run that the stages were read off, its tensors kept when asked for."""
     before = own.state()
     plain = own.recorded(open_up=False, keep=keep)
     hides = bool(fused_kernels(plain.recording))
@@ -78,14 +83,9 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
     if hides:
         with own.replaying(before):
             opened = own.recorded(keep=keep)
-    tensors = [tensor for _, tensor in tensors_in((args, kwargs))] + list(module.parameters())
+    tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    proof = (
-        prove(own, plain, opened, drops=module.training)
-        if hides
-        else Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
-    )
-    return report(
+    trace = report(
         plain,
         opened,
         own_axes(opened),
@@ -96,9 +96,10 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
             "" if floating is None else str(floating.dtype).removeprefix("torch."),
             None,
         ),
-        layer=LayerInfo(type(module).__name__, {}),
-        proof=proof,
+        layer=LayerInfo(type(own.module).__name__, {}),
+        proof=prove(own, plain, opened, drops=own.module.training) if hides else _NOTHING_HIDDEN,
     )
+    return trace, opened
 
 
 def report(

@@ -1,0 +1,199 @@
+"""The same answers in a REPL, a debugger or a notebook: traces that print themselves and hold their tensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .canonical import own_axes
+from .export import Target
+from .forward import Pass, Seen
+from .kernels import fused_kernels
+from .recorder import Recorder, opened
+from .reports.common import Environment, LayerInfo
+from .reports.read import read_report
+from .reports.trace import Attention, Proof, Stage, Trace
+from .spec import Show
+from .tracing import report, traced
+
+
+class LiveStage:
+    """A stage of a trace: the fields of `reports.trace.Stage`, and its tensor where tensors were kept."""
+
+    def __init__(self, stage: Stage, tensor: Tensor | None) -> None:
+        self.report = stage
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The content, laid out as `axes` says. Raises `ValueError` where tensors were not kept."""
+        if self._tensor is None:
+            raise ValueError(f"the tensor of {self.report.name} was not kept: trace with keep=True.")
+        return self._tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.report, name)
+
+    def __repr__(self) -> str:
+        stage = self.report
+        return f"{stage.name} {list(stage.shape)} {stage.axes}: {stage.formula}"
+
+
+class LiveAttention:
+    """An attention of a trace: the fields of `reports.trace.Attention`, and each stage by its name."""
+
+    def __init__(self, attention: Attention, tensors: dict[str, Tensor]) -> None:
+        self.report = attention
+        self.stages = tuple(LiveStage(stage, tensors.get(stage.name)) for stage in attention.stages)
+
+    def __getattr__(self, name: str) -> Any:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        return getattr(self.report, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
+
+    def __repr__(self) -> str:
+        head = f"attention {self.report.module}".rstrip() + f": num_heads {self.report.num_heads}"
+        return "\n".join([head, *(f"  {stage!r}" for stage in self.stages)])
+
+
+class LiveTrace:
+    """A trace that prints itself: the fields of `reports.trace.Trace`, and its tensors where they were kept."""
+
+    def __init__(self, trace: Trace, tensors: tuple[dict[str, Tensor], ...] = ()) -> None:
+        self.report = trace
+        self.attentions = tuple(
+            LiveAttention(attention, tensors[place] if place < len(tensors) else {})
+            for place, attention in enumerate(trace.attentions)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.report, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *vars(self.report)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiveTrace) and self.report == other.report
+
+    __hash__ = None  # type: ignore[assignment]  # equal reports are equal, and lists inside them cannot be hashed
+
+    def __repr__(self) -> str:
+        return self._text("plain").rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        return self._text("html")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--format json` prints, as Python has it."""
+        read: dict[str, Any] = json.loads(self._text("json"))
+        return read
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to a .json, .txt, .svg or .html file; an existing file is replaced whole or not at all.
+
+        Raises `ExportError` where that cannot be done.
+        """
+        target = Target.of(Path(path))
+        target.write(self._text(target.format))
+
+    def _text(self, format: Any) -> str:
+        from .render import to_text
+
+        return to_text(self.report, format)
+
+
+def load(path: str | PathLike[str]) -> LiveTrace:
+    """A trace that was saved as .json, without its tensors.
+
+    Raises `InputError` when the file is not one.
+    """
+    return LiveTrace(read_report(Path(path), "trace", Trace))
+
+
+def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
+    """Run `module(*args, **kwargs)` and report every attention in it, found by its dataflow.
+
+    The module is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the same
+    random numbers; outputs, gradients, buffers and generators are left as one call leaves them.
+
+    Args:
+        module: any module.
+        keep: hold the tensor of each stage: `trace(...).attentions[0].scores.tensor`.
+        show: what else the report holds (`mha_inspect.Show(ops=True, stats=True, values=True)`).
+
+    An argument of the module's own that is called keep or show goes in by place, or through `functools.partial`.
+    """
+    show = show or Show()
+    found, seen = traced(Pass(module, args, kwargs), show, keep=keep or show.stats or show.values)
+    return LiveTrace(found, _stage_tensors(seen) if keep else ())
+
+
+class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`
+    """Record whatever runs in a `with` block: a training step, a generate loop, code that nobody calls from outside.
+
+        with mha_inspect.recording() as r:
+            model(x)
+        print(r.trace)
+
+    Nothing is run twice and nothing runs otherwise than without it. What a fused kernel hides therefore stays hidden;
+    `open_up=True` lets torch run attention step by step inside the block instead.
+    """
+
+    def __init__(self, *, open_up: bool = False, keep: bool = False) -> None:
+        self._open_up = open_up
+        self._keep = keep
+        self._stack = ExitStack()
+        self._recorder = Recorder(keep=keep)
+        self._seen: Seen | None = None
+
+    def __enter__(self) -> recording:
+        if self._open_up:
+            self._stack.enter_context(opened())
+        self._stack.enter_context(self._recorder)
+        self._recorder.boundary = sys._getframe(1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._seen = Seen(self._recorder.finish(), None)
+
+    @property
+    def trace(self) -> LiveTrace:
+        """What ran in the block. Raises `ValueError` inside it."""
+        if self._seen is None:
+            raise ValueError("the recording is still under way: ask for its trace after the with block.")
+        seen = self._seen
+        hidden = len(fused_kernels(seen.recording))
+        note = f"{hidden} attentions are hidden in fused kernels; recording(open_up=True) shows them" if hidden else ""
+        import torch
+
+        return LiveTrace(
+            report(
+                seen,
+                seen,
+                own_axes(seen),
+                Show(),
+                environment=Environment(torch.__version__, "", "", None),
+                layer=LayerInfo("recording", {}),
+                proof=Proof(None, None, None, note or "nothing was run a second time"),
+            ),
+            _stage_tensors(seen) if self._keep else (),
+        )
+
+
+def _stage_tensors(seen: Seen) -> tuple[dict[str, Tensor], ...]:
+    values = seen.recording.values
+    return tuple({stage: values[t.id] for stage, t in found.stages.items()} for found, _ in seen.attentions)
