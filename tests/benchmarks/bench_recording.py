@@ -1,0 +1,72 @@
+"""Inside one process: a recorded forward beside the plain one, in time and in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mha_inspect.recorder import opened, record
+
+
+@pytest.mark.parametrize("path", ["opened", "as it is"])
+def test_recorded_forward(side_by_side, path):
+    layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
+    x = torch.randn(8, 512, 512)
+    settings = opened() if path == "opened" else torch.no_grad()
+    with torch.no_grad(), settings:
+        side_by_side(
+            f"recorded forward, {path}",
+            lambda: record(layer, x, x, x),
+            "plain forward",
+            lambda: layer(x, x, x),
+            at_most=1.05,
+            rounds=25,
+        )
+
+
+_PEAK = """
+import sys, torch
+from mha_inspect.recorder import opened, record
+layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
+x = torch.randn(8, 512, 512)
+small = x[:1, :8].contiguous()
+def run(x):
+    record(layer, x, x, x) if sys.argv[1] == "recorded" else layer(x, x, x)
+def kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+with torch.no_grad(), opened():
+    run(small)
+    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
+    before = kib("VmRSS")
+    run(x)
+print(kib("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the high-water mark from /proc")
+def test_peak_memory(add_row):
+    def peak(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", _PEAK, how], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    recorded, plain = sorted(peak("recorded") for _ in range(5))[2], sorted(peak("plain") for _ in range(5))[2]
+    detail = f"{recorded / 1024:.0f} MiB against {plain / 1024:.0f} MiB"
+    add_row("recorded forward, peak memory", "plain forward", recorded / plain, 1.05, detail)
+
+
+def test_recorded_model(side_by_side):
+    layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
+    x = torch.randn(4, 256, 768)
+    with torch.no_grad(), opened():
+        side_by_side(
+            "recorded model, 12 layers of 768",
+            lambda: record(model, x),
+            "plain model",
+            lambda: model(x),
+            at_most=1.10,
+            rounds=5,
+        )
