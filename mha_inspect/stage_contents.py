@@ -23,15 +23,23 @@ class StageContents:
     A layer that loops over its heads has an attention for each: here their heads stand side by side, as one attention.
     """
 
-    def __init__(self, forward: Forward, seen: Seen) -> None:
+    def __init__(self, forward: Forward, seen: Seen, like: StageContents | None = None) -> None:
+        """`like` is a run of the same layer whose axes are named already: another head count or dtype has the same."""
         self.forward = forward
         self.seen = seen
+        self._like = like
         self._sizes = sizes_of(forward)
 
     @cached_property
     def axes(self) -> NamedAxes:
         """The axes of each stage as this implementation lays it out."""
+        if self._like is not None and self._ranks() == self._like._ranks():
+            return self._like.axes
         return name_axes(self.forward, self.seen)
+
+    def _ranks(self) -> list[dict[str, int]]:
+        """What decides on names: the stages of each attention, and how many dimensions each has."""
+        return [{stage: len(tensor.shape) for stage, tensor in found.stages.items()} for found in self.found]
 
     @cached_property
     def found(self) -> tuple[Found, ...]:

@@ -1,0 +1,191 @@
+"""Does the number of heads change the output? The same weights and the same input through several head counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import SpecError
+from .fit import require_fit
+from .forward import build_forward
+from .head_runs import HeadRun, Noise, run_once, walk
+from .head_sentences import answer, reason
+from .head_weights import Carried, carry
+from .inputs import Inputs
+from .layers.registry import find_layer
+from .layers.settings import check_settings, spec_for
+from .must_be_equal import claims, confirmed, masked_note
+from .noise import judge
+from .reports.common import Environment, LayerInfo, Verdict
+from .reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
+from .spec import AttentionSpec, InputSpec, RunSpec, plain_fields
+from .stage_difference import distances
+
+USUAL_COUNTS = (1, 2, 4, 8)
+
+
+def compare_heads(heads: Sequence[int] = USUAL_COUNTS, *, layer: str = "torch", **settings: Any) -> CompareHeadsReport:
+    """The same weights and the same input through several head counts, the first being the baseline.
+
+    Settings are those of `AttentionSpec`, `InputSpec` and `RunSpec`, and of `compare_heads_spec`, by name:
+    `compare_heads((1, 2, 4), embed_dim=64, seq_len=7, causal=True)`.
+
+    Raises:
+        SpecError: a head count does not fit, or the settings contradict each other.
+        TypeError: a setting is none that there is.
+    """
+    if not heads:
+        raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
+    parts = {cls: {f.name for f in fields(cls)} & settings.keys() for cls in (InputSpec, RunSpec)}
+    inputs = InputSpec(**{name: settings.pop(name) for name in parts[InputSpec]})
+    run = RunSpec(**{name: settings.pop(name) for name in parts[RunSpec]})
+    asked = {name: settings.pop(name) for name in ("pairwise",) if name in settings}
+    spec = spec_for(find_layer(layer), num_heads=heads[0], **settings)
+    return compare_heads_spec(spec, tuple(heads), inputs, run, layer=layer, **asked)
+
+
+def compare_heads_spec(
+    spec: AttentionSpec,
+    counts: Sequence[int],
+    inputs: InputSpec,
+    run: RunSpec,
+    *,
+    layer: str = "torch",
+    pairwise: bool = False,
+) -> CompareHeadsReport:
+    """The same weights and the same input through several head counts.
+
+    Args:
+        spec: the layer's other sizes and settings; its num_heads is not used.
+        counts: head counts, the first being the baseline. One that is given again is run once.
+        inputs: what goes in.
+        run: device, and whether gradients are recorded.
+        layer: name in the registry of layers.
+        pairwise: whether every pair is compared as well.
+
+    Raises:
+        SpecError: the layer is unknown, a head count does not fit, or there would be nothing to compare.
+        InputError: a file or a mask does not fit.
+        DeviceError: the device is not there, or cannot run spec.dtype.
+        DoesNotFitError: it needs more memory than there is.
+    """
+    specs = _specs(spec, counts)
+    check_settings(find_layer(layer), specs[0], inputs, run)
+    _require_numbers(spec, run)
+    widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
+    require_fit(widest, inputs, run, layer, keep=True)
+    comparison = _Comparison(specs, inputs, run, layer)
+    rows = comparison.rows
+    verdicts = {row.verdict for row in rows[1:]}
+    verdict: Verdict = "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"
+    return CompareHeadsReport(
+        environment=Environment(torch=torch.__version__, device=run.device, dtype=spec.dtype, seed=spec.seed),
+        layer=LayerInfo(layer, plain_fields(specs[0])),
+        baseline=specs[0].num_heads,
+        counts=tuple(rows),
+        verdict=verdict,
+        equalities=comparison.equalities(),
+        answer=answer(rows, comparison.carried, all_nan=comparison.all_nan()),
+        pairs=comparison.pairs() if pairwise else None,
+    )
+
+
+def _specs(spec: AttentionSpec, counts: Sequence[int]) -> list[AttentionSpec]:
+    unique = tuple(dict.fromkeys(counts))
+    if not unique:
+        raise SpecError("no head counts were given: give two or more, the first being the baseline.")
+    return [replace(spec, num_heads=count) for count in unique]
+
+
+def _require_numbers(spec: AttentionSpec, run: RunSpec) -> None:
+    if torch.device(run.device).type == "meta":
+        raise SpecError(
+            "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
+            "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
+        )
+    if spec.training and spec.dropout:
+        raise SpecError(
+            f"dropout {spec.dropout:g} in training mode drops other weights for every head count: the outputs would "
+            "differ whatever the heads do. Take --eval or --dropout 0."
+        )
+
+
+class _Comparison:
+    """Every head count run once, and compared with the first as soon as it has run: one run's tensors at a time."""
+
+    def __init__(self, specs: Sequence[AttentionSpec], inputs: InputSpec, run: RunSpec, layer: str) -> None:
+        self._specs = specs
+        self.rows: list[HeadCount] = []
+        self.carried: list[Carried] = []
+        self._finals: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        forward = build_forward(specs[0], inputs, run, layer)
+        self._inputs: Inputs = forward.inputs
+        self._baseline = run_once(forward)
+        self._noise = Noise(self._baseline)
+        key, value = (self._baseline.contents.get(stage) for stage in ("key", "value"))
+        known = key is not None and value is not None
+        self._claims = claims(specs[0], self._inputs, key, value) if known else []  # type: ignore[arg-type]
+        self._add(self._baseline, Carried(True, (), ()))
+        for spec in specs[1:]:
+            other = build_forward(spec, inputs, run, layer)
+            carried = carry(forward.module, other.module)
+            self._add(run_once(other, self._baseline.contents), carried)
+
+    def _add(self, one: HeadRun, carried: Carried) -> None:
+        largest, relative = distances(self._baseline.output, one.output)
+        times, verdict = judge(largest, self._noise.of_output)
+        spec = one.forward.spec
+        row = HeadCount(
+            num_heads=spec.num_heads,
+            head_dim=int(spec.head_dim),
+            numel=sum(parameter.numel() for parameter in one.forward.module.parameters()),
+            same_parameters=carried.same,
+            output_shape=tuple(one.output.shape),
+            max_abs_difference=largest,
+            relative_difference=relative,
+            noise_floor=self._noise.of_output,
+            times_noise=times,
+            verdict=verdict,
+            first_differing_stage=None,
+            reason="The baseline.",
+        )
+        if one is not self._baseline:
+            found = walk(self._baseline, one, self._noise, to_the_end=verdict != "differs")
+            why = reason(self._specs[0], spec, found, row, carried, self._cause() if carried.same else "")
+            row = replace(row, first_differing_stage=found.first, reason=why)
+        self.rows.append(row)
+        self.carried.append(carried)
+        self._outputs.append(one.output)
+        # A view of a kept tensor holds that one alone; the rest of the run goes.
+        self._finals.append(one.final)
+
+    def _cause(self) -> str:
+        """Why every output must be equal, where one thing is the cause for all rows."""
+        return next((claim.short for claim in self._claims if bool(claim.rows.all())), "")
+
+    def all_nan(self) -> bool:
+        """Whether there is no number in any output."""
+        return not any(bool(output.isfinite().any()) for output in self._outputs)
+
+    def equalities(self) -> tuple[str, ...]:
+        """Where outputs must be equal, why, and what was measured there."""
+        said = []
+        if all(one.same for one in self.carried) and len(self._finals) > 1:
+            said = [confirmed(claim, self._finals, self._noise.of_output) for claim in self._claims]
+        masked = self._inputs.fully_masked_rows(self._specs[0].num_heads)
+        return (*said, masked_note(masked, self._finals)) if masked else tuple(said)
+
+    def pairs(self) -> tuple[HeadPair, ...]:
+        """Every head count against every other."""
+        pairs = []
+        for (left, one), (right, other) in combinations(zip(self._specs, self._outputs, strict=True), 2):
+            largest, relative = distances(one, other)
+            times, verdict = judge(largest, self._noise.of_output)
+            pairs.append(HeadPair(left.num_heads, right.num_heads, largest, relative, times, verdict))
+        return tuple(pairs)
