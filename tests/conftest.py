@@ -16,6 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-readme", action="store_true", help="write the transcripts of README.md anew")
+
+
 class Answer(NamedTuple):
     """What a command line came to."""
 

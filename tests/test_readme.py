@@ -1,0 +1,60 @@
+"""The README shows what the program prints: `pytest tests/test_readme.py --update-readme` writes it anew."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+TRANSCRIPT = re.compile(r"(?<=^```console\n)\$ (?P<command>mha-inspect [^\n]*)\n(?P<output>.*?)(?=^```$)", re.M | re.S)
+VERSION = re.compile(r"torch \d\S*")
+
+
+def transcripts() -> list[re.Match[str]]:
+    return list(TRANSCRIPT.finditer(README.read_text(encoding="utf-8")))
+
+
+def comparable(text: str) -> str:
+    """The text without what another processor, which sums in another order, rounds otherwise, and without its columns.
+
+    Those are differences of the size of rounding errors, and everything that is told in units of one.
+    """
+    text = VERSION.sub("torch", text)
+    text = re.sub(r"\d+(\.\d+)?e-\d+|\d{1,3}(,\d{3})+", "~", text)
+    text = re.sub(r"largest difference 0\b(?!\.)", "largest difference ~", text)
+    return "\n".join(re.sub(r" +", " ", line).rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("command", [found["command"] for found in transcripts()])
+def test_transcript(command: str, invoke, request: pytest.FixtureRequest) -> None:
+    answer = invoke(*shlex.split(command)[1:])
+    assert answer.code == 0, answer.err
+    if request.config.getoption("--update-readme"):
+        text = README.read_text(encoding="utf-8")
+        found = next(found for found in TRANSCRIPT.finditer(text) if found["command"] == command)
+        text = text[: found.start()] + f"$ {command}\n{answer.out}" + text[found.end() :]
+        README.write_text(text, encoding="utf-8")
+    shown = next(found for found in transcripts() if found["command"] == command)["output"]
+    assert comparable(shown) == comparable(answer.out), "stale: pytest tests/test_readme.py --update-readme"
+
+
+def test_there_are_transcripts() -> None:
+    assert {shlex.split(found["command"])[1] for found in transcripts()} >= {"trace", "params", "compare-heads"}
+
+
+def test_python_in_the_readme() -> None:
+    failed, tried = doctest.testfile(str(README), module_relative=False)
+    assert tried >= 8
+    assert failed == 0
+
+
+def test_every_command_is_documented() -> None:
+    from mha_inspect.cli.app import COMMANDS
+
+    text = README.read_text(encoding="utf-8")
+    for command in COMMANDS:
+        assert re.search(rf"^### {command}:", text, re.M) or f"mha-inspect {command}" in text, command
