@@ -171,7 +171,7 @@ class _Comparison:
 
     def all_nan(self) -> bool:
         """Whether there is no number in any output."""
-        return not any(bool(output.isfinite().any()) for output in self._outputs)
+        return all(bool(torch.isnan(output.min())) and bool(output.isnan().all()) for output in self._outputs)
 
     def equalities(self) -> tuple[str, ...]:
         """Where outputs must be equal, why, and what was measured there."""

@@ -42,7 +42,7 @@ def claims(spec: AttentionSpec, inputs: Inputs, key: Tensor, value: Tensor) -> l
 
 
 def _claims(spec: AttentionSpec, inputs: Inputs, allowed: Tensor, key: Tensor, value: Tensor) -> Iterator[Claim]:
-    left = allowed.sum(dim=-1) + inputs.extra_keys
+    left = (allowed.sum(dim=-1) + inputs.extra_keys).expand(inputs.batch, inputs.query_len)
     one = left == 1
     said = one
     if bool(one.any()):
@@ -89,7 +89,10 @@ def _rows(rows: Tensor) -> str:
 
 
 def allowed_keys(inputs: Inputs) -> Tensor | None:
-    """`batch query key`: True where no mask forbids a query to look; None where that depends on the head."""
+    """True where no mask forbids a query to look: `batch query key`, 1 wide where batch or query does not matter.
+
+    None where it depends on the head.
+    """
     allowed = torch.ones(1, 1, 1, dtype=torch.bool)
     if inputs.attn_mask is not None:
         mask = inputs.attn_mask.cpu()
@@ -98,13 +101,13 @@ def allowed_keys(inputs: Inputs) -> Tensor | None:
         allowed = allowed & ~(mask if mask.dtype == torch.bool else mask == -math.inf)
     if inputs.key_padding_mask is not None:
         allowed = allowed & ~inputs.key_padding_mask.cpu().view(inputs.batch, 1, inputs.key_len)
-    return allowed.expand(inputs.batch, inputs.query_len, inputs.key_len)
+    return allowed.expand(-1, -1, inputs.key_len)
 
 
 def _all_alike(content: Tensor, allowed: Tensor) -> Tensor:
     """`batch key width -> batch`: whether all that any query of the row can see are the same."""
     content = content.detach().cpu()
-    seen = allowed.any(dim=1)
+    seen = allowed.any(dim=1).expand(content.shape[0], -1)
     first = content[torch.arange(content.shape[0]), seen.int().argmax(dim=1)][:, None]
     # A quick look at one feature spares a pass over all of them.
     if not bool((((content[..., 0] == first[..., 0]) | ~seen).all(dim=1)).any()):

@@ -43,6 +43,9 @@ def max_difference(left: Tensor, right: Tensor) -> float:
     """
     # A device without float64 (mps) hands its numbers over.
     left64, right64 = (side.detach().cpu().double() for side in (left, right))
+    quick = _largest_finite(left64, right64)
+    if quick is not None:
+        return quick
     equal = (left64 == right64) | (left64.isnan() & right64.isnan())
     apart = (left64 - right64).abs().nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(equal, 0.0)
     return float(apart.max()) if apart.numel() else 0.0
@@ -75,8 +78,22 @@ def noise_floor(
 def rounding_error(output: Tensor, reference: Tensor) -> float:
     """Largest difference over the elements that are finite on both sides."""
     left, right = output.detach().cpu().double(), reference.detach().cpu().double()
+    quick = _largest_finite(left, right)
+    if quick is not None:
+        return quick
     finite = left.isfinite() & right.isfinite()
     return max_difference(left[finite], right[finite])
+
+
+def _largest_finite(left: Tensor, right: Tensor) -> float | None:
+    """Largest difference where every one is finite; None where one is not, and the elements must be looked at.
+
+    Comparisons element by element take ten times as long as one subtraction, and are seldom needed.
+    """
+    if not left.numel():
+        return None
+    low, high = (float(bound) for bound in torch.aminmax(left - right))
+    return max(-low, high, 0.0) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def first_tensor(result: Any) -> Tensor:
