@@ -14,6 +14,8 @@ from .screen import columns, in_color, is_terminal
 if TYPE_CHECKING:
     from ..render import Format
     from ..reports.compare_heads import CompareHeadsReport
+    from ..reports.diff import DiffReport
+    from ..reports.layers import LayersReport
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
     from .options import Options
@@ -38,7 +40,11 @@ def prepare(options: Options) -> Target | None:
     return None if options.export is None else Target.of(options.export)
 
 
-def give(report: Trace | ParamsReport | CompareHeadsReport, options: Options, target: Target | None) -> None:
+def give(
+    report: Trace | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
+    options: Options,
+    target: Target | None,
+) -> None:
     """Print the report on stdout in the format that was asked for, and write it to the file of --export.
 
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has

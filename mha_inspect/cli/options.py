@@ -5,7 +5,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -309,23 +309,29 @@ def _shared() -> dict[str, inspect.Parameter]:
     }
 
 
-def shares_options(command: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
+def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequence[str] = ()) -> Callable[..., Any]:
     """A command that takes an `Options` first, as Typer wants it: every shared option a parameter of its own.
 
-    The command's own options come first in `--help`.
+    The command's own options come first in `--help`. With `only` it shares those that are named, and the others are at
+    their defaults.
     """
+    if command is None:
+        return partial(shares_options, only=only)
     hints = get_type_hints(command, include_extras=True)
     _, *own = inspect.signature(command).parameters.values()
     parameters = {p.name: p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own}
-    parameters |= _shared()
+    shared = {name: parameter for name, parameter in _shared().items() if not only or name in only}
+    parameters |= shared
 
     def flat(**values: Any) -> ExitCode:
-        options = Options(**{name: values.pop(name) for name in _shared()})
+        options = Options(**{name: values.pop(name) for name in shared})
         return command(options, **values)
 
     flat.__name__ = command.__name__
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in (*paragraphs, VARIABLES))
+    flat.__doc__ = "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in (*paragraphs, *([] if only else [VARIABLES]))
+    )
     flat.__module__ = command.__module__
     flat.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     flat.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]

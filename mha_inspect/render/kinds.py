@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports.compare_heads import CompareHeadsReport
+from ..reports.diff import DiffReport
+from ..reports.layers import LayersReport
 from ..reports.params import ParamsReport
 from ..reports.trace import Trace
 from .compare_heads_document import compare_heads_document
+from .diff_document import diff_document
 from .document import Document
+from .layers_document import layers_document
 from .params_document import params_document
 from .trace_document import trace_document
 
@@ -28,6 +32,8 @@ KINDS: dict[type, Kind] = {
     Trace: Kind("trace", trace_document),
     ParamsReport: Kind("params", params_document),
     CompareHeadsReport: Kind("compare-heads", compare_heads_document),
+    DiffReport: Kind("diff", diff_document),
+    LayersReport: Kind("layers", layers_document),
 }
 
 

@@ -1,0 +1,238 @@
+"""What a diff found, in sentences: every one of them said because of a number that was measured. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isinf
+
+from .reports.diff import DiffReport, MaskedRowPair, ParameterPair
+from .side_settings import Side
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """The scores that a mask blocks on both sides, fully masked rows left out."""
+
+    left: str
+    """What stands in their place: `−inf`, `about −1e09`."""
+    right: str
+    count: int
+    zero: bool
+    """Whether both softmaxes make every one of them exactly 0."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A report without its sentences, and what else they hang on."""
+
+    report: DiffReport
+    left: Side
+    right: Side
+    blocked: Blocked | None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What to call both sides."""
+        one, other = self.left.label, self.right.label
+        return (f"the left {one}", f"the right {other}") if one == other else (one, other)
+
+
+def stage_note(stage: str, left: str, left_has: frozenset[str], right: str, right_has: frozenset[str]) -> str:
+    """Why a stage was not compared."""
+    for name, has in ((left, left_has), (right, right_has)):
+        if stage in has:
+            continue
+        if stage == "scores" and "masked_scores" in has:
+            return f"{name} adds the mask inside the product: the scores without it are never made"
+        if stage == "masked_scores":
+            return f"{name} has no mask"
+        if stage == "output":
+            return f"{name} has no output projection: concat is what it returns"
+        if stage.endswith("_proj"):
+            return f"{name} has no such projection"
+        return f"{name} has no such stage"
+    return "an axis of it has no name on one side: not compared"
+
+
+def notes(measured: Measured) -> tuple[str, ...]:
+    """What a reader should not miss beside the answer."""
+    return tuple(_notes(measured))
+
+
+def _notes(measured: Measured) -> Iterator[str]:
+    yield from measured.left.unheard
+    yield from (sentence for sentence in measured.right.unheard if sentence not in measured.left.unheard)
+    if any(side.spec.training and side.spec.dropout for side in (measured.left, measured.right)):
+        yield (
+            "Dropout is at work: where both do not draw the same elements, the difference is theirs. The noise floor "
+            "is measured without it."
+        )
+    blocked = measured.blocked
+    if blocked is not None and blocked.left == blocked.right and blocked.zero:
+        yield (
+            f"The mask puts {blocked.left} in {blocked.count:,} scores on both sides, and softmax makes all of them "
+            "exactly 0."
+        )
+
+
+def answer(measured: Measured) -> tuple[str, ...]:
+    """The answer: whether both compute the same, and what makes or does not make the difference."""
+    return (_whether(measured), *_why(measured))
+
+
+def _whether(measured: Measured) -> str:
+    report, (left, right) = measured.report, measured.names
+    output, floor = report.output, f"the rounding of {report.noise.dtype}"
+    if report.verdict == "same":
+        exactly = output.max_abs_difference == 0
+        times = "bit for bit" if exactly else f"within rounding ({_times(output.times_noise)} times {floor})"
+        return f"The same: with the same weights and the same input, {left} and {right} return the same, {times}."
+    if report.verdict == "inconclusive":
+        return (
+            f"Open: the outputs of {left} and {right} are {_times(output.times_noise)} times {floor} apart, more than "
+            "two roundings and too little to call a difference."
+        )
+    rest = report.elsewhere
+    if report.masked_rows and rest is not None and rest.verdict == "same":
+        return (
+            f"The same wherever there is a key to look at, and not where every key is masked: {_masked_rows(measured)}."
+        )
+    if output.max_abs_difference is None:
+        return (
+            f"Not the same: {left} returns {list(report.left.output_shape)} and {right} "
+            f"{list(report.right.output_shape)}."
+        )
+    parts = f"; they part at {report.first_differing_stage}" if report.first_differing_stage else ""
+    relative = 0.0 if output.relative_difference is None else output.relative_difference
+    return (
+        f"Not the same: with the same weights and the same input, the outputs of {left} and {right} are "
+        f"{_times(output.times_noise)} times {floor} apart, {_percent(relative)} of their size{parts}."
+    )
+
+
+def _why(measured: Measured) -> Iterator[str]:
+    report, (left, right) = measured.report, measured.names
+    yield from _of_weights(measured)
+    pair = _split(report)
+    if pair is not None and report.verdict == "same":
+        many, one = (right, left) if _places(pair)[1] > 1 else (left, right)
+        yield (
+            f"The split of {one} is a logical one: it is exactly one matrix for each head of {many}, {pair.part} "
+            f"{pair.mapping}."
+        )
+    blocked = measured.blocked
+    if blocked is not None and blocked.left != blocked.right:
+        zero = "softmax makes all of them exactly 0 on both sides" if blocked.zero else "softmax does not make all 0"
+        yield (
+            f"A masked score is {blocked.left} in {left} and {blocked.right} in {right}; where a query has a key left "
+            f"to look at, {zero} ({blocked.count:,} weights)."
+        )
+    if report.masked_rows and (report.elsewhere is None or report.elsewhere.verdict != "same"):
+        yield f"Where every key is masked they differ as well: {_masked_rows(measured)}."
+    yield from _accuracy(measured)
+
+
+def _of_weights(measured: Measured) -> Iterator[str]:
+    report = measured.report
+    if report.weights.whole:
+        return
+    left, right = measured.names
+    pair = next((p for p in report.parameters if p.part == "W_q" and p.left and p.right), None)
+    sliced = pair is not None and pair.mapping.endswith("are not there")
+    other = report.weights.other_way
+    poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
+    if sliced:
+        features = measured.left.spec.embed_dim
+        width = features // measured.left.spec.num_heads
+        yield (
+            f"Splitting the input is not what {richer} does: it projects all {features} features of the embedding for "
+            f"every head and splits the result, and in {poorer} a head reads {width} of them."
+        )
+    if other is not None and other.verdict == "same":
+        form = "zeros for all that has no place" if sliced else "what it lacks left out"
+        if report.weights.left_out and "output projection" in report.weights.left_out[0]:
+            form = "the identity for W_o"
+        yield (
+            f"Only with {form} in its weights is {richer} the same as {poorer} (measured: "
+            f"{_times(other.times_noise)} times the noise floor)."
+        )
+    elif other is not None:
+        yield f"Carried the other way, they are {_times(other.times_noise)} times the noise floor apart."
+
+
+def _split(report: DiffReport) -> ParameterPair | None:
+    """W_q, where one side has a tensor of it for each head and the other has one for all."""
+    pair = next((pair for pair in report.parameters if pair.part == "W_q"), None)
+    return pair if pair is not None and sorted(_places(pair))[0] == 1 < max(_places(pair)) else None
+
+
+def _places(pair: ParameterPair) -> tuple[int, int]:
+    left, right = (0 if place is None else len(place.names) for place in (pair.left, pair.right))
+    return left, right
+
+
+def _masked_rows(measured: Measured) -> str:
+    rows, (left, right) = measured.report.masked_rows, measured.names
+    kinds = {_kind(row) for row in rows}
+    where = f"batch {rows[0].batch} query {rows[0].query}"
+    count = f"{len(rows):,} queries, the first {where}" if len(rows) > 1 else where
+    if len(kinds) > 1:
+        return f"{count}, in more than one way"
+    (ours, theirs) = next(iter(kinds))
+    return f"{left} returns {ours} and {right} {theirs} ({count})"
+
+
+def _kind(row: MaskedRowPair) -> tuple[str, str]:
+    def said(weights: str, output: str) -> str:
+        if output == "nan":
+            return "NaN"
+        if weights == "uniform":
+            return "the mean of all values, each with the same weight"
+        return {"zero": "zeros", "finite": "numbers", "nan": "NaN", "uniform": "numbers"}[output]
+
+    return said(row.left_weights, row.left_output), said(row.right_weights, row.right_output)
+
+
+def _accuracy(measured: Measured) -> Iterator[str]:
+    """What a kernel or a dtype costs, where the sides have different ones."""
+    report, (left, right) = measured.report, measured.names
+    one, other = report.left, report.right
+    dtypes = one.environment.dtype != other.environment.dtype
+    kernels = one.path.plain != other.path.plain
+    if measured.left.kind.name != measured.right.kind.name or not (dtypes or kernels):
+        return
+    what = " and ".join(
+        part
+        for part in (
+            f"dtype ({one.environment.dtype}, {other.environment.dtype})" if dtypes else "",
+            f"kernel ({_short(one.path.plain)}, {_short(other.path.plain)})" if kernels else "",
+        )
+        if part
+    )
+    errors = [side.rounding_error for side in (one, other)]
+    told = [
+        f"{name} is off the result in float64 by at most {_small(error)}"
+        for name, error in zip((left, right), errors, strict=True)
+        if error is not None
+    ]
+    if told:
+        yield f"What the {what} costs in accuracy: {', and '.join(told)}."
+
+
+def _short(kernel: str) -> str:
+    return kernel.partition(" (")[0].partition(":")[0]
+
+
+def _small(number: float) -> str:
+    return f"{number:.1e}"
+
+
+def _times(number: float | None) -> str:
+    if number is None or isinf(number):
+        return "infinitely many"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 1e-3 else f"{share:.1e}"

@@ -1,0 +1,217 @@
+"""The page of `diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..reports.common import Verdict
+from ..reports.diff import DiffReport, DiffSide, OutputDifference, ParameterPlace, StageRow, StageSide
+from . import numbers
+from .common import VERDICT_TONES, notes, shape_cell, sizes
+from .document import Cell, Column, Document, Facts, Paragraph, Section, Table, table
+
+OPENED_MARK = "*"
+
+STAGE_COLUMNS = (
+    Column("stage", tone="strong"),
+    Column("left", tone="shape"),
+    Column("left axes", tone="axes", into="left"),
+    Column("right", tone="shape"),
+    Column("right axes", tone="axes", into="right"),
+    Column("largest difference", "right"),
+    Column("relative", "right", drop=1),
+    Column("× noise", "right"),
+    Column("verdict"),
+)
+
+PARAMETER_COLUMNS = (
+    Column("part", tone="strong"),
+    Column("left", wrap=16),
+    Column("right", wrap=16),
+    Column("how one maps onto the other", wrap=20),
+)
+
+
+def diff_document(report: DiffReport) -> Document:
+    """How each side is run, a row a stage, where they part, the parameters side by side, and the answer, last."""
+    left, right = report.left, report.right
+    environments = [side.environment for side in (left, right)]
+    made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
+    made_with.append(" and ".join(dict.fromkeys(e.dtype for e in environments)))
+    made_with += [f"seed {left.environment.seed}", f"torch {left.environment.torch}"]
+    return Document(
+        f"layer {left.label} against {right.label}", sizes(left.layer), ", ".join(made_with), tuple(_sections(report))
+    )
+
+
+def _sections(report: DiffReport) -> Iterator[Section]:
+    yield Section((Facts((("left", _run(report.left)), ("right", _run(report.right)))),), "how PyTorch runs them")
+    yield Section(
+        (Facts((("carried", report.weights.sentence), *(("left out", reason) for reason in report.weights.left_out))),),
+        "the same weights",
+    )
+    side = " and ".join(report.noise.sides)
+    yield Section(
+        (_stages(report), *_stage_notes(report)),
+        "stages",
+        f"in canonical axes; noise floor: rounding of {report.noise.dtype} ({side}), measured against float64",
+    )
+    yield Section((Facts(tuple(_parting(report))),), "first stage that differs")
+    yield Section((_outputs(report),), "output of the plain forward")
+    if report.masked_rows:
+        yield Section((_masked_rows(report),), "queries whose every key is masked")
+    yield Section((_parameters(report),), "parameters")
+    if report.notes:
+        yield Section(notes(report.notes))
+    yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
+
+
+def _run(side: DiffSide) -> str:
+    parts = [f"{side.label}: {side.path.plain}"]
+    if side.path.reason:
+        parts.append(f"not the fast path: {side.path.reason}")
+    if side.rounding_error is not None:
+        parts.append(f"off float64 by at most {numbers.small(side.rounding_error)}")
+    return "; ".join(parts)
+
+
+def _stages(report: DiffReport) -> Table:
+    opened = any(side is not None and side.opened for row in report.stages for side in (row.left, row.right))
+    return table(
+        STAGE_COLUMNS,
+        (
+            (
+                row.name,
+                *_stage_side(row.left),
+                *_stage_side(row.right),
+                _number(row.max_abs_difference),
+                _number(row.relative_difference),
+                "" if row.times_noise is None else numbers.times(row.times_noise),
+                _verdict(row.verdict),
+            )
+            for row in report.stages
+        ),
+        legend=f"{OPENED_MARK} hidden in a kernel of the plain forward, and opened to be seen" if opened else "",
+    )
+
+
+def _stage_side(side: StageSide | None) -> tuple[Cell, Cell]:
+    if side is None:
+        return Cell("none", "muted"), Cell("")
+    shape = shape_cell(side.shape, side.axes)
+    text = f"{side.count} × {shape.text}" if side.count > 1 else shape.text
+    axes = "" if side.count > 1 else side.axes
+    return Cell(text, shape.tone, axes, OPENED_MARK if side.opened else ""), Cell(side.axes)
+
+
+def _stage_notes(report: DiffReport) -> tuple[Facts, ...]:
+    items = tuple((row.name, row.note) for row in report.stages if row.note)
+    return (Facts(items),) if items else ()
+
+
+def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
+    row = next((row for row in report.stages if row.name == report.first_differing_stage), None)
+    if row is None:
+        yield "stage", "none: every stage that both have is the same"
+        return
+    yield "stage", _distance(row)
+    for name, side in (("left", row.left), ("right", row.right)):
+        if side is not None:
+            yield name, "given" if side.op is None else f"{side.op.name} at {side.op.source}"
+
+
+def _distance(row: StageRow) -> str:
+    if row.times_noise is None:
+        return row.name
+    return f"{row.name}, {numbers.times(row.times_noise)} times the noise floor"
+
+
+def _outputs(report: DiffReport) -> Table:
+    rows = [("all of it" if report.elsewhere else "output", report.output)]
+    if report.elsewhere is not None:
+        rows.append(("without those queries", report.elsewhere))
+    columns = (
+        Column("output", tone="strong"),
+        Column("left", tone="shape"),
+        Column("right", tone="shape"),
+        Column("largest difference", "right"),
+        Column("relative", "right", drop=1),
+        Column("× noise", "right"),
+        Column("verdict"),
+    )
+    return table(
+        columns,
+        (
+            (
+                label,
+                shape_cell(report.left.output_shape, ""),
+                shape_cell(report.right.output_shape, ""),
+                *_difference(output),
+            )
+            for label, output in rows
+        ),
+    )
+
+
+def _difference(output: OutputDifference) -> tuple[Cell, ...]:
+    return (
+        Cell(_number(output.max_abs_difference)),
+        Cell(_number(output.relative_difference)),
+        Cell("" if output.times_noise is None else numbers.times(output.times_noise)),
+        _verdict(output.verdict),
+    )
+
+
+def _masked_rows(report: DiffReport) -> Table:
+    columns = (
+        Column("batch", "right"),
+        Column("query", "right"),
+        Column("weights left"),
+        Column("weights right"),
+        Column("output left"),
+        Column("output right"),
+    )
+    kinds = {"nan": "NaN", "zero": "0", "uniform": "uniform", "finite": "finite"}
+    return table(
+        columns,
+        (
+            (
+                str(row.batch),
+                str(row.query),
+                *(
+                    Cell(kinds[content], "bad" if content == "nan" else "")
+                    for content in (row.left_weights, row.right_weights, row.left_output, row.right_output)
+                ),
+            )
+            for row in report.masked_rows
+        ),
+    )
+
+
+def _parameters(report: DiffReport) -> Table:
+    total = (
+        "total",
+        numbers.count(report.left.numel),
+        numbers.count(report.right.numel),
+        "the same count" if report.left.numel == report.right.numel else "",
+    )
+    return table(
+        PARAMETER_COLUMNS,
+        (*((pair.part, _place(pair.left), _place(pair.right), pair.mapping) for pair in report.parameters), total),
+        total=True,
+    )
+
+
+def _place(place: ParameterPlace | None) -> str:
+    if place is None:
+        return "none"
+    each = f"{len(place.names)} of " if len(place.names) > 1 else ""
+    return f"{place.where}: {each}{numbers.shape(place.shape)}"
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else numbers.small(number)
+
+
+def _verdict(verdict: Verdict | None) -> Cell:
+    return Cell("", "muted") if verdict is None else Cell(verdict, VERDICT_TONES[verdict])

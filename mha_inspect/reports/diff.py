@@ -1,0 +1,177 @@
+"""The report of `diff`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .common import Environment, LayerInfo, Verdict
+from .trace import OpRef, Path
+
+SideName = Literal["left", "right"]
+RowContent = Literal["nan", "zero", "uniform", "finite"]
+
+
+@dataclass(frozen=True)
+class DiffSide:
+    """One of the two that are compared."""
+
+    label: str
+    """What sentences call it: `torch`, `torch with dtype bfloat16`."""
+    environment: Environment
+    layer: LayerInfo
+    settings: dict[str, Any]
+    """What was set for this side alone."""
+    path: Path
+    """How PyTorch runs its plain forward."""
+    numel: int
+    """Number of its parameters."""
+    output_shape: tuple[int, ...]
+    rounding_error: float | None
+    """Largest distance of the plain output from the same computation in float64; None where it is float64 itself, or
+    where dropout is at work."""
+
+
+@dataclass(frozen=True)
+class StageSide:
+    """A stage as one side has it."""
+
+    shape: tuple[int, ...]
+    axes: str
+    dtype: str
+    opened: bool
+    """Whether its plain forward fuses this stage away, and it was opened to be seen."""
+    op: OpRef | None
+    """None for an input."""
+    count: int = 1
+    """How many such tensors there are: one a head, where a layer loops over its heads."""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage on both sides."""
+
+    name: str
+    left: StageSide | None
+    """None where this side does not have it."""
+    right: StageSide | None
+    compared: str
+    """The canonical axes in which it was compared, or what stands for them."""
+    max_abs_difference: float | None
+    """None where there is nothing to subtract."""
+    relative_difference: float | None
+    """‖left - right‖ / ‖left‖."""
+    noise_floor: float | None
+    times_noise: float | None
+    verdict: Verdict | None
+    """None where one side does not have the stage."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """What the two plain forwards return, compared in canonical axes."""
+
+    max_abs_difference: float | None
+    """None where the shapes differ."""
+    relative_difference: float | None
+    noise_floor: float | None
+    times_noise: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class NoiseSource:
+    """What rounding the differences are measured against."""
+
+    dtype: str
+    """The coarser of the two dtypes."""
+    sides: tuple[SideName, ...]
+    """The sides that have it."""
+
+
+@dataclass(frozen=True)
+class OtherWay:
+    """The weights of the side that has room for fewer, read out and loaded into the other one."""
+
+    source: SideName
+    max_abs_difference: float
+    """Between the outputs of both, now that they hold the same numbers."""
+    times_noise: float
+    verdict: Verdict
+    sentence: str
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """How both sides came to the same weights."""
+
+    whole: bool
+    """Whether every number of the one is in the other."""
+    sentence: str
+    left_out: tuple[str, ...]
+    """What a side has no place for, and why."""
+    other_way: OtherWay | None
+    """None where nothing was left out, or it cannot be carried that way either."""
+
+
+@dataclass(frozen=True)
+class ParameterPlace:
+    """Where one side keeps a matrix or a bias of all heads."""
+
+    names: tuple[str, ...]
+    """The parameters that hold it, in the order of the heads."""
+    shape: tuple[int, ...]
+    """Shape of the part that each of them holds."""
+    where: str
+    """`in_proj_weight rows 0–511`, `W_q.0.weight … W_q.7.weight`."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class ParameterPair:
+    """A matrix or a bias on both sides."""
+
+    part: str
+    """`W_q`, `b_o`, `bias_k`."""
+    left: ParameterPlace | None
+    right: ParameterPlace | None
+    mapping: str
+    """How the one maps onto the other."""
+
+
+@dataclass(frozen=True)
+class MaskedRowPair:
+    """A query whose every key is masked, on either side."""
+
+    batch: int
+    query: int
+    left_weights: RowContent
+    right_weights: RowContent
+    left_output: RowContent
+    """Of the plain forward."""
+    right_output: RowContent
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """Two layers, or one under two settings, with the same weights and the same input."""
+
+    left: DiffSide
+    right: DiffSide
+    weights: SharedWeights
+    noise: NoiseSource
+    stages: tuple[StageRow, ...]
+    first_differing_stage: str | None
+    """None where no stage differs."""
+    output: OutputDifference
+    verdict: Verdict
+    """That of the outputs of the plain forwards."""
+    parameters: tuple[ParameterPair, ...]
+    masked_rows: tuple[MaskedRowPair, ...]
+    elsewhere: OutputDifference | None
+    """The outputs without the fully masked rows; None where there are none."""
+    notes: tuple[str, ...]
+    """Sentences that a reader should not miss."""
+    answer: tuple[str, ...]
+    """The answer in plain sentences, from what was measured."""
