@@ -92,6 +92,11 @@ class Forward(Pass):
         with self._settings():
             return super().recorded(open_up=open_up, keep=keep)
 
+    def plain(self) -> Any:
+        """Run it as it is, under the settings that were asked for, and hand on what it returned."""
+        with self._settings():
+            return self.module(*self.args, **self.kwargs)
+
     @contextmanager
     def _settings(self) -> Iterator[None]:
         """Gradients as asked, and the same dropout in every run; the global generators are put back."""

@@ -1,57 +1,112 @@
-"""One recorded run for each head count, and the rounding error of the baseline's, stage by stage."""
+"""Each head count run once as it is; and a look inside, at a few queries, to see where two head counts part ways."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .forward import Forward
-from .noise import first_tensor, rounding_error
+from .inputs import Inputs
+from .layers.registry import find_layer
+from .noise import first_tensor, float64_output, noise_floor, rounding_error
 from .reports.common import Verdict
 from .stage_contents import StageContents, exact_forward, in_dtype
-from .stage_difference import comparable, compare_stage, stage_noise
+from .stage_difference import compare_stage, stage_noise
+
+QUERIES = 32
+"""Queries that are looked at. A query's attention knows nothing of the others, so a few show what all of them do."""
 
 _GIVEN = ("query", "key", "value")
-_CORNER = 32
-"""Positions that are looked at before all of them are."""
-_FAR_APART = 1000.0
-"""Times the noise floor at which a corner is enough: a floor that is measured in a corner may be a lucky one."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class Place:
+    """Which queries are looked at: `QUERIES` from `start` on, in one sequence of the batch."""
+
+    row: int = 0
+    start: int = 0
+
+
 class HeadRun:
-    """One head count, run once and recorded with its tensors kept."""
+    """One head count: its plain run, and looks inside as they are asked for."""
 
-    forward: Forward
-    contents: StageContents
-    output: Tensor
-    """As the layer returned it."""
+    def __init__(self, forward: Forward, like: HeadRun | None = None) -> None:
+        """`like` is another head count of the same layer, whose axes have the same names."""
+        self.forward = forward
+        self._like = like
+        self._looks: dict[Place, StageContents] = {}
 
     @property
     def num_heads(self) -> int:
         """Number of heads."""
         return self.forward.spec.num_heads
 
+    @cached_property
+    def output(self) -> Tensor:
+        """What the plain run returns, as the layer lays it out."""
+        return first_tensor(self.forward.plain()).detach()
+
     @property
-    def final(self) -> Tensor:
-        """The output as `batch query embed` (the heads side by side where there is no output projection)."""
-        content = self.contents.get(self.contents.stages[-1]) if self.contents.stages else None
-        if content is None:
-            raise ValueError(f"layer {self.forward.layer} has no output that can be laid out as batch query embed")
-        return content
+    def batch_first(self) -> Tensor:
+        """The output as `batch query embed`, of size 1 where there is no batch."""
+        if self.forward.inputs.unbatched:
+            return self.output[None]
+        return self.output if self.forward.spec.batch_first else self.output.transpose(0, 1)
+
+    def look(self, place: Place) -> StageContents:
+        """The stages of these queries, from an opened run of them alone."""
+        if place not in self._looks:
+            forward = at_place(self.forward, place)
+            like = None if self._like is None else self._like.look(place)
+            self._looks[place] = StageContents(forward, forward.recorded(keep=True), like)
+        return self._looks[place]
 
 
-def run_once(forward: Forward, like: StageContents | None = None) -> HeadRun:
-    """Record one opened run. `like` is a run of the same layer whose axes have been named already."""
-    seen = forward.recorded(keep=True)
-    return HeadRun(forward, StageContents(forward, seen, like), first_tensor(seen.returned).detach())
+def at_place(forward: Forward, place: Place) -> Forward:
+    """The same layer with the queries of one place, every key of that sequence, and the masks that belong to them."""
+    inputs = forward.inputs
+    stop = min(place.start + QUERIES, inputs.query_len)
+    if inputs.batch == 1 and place.start == 0 and stop == inputs.query_len:
+        return forward
+    heads, first_head = forward.spec.num_heads, place.row * forward.spec.num_heads
+
+    def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
+        if inputs.unbatched:
+            return tensor[start:stop]
+        rows = slice(place.row, place.row + 1)
+        part = tensor[rows, start:stop] if forward.spec.batch_first else tensor[start:stop, rows]
+        return part.contiguous()
+
+    whole = (place.start, stop) == (0, inputs.query_len)
+    query = cut(inputs.query, place.start, stop)
+    key = query if inputs.key is inputs.query and whole else cut(inputs.key, 0, inputs.key_len)
+    value = key if inputs.value is inputs.key else cut(inputs.value, 0, inputs.key_len)
+    mask = inputs.attn_mask
+    if mask is not None:
+        mask = mask[first_head : first_head + heads] if mask.dim() == 3 else mask
+        mask = mask[..., place.start : stop, :]
+    padding = inputs.key_padding_mask
+    if padding is not None and not inputs.unbatched:
+        padding = padding[place.row : place.row + 1]
+    few: Inputs = replace(
+        inputs,
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=mask,
+        key_padding_mask=padding,
+        batch=1,
+        query_len=stop - place.start,
+    )
+    args, kwargs = find_layer(forward.layer).load().arguments(few, forward.run)
+    return replace(forward, args=args, kwargs=kwargs, inputs=few)
 
 
 class Noise:
-    """The rounding error of the baseline, measured against the same run in float64.
+    """The rounding error of the baseline, measured against the same computation in float64.
 
     For a baseline in float64 there is nothing finer: a run in float32 is measured against it, and scaled by the ratio
     of the two dtypes' rounding steps.
@@ -60,29 +115,30 @@ class Noise:
     def __init__(self, baseline: HeadRun) -> None:
         self._baseline = baseline
         self._in_float64 = baseline.forward.spec.dtype == "float64"
-        other = in_dtype(baseline.forward, torch.float32) if self._in_float64 else exact_forward(baseline.forward)
-        self._other = run_once(other, baseline.contents)
-        steps = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        self._scale = steps if self._in_float64 else 1.0
-        self._floors: dict[tuple[str, bool, tuple[int, ...]], float] = {}
+        self._others: dict[Place, StageContents] = {}
 
     @cached_property
     def of_output(self) -> float:
-        """Of the output."""
-        return rounding_error(self._baseline.output, self._other.output) * self._scale
+        """Of the whole output."""
+        forward, output = self._baseline.forward, self._baseline.output
+        if self._in_float64:
+            return noise_floor(forward.module, forward.args, forward.kwargs, reference=output)
+        return rounding_error(output, float64_output(forward.module, forward.args, forward.kwargs))
 
-    def of_stage(self, stage: str, other: Tensor, *, corner: bool = False) -> float:
-        """Of a stage, or of a corner of it, in the form in which it is compared with `other`."""
-        form = (stage, corner, tuple(other.shape))
-        if form not in self._floors:
-            mine, measured = self._baseline.contents.get(stage), self._other.contents.get(stage)
-            assert mine is not None, stage
-            assert measured is not None, stage
-            if corner:
-                mine, measured = _corner(mine), _corner(measured)
-            content, exact = (measured, mine) if self._in_float64 else (mine, measured)
-            self._floors[form] = stage_noise(stage, content, exact, other) * self._scale
-        return self._floors[form]
+    def of_stage(self, stage: str, place: Place, other: Tensor) -> float:
+        """Of a stage, in the form in which it is compared with `other`."""
+        mine = self._baseline.look(place)
+        if place not in self._others:
+            forward = mine.forward
+            finer = in_dtype(forward, torch.float32) if self._in_float64 else exact_forward(forward)
+            self._others[place] = StageContents(finer, finer.recorded(keep=True), mine)
+        ours, theirs = mine.get(stage), self._others[place].get(stage)
+        assert ours is not None, stage
+        assert theirs is not None, stage
+        if self._in_float64:
+            steps = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+            return stage_noise(stage, theirs, ours, other) * steps
+        return stage_noise(stage, ours, theirs, other)
 
 
 @dataclass(frozen=True)
@@ -97,46 +153,47 @@ class Walk:
     """Why it could not be subtracted, where the shapes differ."""
     rejoined: str | None = None
     """The stage after it from which on everything is the same again."""
+    looked_at: int = 0
+    """Queries whose stages were looked at, where they are not all of them; else 0."""
 
 
-def walk(baseline: HeadRun, other: HeadRun, noise: Noise, *, to_the_end: bool) -> Walk:
-    """Compare stage by stage, by content, until one differs; `to_the_end` goes on to see where they meet again."""
+def walk(baseline: HeadRun, other: HeadRun, noise: Noise) -> Walk:
+    """Compare stage by stage, by content.
+
+    The first queries of the first sequence are looked at; where nothing differs there, those where the outputs are
+    furthest apart.
+    """
+    found = _walk(baseline, other, noise, Place())
+    if found.first is not None or not baseline.output.numel():
+        return found
+    apart = (baseline.batch_first - other.batch_first).abs().amax(dim=-1)
+    row, query = divmod(int(apart.nan_to_num(nan=-1.0).argmax()), apart.shape[1])
+    place = Place(row, query // QUERIES * QUERIES)
+    return found if place == Place() else _walk(baseline, other, noise, place)
+
+
+def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place) -> Walk:
+    mine, theirs = baseline.look(place), other.look(place)
     same: list[str] = []
-    first: str | None = None
+    first = rejoined = None
     note = ""
-    rejoined: str | None = None
-    for stage in baseline.contents.stages:
-        if first is not None and not to_the_end:
-            break
-        left, right = baseline.contents.get(stage), other.contents.get(stage)
+    for stage in mine.stages:
+        left, right = mine.get(stage), theirs.get(stage)
         if stage in _GIVEN or left is None or right is None:
             continue
-        verdict, why = _verdict(stage, left, right, noise)
-        if first is None:
-            if verdict == "differs":
-                first, note = stage, why
-            else:
-                same.append(stage)
-        else:
+        verdict, why = _verdict(stage, left, right, noise, place)
+        if first is not None:
             rejoined = None if verdict == "differs" else rejoined or stage
-    return Walk(tuple(same), first, note, rejoined)
+        elif verdict == "differs":
+            first, note = stage, why
+        else:
+            same.append(stage)
+    few = mine.forward is not baseline.forward
+    return Walk(tuple(same), first, note, rejoined, mine.forward.inputs.query_len if few else 0)
 
 
-def _verdict(stage: str, left: Tensor, right: Tensor, noise: Noise) -> tuple[Verdict, str]:
-    """Whether the contents of a stage differ, and why they could not be subtracted.
-
-    Scores of many heads are the largest tensors of all. Those that are far apart in a corner are not looked at further.
-    """
-    if comparable(stage, left[:1, ..., :1, :], right[:1, ..., :1, :]) is None or left.shape[0] != right.shape[0]:
+def _verdict(stage: str, left: Tensor, right: Tensor, noise: Noise, place: Place) -> tuple[Verdict, str]:
+    found = compare_stage(stage, left, right, lambda: noise.of_stage(stage, place, right))
+    if found.max_abs_difference is None:
         return "differs", f"{list(right.shape)} instead of {list(left.shape)}"
-    corner = _corner(right)
-    look = compare_stage(stage, _corner(left), corner, lambda: noise.of_stage(stage, corner, corner=True))
-    if look.verdict == "differs" and look.noise_floor and (look.times_noise or 0.0) > _FAR_APART:
-        return "differs", ""
-    found = compare_stage(stage, left, right, lambda: noise.of_stage(stage, right))
-    return found.verdict or "same", found.note
-
-
-def _corner(content: Tensor) -> Tensor:
-    """A few positions of the first row of the batch, in every head."""
-    return content[:1, ..., :_CORNER, :]
+    return found.verdict or "same", ""

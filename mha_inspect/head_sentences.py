@@ -27,7 +27,8 @@ def reason(base: AttentionSpec, spec: AttentionSpec, walk: Walk, count: HeadCoun
     if walk.first is None:
         if count.verdict == "differs":
             return "No stage that can be compared differs before the output itself."
-        return f"Every stage holds the same numbers{f': {cause}' if cause else ''}."
+        where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
+        return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
     parts = [f"{_same(walk.same)}; "] if walk.same else []
     parts.append(f"{walk.first} {'differs' if walk.first.endswith(('proj', 'output')) else 'differ'}")
     parts.append(f": {_how(base, spec, walk, carried)}")
@@ -52,6 +53,10 @@ def _how(base: AttentionSpec, spec: AttentionSpec, walk: Walk, carried: Carried)
     if not carried.same:
         change = _about(walk.first or "", carried.changes)
         return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
+    if spec.rope and walk.first in _HEADS:
+        return (
+            f"positions turn the features within {heads(spec.num_heads)} of {int(spec.head_dim)} instead of {_of(base)}"
+        )
     return walk.note or f"{heads(spec.num_heads)} of {int(spec.head_dim)} features instead of {_of(base)}"
 
 
@@ -91,6 +96,8 @@ def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     base, others = counts[0], counts[1:]
+    if not others:
+        return f"It cannot be told: {heads(base.num_heads)} alone were run, and there is nothing to compare with."
     given = "the same weights and the same input" if same_weights else "the same input and what weights can be the same"
     differing = [count for count in others if count.verdict == "differs"]
     unsure = [count for count in others if count.verdict == "inconclusive"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .errors import SpecError
 from .fit import require_fit
-from .forward import build_forward
-from .head_runs import HeadRun, Noise, run_once, walk
+from .forward import Forward, build_forward
+from .head_runs import HeadRun, Noise, walk
 from .head_sentences import answer, reason
 from .head_weights import Carried, carry
 from .inputs import Inputs
@@ -78,7 +78,7 @@ def compare_heads_spec(
     check_settings(find_layer(layer), specs[0], inputs, run)
     _require_numbers(spec, run)
     widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
-    require_fit(widest, inputs, run, layer, keep=True)
+    require_fit(widest, inputs, run, layer, keep=False)
     comparison = _Comparison(specs, inputs, run, layer)
     rows = comparison.rows
     verdicts = {row.verdict for row in rows[1:]}
@@ -122,20 +122,17 @@ class _Comparison:
         self._specs = specs
         self.rows: list[HeadCount] = []
         self.carried: list[Carried] = []
-        self._finals: list[Tensor] = []
-        self._outputs: list[Tensor] = []
+        self._runs: list[HeadRun] = []
         forward = build_forward(specs[0], inputs, run, layer)
         self._inputs: Inputs = forward.inputs
-        self._baseline = run_once(forward)
+        self._baseline = HeadRun(forward)
         self._noise = Noise(self._baseline)
-        key, value = (self._baseline.contents.get(stage) for stage in ("key", "value"))
-        known = key is not None and value is not None
-        self._claims = claims(specs[0], self._inputs, key, value) if known else []  # type: ignore[arg-type]
+        self._claims = claims(specs[0], self._inputs, *_sources(specs[0], self._inputs))
         self._add(self._baseline, Carried(True, (), ()))
         for spec in specs[1:]:
-            other = build_forward(spec, inputs, run, layer)
+            other = _with_heads(forward, spec, inputs)
             carried = carry(forward.module, other.module)
-            self._add(run_once(other, self._baseline.contents), carried)
+            self._add(HeadRun(other, self._baseline), carried)
 
     def _add(self, one: HeadRun, carried: Carried) -> None:
         largest, relative = distances(self._baseline.output, one.output)
@@ -156,36 +153,61 @@ class _Comparison:
             reason="The baseline.",
         )
         if one is not self._baseline:
-            found = walk(self._baseline, one, self._noise, to_the_end=verdict != "differs")
+            found = walk(self._baseline, one, self._noise)
             why = reason(self._specs[0], spec, found, row, carried, self._cause() if carried.same else "")
             row = replace(row, first_differing_stage=found.first, reason=why)
         self.rows.append(row)
         self.carried.append(carried)
-        self._outputs.append(one.output)
-        # A view of a kept tensor holds that one alone; the rest of the run goes.
-        self._finals.append(one.final)
+        self._runs.append(one)
 
     def _cause(self) -> str:
         """Why every output must be equal, where one thing is the cause for all rows."""
         return next((claim.short for claim in self._claims if bool(claim.rows.all())), "")
 
+    @property
+    def _outputs(self) -> list[Tensor]:
+        """`batch query embed` of each head count, the baseline first."""
+        return [run.batch_first for run in self._runs]
+
     def all_nan(self) -> bool:
         """Whether there is no number in any output."""
-        return all(bool(torch.isnan(output.min())) and bool(output.isnan().all()) for output in self._outputs)
+        return all(
+            bool(torch.isnan(output.min())) and bool(output.isnan().all())
+            for output in (run.output for run in self._runs)
+        )
 
     def equalities(self) -> tuple[str, ...]:
         """Where outputs must be equal, why, and what was measured there."""
         said = []
-        if all(one.same for one in self.carried) and len(self._finals) > 1:
-            said = [confirmed(claim, self._finals, self._noise.of_output) for claim in self._claims]
+        if all(one.same for one in self.carried) and len(self._outputs) > 1:
+            said = [confirmed(claim, self._outputs, self._noise.of_output) for claim in self._claims]
         masked = self._inputs.fully_masked_rows(self._specs[0].num_heads)
-        return (*said, masked_note(masked, self._finals)) if masked else tuple(said)
+        return (*said, masked_note(masked, self._outputs)) if masked else tuple(said)
 
     def pairs(self) -> tuple[HeadPair, ...]:
         """Every head count against every other."""
         pairs = []
-        for (left, one), (right, other) in combinations(zip(self._specs, self._outputs, strict=True), 2):
-            largest, relative = distances(one, other)
+        for one, other in combinations(self._runs, 2):
+            largest, relative = distances(one.output, other.output)
             times, verdict = judge(largest, self._noise.of_output)
-            pairs.append(HeadPair(left.num_heads, right.num_heads, largest, relative, times, verdict))
+            pairs.append(HeadPair(one.num_heads, other.num_heads, largest, relative, times, verdict))
         return tuple(pairs)
+
+
+def _with_heads(forward: Forward, spec: AttentionSpec, inputs: InputSpec) -> Forward:
+    """The same inputs into a layer with another head count."""
+    if forward.inputs.attn_mask is not None and forward.inputs.attn_mask.dim() == 3:
+        # A mask for each head: the file has to fit this count of them.
+        return build_forward(spec, inputs, forward.run, forward.layer)
+    code = find_layer(forward.layer).load()
+    args, kwargs = code.arguments(forward.inputs, forward.run)
+    return replace(forward, spec=spec, module=code.build(spec, forward.run.device), args=args, kwargs=kwargs)
+
+
+def _sources(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Key and value as `batch key width`."""
+    if inputs.unbatched:
+        return inputs.key[None], inputs.value[None]
+    if spec.batch_first:
+        return inputs.key, inputs.value
+    return inputs.key.transpose(0, 1), inputs.value.transpose(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,15 @@ class StageContents:
     @cached_property
     def axes(self) -> NamedAxes:
         """The axes of each stage as this implementation lays it out."""
-        if self._like is not None and self._ranks() == self._like._ranks():
+        if self._like is not None and self._kind() == self._like._kind():
             return self._like.axes
         return name_axes(self.forward, self.seen)
 
-    def _ranks(self) -> list[dict[str, int]]:
-        """What decides on names: the stages of each attention, and how many dimensions each has."""
-        return [{stage: len(tensor.shape) for stage, tensor in found.stages.items()} for found in self.found]
+    def _kind(self) -> tuple[Any, ...]:
+        """What decides on names: whether heads share keys, the stages, and how many dimensions each has."""
+        spec = self.forward.spec
+        ranks = [{stage: len(tensor.shape) for stage, tensor in found.stages.items()} for found in self.found]
+        return spec.kv_heads == spec.num_heads, spec.kv_heads == 1 < spec.num_heads, ranks
 
     @cached_property
     def found(self) -> tuple[Found, ...]:

@@ -17,8 +17,8 @@ from .stages import CANONICAL_AXES
 NoiseFloor = float | Callable[[], float]
 """A noise floor, or what measures it when it is needed: content that is the same needs none."""
 
-_CHUNK = 1 << 20
-"""Elements that are turned to float64 at a time."""
+_CHUNK = 1 << 17
+"""Elements that are turned to float64 at a time: as many as stay in a processor's cache."""
 
 BLOCKED_BELOW = -3e4
 """No score is that low but by a mask (-1e9, the lowest number of a dtype, -inf), and exp of it is 0 in every dtype."""
@@ -141,11 +141,11 @@ def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
     """Largest difference, and ‖left - right‖ / ‖left‖, of two tensors of one shape, taken in float64.
 
     NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else they are an infinite
-    one. Tensors that are equal are not turned to float64 at all. ‖left‖ is over its finite elements.
+    one. ‖left‖ is over its finite elements.
     """
     if left.device != right.device:
         left, right = left.cpu(), right.cpu()
-    if equal(left, right):
+    if left is right:
         return 0.0, 0.0
     largest = apart = whole = 0.0
     for one, other in _chunks(left, right):
@@ -162,21 +162,6 @@ def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
     if apart == 0:
         return largest, 0.0
     return largest, math.sqrt(apart / whole) if whole else math.inf
-
-
-def equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same finite numbers; False where one is not finite.
-
-    The difference of two numbers is 0 only where they are equal, and to subtract is far quicker than to compare.
-    """
-    if left is right:
-        return True
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    if not left.numel():
-        return True
-    low, high = torch.aminmax(left.detach() - right.detach())
-    return bool(low == 0) and bool(high == 0)
 
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
