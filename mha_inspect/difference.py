@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from .device import resolve
 from .difference_words import Blocked, Measured, answer, notes, stage_note
 from .errors import DeviceError, WeightsError
-from .fit import require_fit
+from .fit import SAFE, need_of, rough_need
 from .layers.weights import read_weights
+from .memory import free_memory, largest, require_memory
 from .parameter_pairs import parameter_pairs
 from .reports.common import Verdict
 from .reports.diff import (
@@ -28,15 +30,11 @@ from .reports.diff import (
     StageRow,
 )
 from .shared_weights import draw, finer_dtype
-from .side_run import SideRun
+from .side_run import Rows, SideRun, without
 from .side_settings import Side, make_sides
 from .spec import AttentionSpec, InputSpec, RunSpec
-from .stage_difference import BLOCKED_BELOW, StageDifference, compare_stage
-from .stages import STAGES
-
-_BY_HEAD = ("q_heads", "scores", "masked_scores", "weights", "context")
-"""Stages whose queries are the third axis; of the others that have queries it is the second."""
-_OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
+from .stage_difference import BLOCKED_BELOW, compare_stage
+from .stages import CANONICAL_AXES, STAGES
 
 
 def diff_spec(
@@ -78,18 +76,19 @@ def diff_spec(
                 "device meta has shapes and no numbers, and diff compares numbers. Try --device cpu, or "
                 "`mha-inspect trace --device meta` for the shapes."
             )
-        require_fit(side.spec, side.inputs, side.run, side.kind.name, keep=True)
+    _require_fit(*sides)
     weights = draw(*sides)
     ours, theirs = (SideRun(side, part, finer_dtype(*sides)) for side, part in zip(sides, weights, strict=True))
     rows = _fully_masked(ours, theirs)
     stages = tuple(_stage_row(stage, ours, theirs, rows) for stage in STAGES if _either_has(stage, ours, theirs))
     differing = [row.name for row in stages if row.verdict == "differs"]
-    output = _outputs(ours, theirs)
-    elsewhere = _outputs(ours, theirs, without=rows) if rows and ours.rows_of_output() else None
+    output = _outputs(ours, theirs, rows)
+    some = bool(rows) and ours.rows_of_output() and len(rows) < ours.output.shape[0] * ours.output.shape[1]
+    elsewhere = _outputs(ours, theirs, rows, leave_out=True) if some else None
     pairs = parameter_pairs(*sides, (ours.forward.module, theirs.forward.module))
     report = DiffReport(
-        left=ours.report(),
-        right=theirs.report(),
+        left=ours.report(rows),
+        right=theirs.report(rows),
         weights=_shared_weights(ours, theirs, rows),
         noise=_noise_source(*sides),
         stages=stages,
@@ -106,22 +105,54 @@ def diff_spec(
     return replace(report, notes=notes(measured), answer=answer(measured))
 
 
+def _require_fit(left: Side, right: Side) -> None:
+    """Raise `DoesNotFitError` where both sides, opened and in float64 and all kept, need more memory than is free."""
+    free = free_memory(left.run.device)
+    rough = sum(rough_need(side.spec, side.inputs) for side in (left, right))
+    if free is None or 2 * SAFE * rough < free:
+        return
+
+    def need(seq_len: int | None = None) -> int:
+        total = 0
+        for side in (left, right):
+            asked = side.inputs if seq_len is None else replace(side.inputs, seq_len=seq_len, padding=())
+            for spec in (side.spec, replace(side.spec, dtype="float64")):
+                total += need_of(spec, asked, side.run, side.kind.name, keep=True)
+        return total
+
+    whole = need()
+    if whole <= free:
+        return
+    fixed = any(side.inputs.input or side.inputs.attn_mask for side in (left, right))
+    best = 0 if fixed else largest(lambda seq_len: need(seq_len) <= free, left.inputs.seq_len)
+    way_out = f"The largest seq_len that fits is {best}." if best else "Try a smaller batch or embed_dim."
+    asked = f"embed_dim {left.spec.embed_dim}, batch {left.inputs.batch}, seq_len {left.inputs.seq_len}, on two sides"
+    require_memory(whole, left.run.device, asked, way_out)
+
+
 def _either_has(stage: str, left: SideRun, right: SideRun) -> bool:
     return stage in left.opened.stages or stage in right.opened.stages
 
 
-def _stage_row(stage: str, left: SideRun, right: SideRun, rows: Sequence[tuple[int, int]]) -> StageRow:
+def _stage_row(stage: str, left: SideRun, right: SideRun, rows: Rows) -> StageRow:
     ours, theirs = left.opened.get(stage), right.opened.get(stage)
-    found = compare_stage(stage, ours, theirs, _floor(stage, left, right, ours, theirs))
-    note = found.note if found.verdict is not None else stage_note(stage, *_having(stage, left), *_having(stage, right))
-    if rows and stage not in _OF_KEYS and found.times_noise == float("inf") and ours is not None and theirs is not None:
-        rest = compare_stage(
-            stage,
-            _without(stage, ours, rows),
-            _without(stage, theirs, rows),
-            _floor(stage, left, right, ours, theirs),
-        )
-        note = f"without the fully masked queries: {rest.verdict}"
+    note = ""
+    if stage in ("k_proj", "v_proj") and ours is not None and theirs is not None:
+        ours, theirs, note = _repeated(left, right, ours, theirs)
+
+    def floor() -> float:
+        assert ours is not None
+        assert theirs is not None
+        return max(left.stage_floor(stage, theirs, rows), right.stage_floor(stage, ours, rows))
+
+    found = compare_stage(stage, ours, theirs, floor)
+    if found.verdict is None:
+        note = stage_note(stage, *_having(stage, left), *_having(stage, right))
+    elif rows and found.verdict == "differs" and ours is not None and theirs is not None:
+        rest = compare_stage(stage, without(stage, ours, rows), without(stage, theirs, rows), floor)
+        note = f"without the fully masked queries: {rest.verdict}" if rest.verdict != "differs" else note
+    if found.compared != CANONICAL_AXES[stage]:
+        note = f"compared by {found.compared}"
     return StageRow(
         name=stage,
         left=left.stage(stage),
@@ -132,7 +163,7 @@ def _stage_row(stage: str, left: SideRun, right: SideRun, rows: Sequence[tuple[i
         noise_floor=found.noise_floor,
         times_noise=found.times_noise,
         verdict=found.verdict,
-        note=note,
+        note=note or found.note,
     )
 
 
@@ -140,36 +171,36 @@ def _having(stage: str, side: SideRun) -> tuple[str, frozenset[str]]:
     return side.side.label, frozenset(side.opened.stages)
 
 
-def _floor(
-    stage: str, left: SideRun, right: SideRun, ours: Tensor | None, theirs: Tensor | None
-) -> Callable[[], float]:
-    def measure() -> float:
-        assert ours is not None
-        assert theirs is not None
-        return max(left.stage_floor(stage, theirs), right.stage_floor(stage, ours))
-
-    return measure
-
-
-def _without(stage: str, content: Tensor, rows: Sequence[tuple[int, int]]) -> Tensor:
-    """The stage with zeros for these queries."""
-    cleared = content.clone()
-    for batch, query in rows:
-        if stage in _BY_HEAD:
-            cleared[batch, :, query] = 0
-        else:
-            cleared[batch, query] = 0
-    return cleared
+def _repeated(left: SideRun, right: SideRun, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, str]:
+    """`batch key (kv_heads head_dim)` of both with as many key/value heads, those that are shared repeated."""
+    counts = left.side.spec.kv_heads, right.side.spec.kv_heads
+    if counts[0] == counts[1] or left.side.spec.num_heads != right.side.spec.num_heads:
+        return ours, theirs, ""
+    heads = left.side.spec.num_heads
+    pattern = "batch key (kv_heads head_dim) -> batch key (kv_heads group head_dim)"
+    both = [
+        repeat(content, pattern, kv_heads=count, group=heads // count)
+        for content, count in zip((ours, theirs), counts, strict=True)
+    ]
+    shared = [
+        f"each key/value head on the {name}, of {count}, stands for {heads // count}"
+        for name, count in zip(("left", "right"), counts, strict=True)
+        if count != heads
+    ]
+    return both[0], both[1], " and ".join(shared)
 
 
-def _outputs(left: SideRun, right: SideRun, without: Sequence[tuple[int, int]] = ()) -> OutputDifference:
-    """The outputs of the plain forwards, judged by the rounding of the step by step computation."""
+def _outputs(left: SideRun, right: SideRun, rows: Rows, *, leave_out: bool = False) -> OutputDifference:
+    """The outputs of the plain forwards, judged by the rounding of the step by step computation.
+
+    With `leave_out` the rows are not looked at.
+    """
     ours, theirs = left.output, right.output
     if ours.shape != theirs.shape:
         return OutputDifference(None, None, None, None, "differs")
-    if without:
-        ours, theirs = (_without("output", side, without) for side in (ours, theirs))
-    found: StageDifference = compare_stage("output", ours, theirs, lambda: max(left.output_floor, right.output_floor))
+    if leave_out:
+        ours, theirs = (without("output", side, rows) for side in (ours, theirs))
+    found = compare_stage("output", ours, theirs, lambda: max(left.output_floor(rows), right.output_floor(rows)))
     verdict: Verdict = found.verdict or "differs"
     return OutputDifference(
         found.max_abs_difference, found.relative_difference, found.noise_floor, found.times_noise, verdict
@@ -182,7 +213,7 @@ def _noise_source(left: Side, right: Side) -> NoiseSource:
     return NoiseSource((left if "left" in names else right).spec.dtype, names)
 
 
-def _shared_weights(left: SideRun, right: SideRun, rows: Sequence[tuple[int, int]]) -> SharedWeights:
+def _shared_weights(left: SideRun, right: SideRun, rows: Rows) -> SharedWeights:
     reasons = (*left.left_out, *right.left_out)
     if not reasons:
         return SharedWeights(True, "every number of the one is in the other.", (), None)
@@ -190,7 +221,7 @@ def _shared_weights(left: SideRun, right: SideRun, rows: Sequence[tuple[int, int
     return SharedWeights(False, sentence, tuple(dict.fromkeys(reasons)), _other_way(left, right, rows))
 
 
-def _other_way(left: SideRun, right: SideRun, rows: Sequence[tuple[int, int]]) -> OtherWay | None:
+def _other_way(left: SideRun, right: SideRun, rows: Rows) -> OtherWay | None:
     """The weights of the side that left something out, in the one that has a place for all."""
     if bool(left.left_out) == bool(right.left_out):
         return None
@@ -204,7 +235,7 @@ def _other_way(left: SideRun, right: SideRun, rows: Sequence[tuple[int, int]]) -
         return None
     if again.left_out:
         return None
-    found = _outputs(poorer, again, without=rows if poorer.rows_of_output() else ())
+    found = _outputs(poorer, again, rows, leave_out=poorer.rows_of_output())
     if found.max_abs_difference is None or found.times_noise is None:
         return None
     return OtherWay(
@@ -243,7 +274,7 @@ def _content(row: Tensor) -> RowContent:
     return "uniform" if float(high - low) <= 1e-2 * float(high) else "finite"
 
 
-def _blocked(left: SideRun, right: SideRun, rows: Sequence[tuple[int, int]]) -> Blocked | None:
+def _blocked(left: SideRun, right: SideRun, rows: Rows) -> Blocked | None:
     """What a mask puts in the place of a score on each side; None where there is no mask on a side."""
     scores = [side.opened.get("masked_scores") for side in (left, right)]
     weights = [side.opened.get("weights") for side in (left, right)]

@@ -94,17 +94,21 @@ def _whether(measured: Measured) -> str:
             "two roundings and too little to call a difference."
         )
     rest = report.elsewhere
-    if report.masked_rows and rest is not None and rest.verdict == "same":
+    if rest is not None and rest.verdict == "same":
         return (
             f"The same wherever there is a key to look at, and not where every key is masked: {_masked_rows(measured)}."
         )
+    if report.masked_rows and rest is None:
+        return f"Not the same: every key of every query is masked, and then {_masked_rows(measured)}."
     if output.max_abs_difference is None:
         return (
             f"Not the same: {left} returns {list(report.left.output_shape)} and {right} "
             f"{list(report.right.output_shape)}."
         )
     parts = f"; they part at {report.first_differing_stage}" if report.first_differing_stage else ""
-    relative = 0.0 if output.relative_difference is None else output.relative_difference
+    relative = output.relative_difference
+    if relative is None or isinf(relative):
+        return f"Not the same: the outputs of {left} and {right} are not finite in the same places{parts}."
     return (
         f"Not the same: with the same weights and the same input, the outputs of {left} and {right} are "
         f"{_times(output.times_noise)} times {floor} apart, {_percent(relative)} of their size{parts}."
@@ -113,12 +117,15 @@ def _whether(measured: Measured) -> str:
 
 def _why(measured: Measured) -> Iterator[str]:
     report, (left, right) = measured.report, measured.names
+    output = next((row for row in report.stages if row.name == "output"), None)
+    if report.first_differing_stage is None and report.verdict == "differs" and output and output.verdict is None:
+        yield f"Every stage that both have is the same; {output.note}."
     yield from _of_weights(measured)
     pair = _split(report)
     if pair is not None and report.verdict == "same":
         many, one = (right, left) if _places(pair)[1] > 1 else (left, right)
         yield (
-            f"The split of {one} is a logical one: it is exactly one matrix for each head of {many}, {pair.part} "
+            f"The split of {one} is a logical one, exactly one matrix a head as {many} has them: in {pair.part}, "
             f"{pair.mapping}."
         )
     blocked = measured.blocked
@@ -128,7 +135,7 @@ def _why(measured: Measured) -> Iterator[str]:
             f"A masked score is {blocked.left} in {left} and {blocked.right} in {right}; where a query has a key left "
             f"to look at, {zero} ({blocked.count:,} weights)."
         )
-    if report.masked_rows and (report.elsewhere is None or report.elsewhere.verdict != "same"):
+    if report.elsewhere is not None and report.elsewhere.verdict != "same" and report.verdict == "differs":
         yield f"Where every key is masked they differ as well: {_masked_rows(measured)}."
     yield from _accuracy(measured)
 
@@ -150,15 +157,28 @@ def _of_weights(measured: Measured) -> Iterator[str]:
             f"every head and splits the result, and in {poorer} a head reads {width} of them."
         )
     if other is not None and other.verdict == "same":
-        form = "zeros for all that has no place" if sliced else "what it lacks left out"
-        if report.weights.left_out and "output projection" in report.weights.left_out[0]:
-            form = "the identity for W_o"
+        where = " wherever there is a key to look at" if report.masked_rows else ""
         yield (
-            f"Only with {form} in its weights is {richer} the same as {poorer} (measured: "
-            f"{_times(other.times_noise)} times the noise floor)."
+            f"Only with {_stand_ins(report)} in its weights does {richer} return what {poorer} does{where} (measured: "
+            f"{_how_same(other.times_noise)})."
         )
     elif other is not None:
         yield f"Carried the other way, they are {_times(other.times_noise)} times the noise floor apart."
+
+
+def _stand_ins(report: DiffReport) -> str:
+    """What stands in the fuller weights for all that the other side has no place for."""
+    known = {
+        "features": "zeros outside of each head's own features",
+        "output projection": "the identity for W_o",
+        "biases": "zeros for the biases",
+    }
+    said = " ".join(report.weights.left_out)
+    return " and ".join(words for sign, words in known.items() if sign in said) or "nothing for what is left out"
+
+
+def _how_same(times: float) -> str:
+    return "bit for bit" if times == 0 else f"{_times(times)} times the noise floor"
 
 
 def _split(report: DiffReport) -> ParameterPair | None:
@@ -200,7 +220,10 @@ def _accuracy(measured: Measured) -> Iterator[str]:
     one, other = report.left, report.right
     dtypes = one.environment.dtype != other.environment.dtype
     kernels = one.path.plain != other.path.plain
-    if measured.left.kind.name != measured.right.kind.name or not (dtypes or kernels):
+    dropout = any(side.spec.training and side.spec.dropout for side in (measured.left, measured.right))
+    if measured.left.kind.name != measured.right.kind.name or not (dtypes or kernels) or dropout:
+        return
+    if report.verdict == "differs":
         return
     what = " and ".join(
         part

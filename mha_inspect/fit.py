@@ -10,7 +10,7 @@ from .memory import free_memory, largest, require_memory
 from .ops import Recording
 from .spec import AttentionSpec, InputSpec, RunSpec
 
-_SAFE = 8
+SAFE = 8
 """A rough estimate that fits this many times is not looked at more closely."""
 
 
@@ -21,7 +21,7 @@ def require_fit(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str
     takes a second: it is spent only where a rough estimate comes near to what is free.
     """
     free = free_memory(run.device)
-    if free is None or rough_need(spec, inputs) * _SAFE < free:
+    if free is None or rough_need(spec, inputs) * SAFE < free:
         return
     need = need_of(spec, inputs, run, layer, keep=keep)
     if need <= free:

@@ -106,7 +106,7 @@ def _one_for_each_head(many: _Held, one: _Held) -> str:
     each = re.sub(r"(?<![A-Za-z0-9])0(?![A-Za-z0-9])", "h", many.names[0])
     unit = "rows" if one.parts[0].columns else "elements"
     if one.numel == many.numel:
-        return f"{unit} {rows} are all of {each}, for head h"
+        return f"{unit} {rows} are all of {each}"
     return f"{unit} {rows}, columns {_run(many.shape[1])} are all of {each}; the other columns are not there"
 
 

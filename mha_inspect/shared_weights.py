@@ -64,8 +64,8 @@ def _without_what_has_no_place(
     places: Places, weights: AttentionWeights, label: str
 ) -> Iterator[tuple[dict[str, Any], str]]:
     if places.w_o is None and weights.w_o is not None:
-        bias = " and its bias" if weights.b_o is not None else ""
-        yield {"w_o": None, "b_o": None}, f"{label} has no output projection: W_o{bias} is left out there."
+        what = "W_o is" if weights.b_o is None else "W_o and b_o are"
+        yield {"w_o": None, "b_o": None}, f"{label} has no output projection: {what} left out there."
     if places.sliced:
         heads, width = weights.num_heads, weights.w_q.shape[2] // weights.num_heads
         kept = {name: within_slices(getattr(weights, name)) for name in _OF_INPUT}

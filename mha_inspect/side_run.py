@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,6 +24,10 @@ from .stage_contents import StageContents, exact_forward, in_dtype
 from .stage_difference import stage_noise
 from .stages import CANONICAL_AXES
 
+Rows = Sequence[tuple[int, int]]
+"""(batch, query) of queries whose every key is masked."""
+
+_OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's."""
 
@@ -74,16 +79,26 @@ class SideRun:
         """What a measured error counts. Beside a coarser dtype that of float64 is nothing."""
         return _STEP if self.side.spec.dtype == "float64" else 1.0
 
-    def stage_floor(self, stage: str, like: Tensor) -> float:
-        """Rounding error of a stage, in the form in which it is compared with `like`."""
-        content, exact = self._measured.get(stage), self._exact.get(stage)
-        return 0.0 if content is None or exact is None else stage_noise(stage, content, exact, like) * self._unit
+    def stage_floor(self, stage: str, like: Tensor, rows: Rows) -> float:
+        """Rounding error of a stage without these queries, in the form in which it is compared with `like`.
 
-    @cached_property
-    def output_floor(self) -> float:
-        """Rounding error of the output, computed step by step."""
-        measured, exact = _output(self._measured), _output(self._exact)
-        return rounding_error(measured, exact) * self._unit if measured.shape == exact.shape else 0.0
+        A query whose every key is masked has no result that rounding could be measured against.
+        """
+        content, exact = self._measured.get(stage), self._exact.get(stage)
+        if content is None or exact is None:
+            return 0.0
+        content, exact = (without(stage, tensor, rows) for tensor in (content, exact))
+        return stage_noise(stage, content, exact, like) * self._unit
+
+    def output_floor(self, rows: Rows) -> float:
+        """Rounding error of the output, computed step by step, without these queries."""
+        return self._error(_output(self._measured), rows) * self._unit
+
+    def _error(self, output: Tensor, rows: Rows) -> float:
+        exact = _output(self._exact)
+        if self.rows_of_output():
+            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
+        return rounding_error(output, exact)
 
     @cached_property
     def output(self) -> Tensor:
@@ -113,11 +128,11 @@ class SideRun:
             count=len(contents.found) if contents.by_head and joined else 1,
         )
 
-    def report(self) -> DiffSide:
+    def report(self, rows: Rows) -> DiffSide:
         """This side as the report has it."""
         side, error = self.side, None
         if side.spec.dtype != "float64" and not self.drops:
-            error = rounding_error(self.output, _output(self._exact))
+            error = self._error(self.output, rows)
         return DiffSide(
             label=side.label,
             environment=Environment(
@@ -130,6 +145,19 @@ class SideRun:
             output_shape=tuple(first_tensor(self.plain.returned).shape),
             rounding_error=error,
         )
+
+
+def without(stage: str, content: Tensor, rows: Rows) -> Tensor:
+    """The stage, in canonical axes, with zeros for these queries."""
+    if stage in _OF_KEYS or not rows:
+        return content
+    cleared = content.clone()
+    for batch, query in rows:
+        if "heads" in CANONICAL_AXES[stage].split():
+            cleared[batch, :, query] = 0
+        else:
+            cleared[batch, query] = 0
+    return cleared
 
 
 def _kept(forward: Forward) -> StageContents:

@@ -203,10 +203,13 @@ def _side(
         if not (setting == "head_dim" and other.name == "wide" and value == spec.embed_dim):
             unheard.append(f"{kind.name} has no use for {setting} {_written(value)}, and is left as it is.")
         spec, inputs, run = _without(setting, spec, inputs, run)
-    spec = replace(spec, **_of(AttentionSpec, settings))
-    if kind.name == "wide" and not spec.head_dim_given:
-        spec = replace(spec, head_dim=spec.embed_dim)
-    inputs, run = replace(inputs, **_of(InputSpec, settings)), replace(run, **_of(RunSpec, settings))
+    try:
+        spec = replace(spec, **_of(AttentionSpec, settings))
+        if kind.name == "wide" and not spec.head_dim_given:
+            spec = replace(spec, head_dim=spec.embed_dim)
+        inputs, run = replace(inputs, **_of(InputSpec, settings)), replace(run, **_of(RunSpec, settings))
+    except SpecError as error:
+        raise SpecError(f"{name} side: {error}") from None
     check_settings(kind, spec, inputs, run)
     return Side(name, kind, spec, inputs, run, dict(settings), tuple(unheard))
 
@@ -246,8 +249,8 @@ def _require_agreement(left: Side, right: Side) -> None:
     if ours != theirs:
         raise SpecError(
             f"head_dim is {int(left.spec.head_dim)} on the left{_why(left, 'head_dim')} and "
-            f"{int(right.spec.head_dim)} on the right{_why(right, 'head_dim')}: W_q would have {ours} rows there and "
-            f"{theirs} here, and diff gives both the same weights. {_way_out(left, right, 'head_dim')}"
+            f"{int(right.spec.head_dim)} on the right{_why(right, 'head_dim')}: W_q would have {ours} rows "
+            f"and {theirs}, and diff gives both the same weights. {_way_out(left, right, 'head_dim')}"
         )
     if left.inputs.input is not None and (left.spec.batch_first, left.inputs.unbatched) != (
         right.spec.batch_first,

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from math import isinf
 
 from ..reports.common import Verdict
-from ..reports.diff import DiffReport, DiffSide, OutputDifference, ParameterPlace, StageRow, StageSide
+from ..reports.diff import (
+    DiffReport,
+    DiffSide,
+    MaskedRowPair,
+    OutputDifference,
+    ParameterPlace,
+    RowContent,
+    StageRow,
+    StageSide,
+)
 from . import numbers
 from .common import VERDICT_TONES, notes, shape_cell, sizes
 from .document import Cell, Column, Document, Facts, Paragraph, Section, Table, table
@@ -50,11 +61,12 @@ def _sections(report: DiffReport) -> Iterator[Section]:
         (Facts((("carried", report.weights.sentence), *(("left out", reason) for reason in report.weights.left_out))),),
         "the same weights",
     )
-    side = " and ".join(report.noise.sides)
+    floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
+    against = "reckoned from that of float32" if report.noise.dtype == "float64" else "measured against float64"
     yield Section(
         (_stages(report), *_stage_notes(report)),
         "stages",
-        f"in canonical axes; noise floor: rounding of {report.noise.dtype} ({side}), measured against float64",
+        f"in canonical axes; noise floor: {floor}, {against}",
     )
     yield Section((Facts(tuple(_parting(report))),), "first stage that differs")
     yield Section((_outputs(report),), "output of the plain forward")
@@ -122,7 +134,9 @@ def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
 
 def _distance(row: StageRow) -> str:
     if row.times_noise is None:
-        return row.name
+        return f"{row.name}, of other sizes"
+    if row.max_abs_difference is not None and isinf(row.max_abs_difference):
+        return f"{row.name}, not finite on one side alone"
     return f"{row.name}, {numbers.times(row.times_noise)} times the noise floor"
 
 
@@ -165,7 +179,7 @@ def _difference(output: OutputDifference) -> tuple[Cell, ...]:
 def _masked_rows(report: DiffReport) -> Table:
     columns = (
         Column("batch", "right"),
-        Column("query", "right"),
+        Column("queries"),
         Column("weights left"),
         Column("weights right"),
         Column("output left"),
@@ -176,16 +190,18 @@ def _masked_rows(report: DiffReport) -> Table:
         columns,
         (
             (
-                str(row.batch),
-                str(row.query),
-                *(
-                    Cell(kinds[content], "bad" if content == "nan" else "")
-                    for content in (row.left_weights, row.right_weights, row.left_output, row.right_output)
-                ),
+                str(batch),
+                numbers.spans(row.query for row in rows),
+                *(Cell(kinds[content], "bad" if content == "nan" else "") for content in contents),
             )
-            for row in report.masked_rows
+            for (batch, *contents), rows in groupby(report.masked_rows, _of_masked_row)
         ),
     )
+
+
+def _of_masked_row(row: MaskedRowPair) -> tuple[int, RowContent, RowContent, RowContent, RowContent]:
+    """What rows of the table have in common that become one."""
+    return row.batch, row.left_weights, row.right_weights, row.left_output, row.right_output
 
 
 def _parameters(report: DiffReport) -> Table:
