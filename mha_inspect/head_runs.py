@@ -11,9 +11,9 @@ from torch import Tensor
 from .forward import Forward
 from .inputs import Inputs
 from .layers.registry import find_layer
-from .noise import first_tensor, float64_output, noise_floor, rounding_error
+from .noise import first_tensor, rounding_error
 from .reports.common import Verdict
-from .stage_contents import StageContents, exact_forward, in_dtype
+from .stage_contents import StageContents, in_dtype
 from .stage_difference import compare_stage, stage_noise
 
 QUERIES = 32
@@ -63,6 +63,10 @@ class HeadRun:
             like = None if self._like is None else self._like.look(place)
             self._looks[place] = StageContents(forward, forward.recorded(keep=True), like)
         return self._looks[place]
+
+    def forget(self) -> None:
+        """Let go of what was looked at."""
+        self._looks.clear()
 
 
 def at_place(forward: Forward, place: Place) -> Forward:
@@ -118,27 +122,31 @@ class Noise:
         self._others: dict[Place, StageContents] = {}
 
     @cached_property
+    def _other(self) -> Forward:
+        """The whole run in the dtype that is measured against."""
+        return in_dtype(self._baseline.forward, torch.float32 if self._in_float64 else torch.float64)
+
+    @cached_property
+    def _scale(self) -> float:
+        return torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if self._in_float64 else 1.0
+
+    @cached_property
     def of_output(self) -> float:
         """Of the whole output."""
-        forward, output = self._baseline.forward, self._baseline.output
-        if self._in_float64:
-            return noise_floor(forward.module, forward.args, forward.kwargs, reference=output)
-        return rounding_error(output, float64_output(forward.module, forward.args, forward.kwargs))
+        return rounding_error(self._baseline.output, first_tensor(self._other.plain())) * self._scale
 
     def of_stage(self, stage: str, place: Place, other: Tensor) -> float:
         """Of a stage, in the form in which it is compared with `other`."""
         mine = self._baseline.look(place)
         if place not in self._others:
-            forward = mine.forward
-            finer = in_dtype(forward, torch.float32) if self._in_float64 else exact_forward(forward)
-            self._others[place] = StageContents(finer, finer.recorded(keep=True), mine)
+            module, dtype = self._other.module, torch.float32 if self._in_float64 else torch.float64
+            forward = in_dtype(mine.forward, dtype, module)
+            self._others[place] = StageContents(forward, forward.recorded(keep=True), mine)
         ours, theirs = mine.get(stage), self._others[place].get(stage)
         assert ours is not None, stage
         assert theirs is not None, stage
-        if self._in_float64:
-            steps = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-            return stage_noise(stage, theirs, ours, other) * steps
-        return stage_noise(stage, ours, theirs, other)
+        content, exact = (theirs, ours) if self._in_float64 else (ours, theirs)
+        return stage_noise(stage, content, exact, other) * self._scale
 
 
 @dataclass(frozen=True)
@@ -157,22 +165,22 @@ class Walk:
     """Queries whose stages were looked at, where they are not all of them; else 0."""
 
 
-def walk(baseline: HeadRun, other: HeadRun, noise: Noise) -> Walk:
-    """Compare stage by stage, by content.
+def walk(baseline: HeadRun, other: HeadRun, noise: Noise, *, to_the_end: bool) -> Walk:
+    """Compare stage by stage, by content, until one differs; `to_the_end` goes on to see where they meet again.
 
     The first queries of the first sequence are looked at; where nothing differs there, those where the outputs are
     furthest apart.
     """
-    found = _walk(baseline, other, noise, Place())
+    found = _walk(baseline, other, noise, Place(), to_the_end)
     if found.first is not None or not baseline.output.numel():
         return found
     apart = (baseline.batch_first - other.batch_first).abs().amax(dim=-1)
     row, query = divmod(int(apart.nan_to_num(nan=-1.0).argmax()), apart.shape[1])
     place = Place(row, query // QUERIES * QUERIES)
-    return found if place == Place() else _walk(baseline, other, noise, place)
+    return found if place == Place() else _walk(baseline, other, noise, place, to_the_end)
 
 
-def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place) -> Walk:
+def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place, to_the_end: bool) -> Walk:
     mine, theirs = baseline.look(place), other.look(place)
     same: list[str] = []
     first = rejoined = None
@@ -188,6 +196,8 @@ def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place) -> Walk
             first, note = stage, why
         else:
             same.append(stage)
+        if first is not None and not to_the_end:
+            break
     few = mine.forward is not baseline.forward
     return Walk(tuple(same), first, note, rejoined, mine.forward.inputs.query_len if few else 0)
 

@@ -153,7 +153,8 @@ class _Comparison:
             reason="The baseline.",
         )
         if one is not self._baseline:
-            found = walk(self._baseline, one, self._noise)
+            found = walk(self._baseline, one, self._noise, to_the_end=verdict != "differs")
+            one.forget()
             why = reason(self._specs[0], spec, found, row, carried, self._cause() if carried.same else "")
             row = replace(row, first_differing_stage=found.first, reason=why)
         self.rows.append(row)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import Found
 from .canonical import NamedAxes, canonical_stage, name_axes, sizes_of
@@ -86,18 +86,20 @@ class StageContents:
         return canonical_stage(self.seen, self.found[place], stage, axes, sizes)
 
 
-def exact_forward(forward: Forward) -> Forward:
+def exact_forward(forward: Forward, module: nn.Module | None = None) -> Forward:
     """The same layer, weights and inputs in float64, without gradients; on the CPU where the device has no float64.
 
-    Dropout draws other elements in another dtype: a module in training mode is run in eval mode.
+    Dropout draws other elements in another dtype: a module in training mode is run in eval mode. `module` is what an
+    earlier call made of the same module.
     """
-    return in_dtype(forward, torch.float64)
+    return in_dtype(forward, torch.float64, module)
 
 
-def in_dtype(forward: Forward, dtype: torch.dtype) -> Forward:
+def in_dtype(forward: Forward, dtype: torch.dtype, module: nn.Module | None = None) -> Forward:
     """The same layer, weights and inputs in another dtype, in eval mode, without gradients."""
     device = "cpu" if torch.device(forward.run.device).type == "mps" else forward.run.device
-    module = copy.deepcopy(forward.module).to(device=device, dtype=dtype).eval()
+    if module is None:
+        module = copy.deepcopy(forward.module).to(device=device, dtype=dtype).eval()
     seen: dict[int, Tensor] = {}
     args = cast_tensors(forward.args, dtype, torch.device(device), seen)
     kwargs = cast_tensors(forward.kwargs, dtype, torch.device(device), seen)

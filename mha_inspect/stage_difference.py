@@ -78,7 +78,7 @@ def compare_stage(
     if pair is None:
         note = f"shapes differ: {list(left.shape)} and {list(right.shape)} in {axes}"
         return StageDifference(stage, None, None, None, None, "differs", axes, note)
-    largest, relative = distances(pair.left, pair.right)
+    largest, relative = (0.0, 0.0) if _equal(pair.left, pair.right) else distances(pair.left, pair.right)
     if largest == 0:
         return StageDifference(stage, 0.0, relative, None, 0.0, "same", pair.how or axes)
     floor = noise_floor if isinstance(noise_floor, (int, float)) else noise_floor()
@@ -162,6 +162,17 @@ def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
     if apart == 0:
         return largest, 0.0
     return largest, math.sqrt(apart / whole) if whole else math.inf
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """Whether both hold the same numbers; False as well where one is not finite, and more must be looked at.
+
+    The difference of two numbers is 0 only where they are equal, and to subtract is far quicker than to compare.
+    """
+    if left.dtype != right.dtype or left.device != right.device or not left.numel():
+        return False
+    low, high = torch.aminmax(left.detach() - right.detach())
+    return bool(low == 0) and bool(high == 0)
 
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
