@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from .attention import Found
+from .axis_roles import Group, Roles
 from .dimensions import Atom, Dim, Dimensions, resolve
+from .found import Found
 from .ops import Tensor
 from .stages import CANONICAL_AXES
 
-Group = tuple[str, Dim]
-"""A name and the atoms that it stands for, in row-major order."""
-
-
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
 """What a width other than the query's is called."""
+_SIDES = {"key": "k", "value": "v", "context": "o", "concat": "o"}
+"""Stages whose side is not their first letter."""
+_PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "key"): "qk"}
+"""What the axis is called that counts the projections in one matrix."""
 
 
 class AxisNames:
@@ -29,36 +30,27 @@ class AxisNames:
     def __init__(self, found: Found, dimensions: Dimensions) -> None:
         self._dimensions = dimensions
         self._found = found
-        product = dimensions.of(found.score_product.output)
-        rows, columns = product[-2:]
-        query, key = (columns, rows) if found.key_first else (rows, columns)
-        left, right = found.score_product.inputs[-2:]
-        key_operand = dimensions.of(left if found.key_first else right)
-        source_keys = key_operand[-2] if found.key_first else key_operand[-1]
-        self._head_dim = dimensions.of(left)[-1]
-        self._batch, self._heads = self._batch_and_heads(product[0] if len(product) == 3 else ())
-        shared: list[Group] = [("batch", self._batch), *self._head_groups(), ("head_dim", self._head_dim)]
-        self._query_side: list[Group] = [*shared, ("query", query), ("key", key)]
-        self._sides: dict[str, list[Group]] = {
-            letter: [*shared, ("key", source_keys), ("key", key)] if letter != "q" else self._query_side
-            for letter in "qkv"
-        }
+        self._roles = roles = Roles(found, dimensions)
+        self._heads = roles.heads
+        self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvo"}
         self._stages = {stage: self._of_stage(stage) for stage in sorted(found.stages, key=_from_heads_outward)}
 
     @property
     def num_heads(self) -> int:
         """Number of heads."""
-        return prod(atom.size for atom in self._heads)
+        return _product(self._heads) * max(1, len(self._found.branches))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads that keys and values were projected to, before they were repeated."""
-        return prod(atom.size for atom in self._kv_heads())
+        branches = self._found.branches
+        shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
+        return _product(self._roles.kv_heads) * shared
 
     @property
     def head_dim(self) -> int:
         """Features of a head."""
-        return prod(atom.size for atom in self._head_dim)
+        return _product(self._roles.head_dim)
 
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
@@ -66,52 +58,60 @@ class AxisNames:
 
     def of(self, tensor: Tensor) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
-        return self._write(tensor, self._query_side, ())
+        return self._write(tensor, self._sides["q"], ())
 
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
         expected = _expected(stage)
-        width = next((prod(a.size for a in resolve(atoms)) for name, atoms in self._query_side if name == "embed"), 0)
-        if stage in _OWN_WIDTH and self._found.stages[stage].shape[-1] != width:
+        tensor = self._found.stages[stage]
+        side = self._sides[_side(stage)]
+        width = next((_product(resolve(atoms)) for name, atoms in self._sides["q"] if name == "embed"), 0)
+        if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
             expected[-1] = _OWN_WIDTH[stage]
-        return self._write(self._found.stages[stage], self._sides[_side(stage)], expected)
+        if self._roles.own_value_width and _side(stage) in "vo":
+            expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
+        return self._write(tensor, side, expected, self._packed(stage), features_last=stage in ("query", *_OWN_WIDTH))
 
-    def _batch_and_heads(self, folded: Dim) -> tuple[Dim, Dim]:
-        """Which of the axes that the product of scores runs over are batch, and which are heads."""
-        stages = self._found.stages
-        if "query" in stages:
-            outside = {atom for dim in self._dimensions.of(stages["query"]) for atom in dim}
-            batch = tuple(atom for atom in folded if atom in outside)
-        else:
-            dims = self._dimensions.of(stages["q_heads"])
-            apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
-            batch = (
-                tuple(atom for atom in folded if atom in (dims[0] if len(dims) > 3 else folded[:-1])) if apart else ()
-            )
-            if len(dims) == 3 and not apart:
-                batch = folded
-        # An axis of size one that is not batch has no name of its own: a single head leaves no trace in a shape.
-        return batch, tuple(atom for atom in folded if atom not in batch and atom.size > 1)
+    def _packed(self, stage: str) -> tuple[str, int]:
+        """Name and size of the axis that counts projections, where a stage is one product for several of them."""
+        names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+        own = self._found.projections.get(names.get(stage, ""))
+        if own is None:
+            return "", 0
+        sharing = tuple(name for name in names.values() if self._found.projections.get(name) is own)
+        whole = self._found.stages[stage].numel == own.output.numel
+        return (_PACKED.get(sharing, ""), len(sharing)) if whole and len(sharing) > 1 else ("", 0)
 
-    def _kv_heads(self) -> Dim:
-        stages = self._found.stages
-        if "k_proj" not in stages:
-            return self._heads
-        atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        return tuple(atom for atom in self._heads if atom in atoms)
-
-    def _head_groups(self) -> list[Group]:
-        shared = self._kv_heads()
-        if not self._heads or shared == self._heads:
-            return [("heads", self._heads)]
-        group = tuple(atom for atom in self._heads if atom not in shared)
-        return [("heads", self._heads), ("kv_heads", shared), ("group", group)]
-
-    def _write(self, tensor: Tensor, groups: list[Group], expected: Sequence[str]) -> str:
+    def _write(
+        self,
+        tensor: Tensor,
+        groups: list[Group],
+        expected: Sequence[str],
+        packed: tuple[str, int] = ("", 0),
+        *,
+        features_last: bool = False,
+    ) -> str:
         dims = [_name(dim, groups) for dim in self._dimensions.of(tensor)]
+        self._tell_apart(dims, groups)
+        if packed[0]:
+            _name_packed(dims, packed, self._roles)
+        if features_last and dims and dims[-1] and all(isinstance(token, Atom) for token in dims[-1]):
+            self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
         self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
         return " ".join(_pattern(dim) for dim in dims)
+
+    def _tell_apart(self, dims: list[list[str | Atom]], groups: list[Group]) -> None:
+        """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
+        known = dict(groups)
+        if resolve(known["query"]) != resolve(known["key"]):
+            return
+        name = next((name for name, _ in groups if name in ("query", "key")), "")
+        places = [(at, i) for at, dim in enumerate(dims) for i, token in enumerate(dim) if token == name]
+        if len(places) == 2:
+            order = ("key", "query") if self._found.key_first else ("query", "key")
+            for (at, i), own in zip(places, order, strict=True):
+                dims[at][i] = own
 
     def _name_the_last(
         self, dims: list[list[str | Atom]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
@@ -124,21 +124,35 @@ class AxisNames:
             for run in _runs(dim)
             if not only_ones or (len(dim) == 1 and _size(dim, run) == 1)
         ]
+        if len(missing) > 1 or len(left) > 1:
+            # Axes of size one tell nothing beside others.
+            left = [(place, run) for place, run in left if _size(dims[place], run) > 1] if not only_ones else left
         if len(missing) != 1 or len(left) != 1:
             return
-        place, (start, stop) = left[0]
+        place, run = left[0]
         name = missing[0]
-        if name == "head_dim" and _size(dims[place], left[0][1]) != self.head_dim:
+        known = {"head_dim": self._roles.head_dim, "v_head_dim": self._roles.value_dim}.get(name)
+        if known is not None and _size(dims[place], run) != _product(resolve(known)):
             return
+        self._assign(dims, groups, place, run, name)
+
+    def _assign(
+        self, dims: list[list[str | Atom]], groups: list[Group], place: int, run: tuple[int, int], name: str
+    ) -> None:
+        start, stop = run
         atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Atom))
         dims[place][start:stop] = [name]
-        if prod(atom.size for atom in atoms) > 1:
+        if _product(atoms) > 1:
             groups.append((name, atoms))
 
 
+def _product(atoms: Dim) -> int:
+    return prod(atom.size for atom in atoms)
+
+
 def _side(stage: str) -> str:
-    """Which of query, key and value a stage belongs to; what comes after the scores belongs to the query."""
-    return stage[0] if stage in ("key", "value") or stage[1] == "_" else "q"
+    """Which of query, key and value a stage belongs to; scores and weights belong to the query, what follows to `o`."""
+    return _SIDES.get(stage) or (stage[0] if stage[1] == "_" else "q")
 
 
 def _from_heads_outward(stage: str) -> int:
@@ -158,19 +172,49 @@ def _size(dim: Sequence[str | Atom], run: tuple[int, int]) -> int:
 
 
 def _name(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
-    """A dimension as names, and atoms where there is none."""
+    """A dimension as names, and atoms where there is none.
+
+    An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
+    """
     atoms = list(resolve(dim))
     tokens: list[str | Atom] = []
+    known = [(name, resolve(group)) for name, group in groups]
     while atoms:
-        for name, group in groups:
-            known = resolve(group)
-            if known and tuple(atoms[: len(known)]) == known:
+        for name, group in known:
+            if group and tuple(atoms[: len(group)]) == group:
                 tokens.append(name)
-                del atoms[: len(known)]
+                del atoms[: len(group)]
                 break
         else:
-            tokens.append(atoms.pop(0))
+            atom = atoms.pop(0)
+            part = next(
+                (f"{name}_{group.index(atom) + 1}" for name, group in known if len(group) > 1 and atom in group), None
+            )
+            tokens.append(part if part is not None and atom.size > 1 else atom)
     return tokens
+
+
+def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: Roles) -> None:
+    """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
+
+    Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
+    """
+    if not dims:
+        return
+    name, count = packed
+    dim = dims[-1]
+    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
+    if not left:
+        return
+    at, first = left[0]
+    rest = prod(token.size for _, token in left[1:])
+    if first.size == count or len(left) == 1 or "head_dim" in dim:
+        dim[at] = name if first.size == count else "packed"
+        left = left[1:]
+    if left and rest == prod(atom.size for atom in roles.head_dim) and "head_dim" not in dim:
+        start, stop = left[0][0], left[-1][0] + 1
+        if stop - start == len(left):
+            dim[start:stop] = ["head_dim"]
 
 
 def _runs(dim: list[str | Atom]) -> list[tuple[int, int]]:

@@ -1,0 +1,149 @@
+"""What each axis of an attention's products is: batch, heads, windows, query, key or the features of a head."""
+
+from __future__ import annotations
+
+from math import prod
+
+from .dimensions import Atom, Dim, Dimensions, resolve
+from .found import Found
+
+Group = tuple[str, Dim]
+"""A name and the atoms that it stands for, in row-major order."""
+
+
+class Roles:
+    """The axes of the two products of an attention, by role."""
+
+    def __init__(self, found: Found, dimensions: Dimensions) -> None:
+        self._found = found
+        self._dimensions = dimensions
+        product = dimensions.of(found.score_product.output)
+        rows, columns = product[-2:] if len(product) > 1 else (product[-1] if product else (), ())
+        left, right = (dimensions.of(tensor) for tensor in found.score_product.inputs[-2:])
+        query, key = (columns, rows) if found.key_first else (rows, columns)
+        self.head_dim: Dim = left[-1]
+        self._source_key: Dim = (left[-2] if found.key_first else right[-1]) if len(right) > 1 and len(left) > 1 else ()
+        folded = product[0] if len(product) == 3 else ()
+        outside = self._outside()
+        head_rows: Dim = ()
+        if outside and sum(atom.size > 1 for atom in query) > 1:
+            # One key head for all: the query heads stand beside the queries, in the rows of one product.
+            head_rows = tuple(a for a in query if a not in outside and a in self._features())
+            query = tuple(atom for atom in query if atom not in head_rows)
+        self.query, self.key = query, key
+        self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
+        self._value_roles()
+        self.branch_axis = self._branch_axis()
+
+    def _outside(self) -> set[Atom]:
+        """The atoms of what comes in, before it is projected."""
+        stages = self._found.stages
+        return {atom for dim in self._dimensions.of(stages["query"]) for atom in dim} if "query" in stages else set()
+
+    def _features(self) -> set[Atom]:
+        """The atoms of the dimensions in which a projection puts heads and their features."""
+        found: set[Atom] = set()
+        for stage in ("q_proj", "k_proj", "concat"):
+            tensor = self._found.stages.get(stage)
+            if tensor is not None and tensor.shape:
+                found |= set(self._dimensions.of(tensor)[-1])
+        # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
+        for stage in ("q_proj",):
+            tensor = self._found.stages.get(stage)
+            if tensor is not None and len(tensor.shape) > 3:
+                found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
+        return found
+
+    def _split(self, folded: Dim, outside: set[Atom], query: Dim, head_rows: Dim) -> tuple[Dim, Dim, Dim]:
+        """Which of the axes that the product of scores runs over are batch, which are heads, and which are windows."""
+        if not outside:
+            return self._split_by_place(folded)
+        batch = tuple(atom for atom in folded if atom in outside)
+        # Windows are cut out of the sequence, and stand beside its rest in what comes in.
+        rows = set(query)
+        dims = self._dimensions.of(self._found.stages["query"])
+        cut = {atom for dim in dims if rows & set(dim) for atom in dim}
+        windows = tuple(atom for atom in batch if atom in cut)
+        batch = tuple(atom for atom in batch if atom not in windows)
+        rest = tuple(atom for atom in folded if atom not in outside)
+        heads = tuple(atom for atom in rest if atom.size > 1)
+        features = self._features()
+        if any(atom in features for atom in (*heads, *head_rows)):
+            windows += tuple(atom for atom in heads if atom not in features)
+            heads = tuple(atom for atom in heads if atom in features)
+        heads += head_rows
+        # A single head leaves no trace but a dimension of size one, and that only where it is the only one.
+        if not heads and len(rest) == 1:
+            heads = rest
+        return batch, heads, windows
+
+    def _split_by_place(self, folded: Dim) -> tuple[Dim, Dim, Dim]:
+        """Without a projection: by the layout of the heads, batch before heads."""
+        dims = self._dimensions.of(self._found.stages["q_heads"])
+        apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
+        if len(dims) == 3 and not apart:
+            return folded, (), ()
+        features = self._features() if "concat" in self._found.stages else set()
+        merged = tuple(atom for atom in folded if atom in features and atom.size > 1)
+        if merged and len(merged) < len(folded):
+            return tuple(atom for atom in folded if atom not in merged), merged, ()
+        first = dims[0] if len(dims) > 3 else folded[:-1]
+        batch = tuple(atom for atom in folded if atom in first) if apart else ()
+        return batch, tuple(atom for atom in folded if atom not in batch), ()
+
+    def _value_roles(self) -> None:
+        """The sequence and the features of the values."""
+        found = self._found
+        left, right = (self._dimensions.of(tensor) for tensor in found.value_product.inputs[-2:])
+        product = self._dimensions.of(found.value_product.output)
+        if found.value_first:
+            self._value_key, self.value_dim = left[-1], product[-2] if len(product) > 1 else product[-1]
+        else:
+            self._value_key = right[-2] if len(right) > 1 else right[-1]
+            self.value_dim = product[-1] if product else ()
+        self.own_value_width = _size(self.value_dim) != _size(self.head_dim)
+
+    def _branch_axis(self) -> Dim:
+        """Where a loop runs over heads: the axis that counts its turns, in the heads side by side."""
+        concat = self._found.stages.get("concat")
+        if not self._found.branches or concat is None or not concat.shape:
+            return ()
+        known = {*self.value_dim, *self.heads}
+        return tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+
+    @property
+    def kv_heads(self) -> Dim:
+        """The heads that keys and values were projected to."""
+        stages = self._found.stages
+        if "k_proj" not in stages:
+            return self.heads
+        atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
+        return tuple(atom for atom in self.heads if atom in atoms)
+
+    def groups(self, side: str) -> list[Group]:
+        """Names and atoms of one side: `q`, `k`, `v`, and `o` for what comes after the weights."""
+        value_dim = "v_head_dim" if self.own_value_width else "head_dim"
+        found: list[Group] = [("batch", self.batch), *self._head_groups(side), ("windows", self.windows)]
+        if side in "vo":
+            found.append((value_dim, self.value_dim))
+        if side != "o":
+            found.append(("head_dim", self.head_dim))
+        if side == "k":
+            found += [("key", self._source_key), ("key", self.key)]
+        elif side == "v":
+            found += [("key", self._value_key), ("key", self.key)]
+        else:
+            found += [("query", self.query), ("key", self.key)]
+        return [*found, *([("query", self.query)] if side in "kv" else [])]
+
+    def _head_groups(self, side: str) -> list[Group]:
+        shared, heads = self.kv_heads, self.heads
+        if self.branch_axis and side == "o":
+            return [("heads", (*self.branch_axis, *heads))]
+        if not heads or shared == heads:
+            return [("heads", heads)]
+        return [("heads", heads), ("kv_heads", shared), ("group", tuple(atom for atom in heads if atom not in shared))]
+
+
+def _size(dim: Dim) -> int:
+    return prod(atom.size for atom in resolve(dim))
