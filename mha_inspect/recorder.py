@@ -27,6 +27,7 @@ _PASS_ON = tuple(
     os.sep.join(("torch", *tail))
     for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
 )
+_OWN = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("recorder.py", "attempt.py", "witness.py"))
 _MODULE_CALL = nn.Module._call_impl.__code__
 _ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
 _WRITTEN_OUT = {_ATTENTION_FORWARD} | {
@@ -362,6 +363,12 @@ def _about(func: Any) -> _About:
     )
 
 
+def place_of(code: CodeType) -> tuple[str, bool]:
+    """The file of a function's code as sources show it, and whether it belongs to torch or to the recorder."""
+    place = _place(code)
+    return place.file, place.library
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a function's code stands."""
@@ -377,7 +384,7 @@ class _Place:
 @cache
 def _place(code: CodeType) -> _Place:
     path = code.co_filename
-    if path == __file__ or path.endswith(_PASS_ON):
+    if path in _OWN or path.endswith(_PASS_ON):
         return _Place("", library=True, written_out=False)
     if path.startswith(_TORCH):
         return _Place(
