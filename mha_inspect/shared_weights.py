@@ -32,7 +32,8 @@ def draw(left: Side, right: Side) -> tuple[AttentionWeights, AttentionWeights]:
     Raises `WeightsError` where key/value heads are shared and the head counts differ.
     """
     spec = left.spec
-    kv_heads = math.gcd(spec.kv_heads, right.spec.kv_heads)
+    shared = any(side.spec.kv_heads != side.spec.num_heads for side in (left, right))
+    kv_heads = math.gcd(spec.kv_heads, right.spec.kv_heads) if shared else spec.num_heads
     drawn = canonical_weights(
         replace(
             spec,

@@ -125,7 +125,7 @@ class SideRun:
             dtype=tensor.dtype,
             opened=bool(hidden) and stage in hidden[0],
             op=None if op is None else OpRef(op.index, op.name, op.source),
-            count=len(contents.found) if contents.by_head and joined else 1,
+            count=len(contents.parts) if contents.by_head and joined else 1,
         )
 
     def report(self, rows: Rows) -> DiffSide:

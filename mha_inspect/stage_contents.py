@@ -49,10 +49,16 @@ class StageContents:
         """The attentions that make up this layer."""
         return tuple(found for found, _ in self.seen.attentions)
 
+    @cached_property
+    def parts(self) -> tuple[Found, ...]:
+        """The turns of a loop over heads, or the attentions themselves."""
+        turns = getattr(self.found[0], "branches", ()) if len(self.found) == 1 else ()
+        return turns or self.found
+
     @property
     def by_head(self) -> bool:
-        """Whether each head is an attention of its own."""
-        return len(self.found) > 1 and len(self.found) == self.forward.spec.num_heads
+        """Whether each head is computed on its own."""
+        return len(self.parts) > 1 and len(self.parts) == self.forward.spec.num_heads
 
     @cached_property
     def stages(self) -> tuple[str, ...]:
@@ -67,23 +73,25 @@ class StageContents:
         joined = "heads" in words or stage in ("q_proj", "k_proj", "v_proj")
         if not self.by_head or not joined:
             return self._one(0, stage)
-        parts = [self._one(place, stage) for place in range(len(self.found))]
+        parts = [self._one(place, stage) for place in range(len(self.parts))]
         known = [part for part in parts if part is not None]
         if len(known) != len(parts):
             return None
         return torch.cat(known, dim=1 if "heads" in words else -1)
 
     def _one(self, place: int, stage: str) -> Tensor | None:
-        if stage not in self.found[place].stages:
+        found = self.found[place] if stage == "concat" or len(self.found) > 1 else self.parts[place]
+        if stage not in found.stages:
             return None
         sizes = self._sizes
-        axes = self.axes.stages[place][stage]
-        if self.by_head and stage != "concat":
+        # The turns of one loop are laid out alike.
+        axes = self.axes.stages[min(place, len(self.found) - 1)][stage]
+        if self.by_head and stage not in ("concat", "output"):
             # The attention of one head: a feature dimension that the whole layer splits is that head's alone.
             sizes = {**sizes, "heads": 1, "kv_heads": 1, "group": 1}
-        if self.by_head and stage == "concat":
+        if self.by_head and stage == "concat" and "heads" not in axes:
             axes = " ".join([*axes.split()[:2], "(heads head_dim)"]) if axes.count(" ") == 2 else axes
-        return canonical_stage(self.seen, self.found[place], stage, axes, sizes)
+        return canonical_stage(self.seen, found, stage, axes, sizes)
 
 
 def exact_forward(forward: Forward, module: nn.Module | None = None) -> Forward:

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mha_inspect.cli.app import COMMANDS
+from mha_inspect.cli.app import COMMANDS as ALL_COMMANDS
+
+COMMANDS = [command for command in ALL_COMMANDS if command != "layers"]
+"""Those that build a layer."""
 
 # Distinct primes wherever sizes are independent; embed_dim is num_heads times a prime.
 SIZES = ("--embed-dim", "14", "--batch", "3", "--seq-len", "5")

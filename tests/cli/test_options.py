@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from mha_inspect.cli import compare_heads, options, params, trace, voice
+from mha_inspect.cli import compare_heads, diff, options, params, trace, voice
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
 from mha_inspect.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
 
-APPS = {"trace": trace.app, "params": params.app, "compare-heads": compare_heads.app}
+APPS = {"trace": trace.app, "params": params.app, "compare-heads": compare_heads.app, "diff": diff.app}
 
 
 def parameters(command: str) -> dict[str, object]:
@@ -81,7 +81,7 @@ def test_the_shared_options_are_the_same_in_every_command():
 @pytest.mark.parametrize("command", APPS)
 def test_every_option_reads_the_variable_of_its_name(command):
     for parameter in parameters(command).values():
-        if parameter.name != "help":
+        if parameter.name != "help" and parameter.param_type_name == "option":
             name = parameter.opts[0].removeprefix("--").replace("-", "_").upper()
             assert parameter.envvar == f"MHA_INSPECT_{name}"
 

@@ -1,0 +1,130 @@
+"""`mha-inspect diff`: its arguments, its exit codes, its formats, and every way in which it can be asked wrongly."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from mha_inspect.schemas import load_schema
+
+SIZES = ("--embed-dim", "22", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
+
+
+def report_of(invoke, *line: str):
+    code, out, err = invoke("diff", *line, *SIZES, "--format", "json")
+    assert (code, err) == (0, "")
+    data = json.loads(out, parse_constant=pytest.fail)
+    jsonschema.Draft202012Validator(load_schema("diff")).validate(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("line", "layers"),
+    [
+        ("", ("torch", "per-head")),
+        ("bert", ("bert", "per-head")),
+        ("per-head", ("per-head", "torch")),
+        ("fold-heads narrow", ("fold-heads", "narrow")),
+        ("--layer bert", ("bert", "per-head")),
+        ("--layer bert --left-set dtype=float64", ("bert", "bert")),
+        ("narrow --right-set causal=true", ("narrow", "narrow")),
+    ],
+)
+def test_which_two_are_compared(invoke, line, layers):
+    data = report_of(invoke, *line.split())
+    assert (data["left"]["layer"]["name"], data["right"]["layer"]["name"]) == layers
+
+
+def test_settings_go_to_their_side_any_number_of_times(invoke):
+    data = report_of(
+        invoke,
+        *["torch", "--left-set", "dtype=bfloat16", "--left-set", "grad=true", "--right-set", "need-weights=false"],
+    )
+    assert data["left"]["settings"] == {"dtype": "bfloat16", "grad": True}
+    assert data["right"]["settings"] == {"need_weights": False}
+    assert (data["left"]["environment"]["dtype"], data["right"]["environment"]["dtype"]) == ("bfloat16", "float32")
+
+
+def test_shared_flags_go_to_both(invoke):
+    data = report_of(invoke, "torch", "split-heads", "--padding", "1,2,5", "--causal")
+    assert [row["query"] for row in data["masked_rows"]] == [0, 1, 2, 3, 4]
+    assert {row["batch"] for row in data["masked_rows"]} == {2}
+    assert data["masked_rows"][0]["left_output"] == "nan"
+    assert data["output"]["max_abs_difference"] == "Infinity"
+    assert data["elsewhere"]["verdict"] == "same"
+
+
+def test_fail_if_tells_a_script(invoke):
+    same, other = ("diff", "torch", "fold-heads", *SIZES), ("diff", "torch", "narrow", *SIZES)
+    assert [invoke(*same, "--fail-if", verdict).code for verdict in ("same", "differs")] == [1, 0]
+    assert [invoke(*other, "--fail-if", verdict).code for verdict in ("same", "differs")] == [0, 1]
+
+
+def test_the_page_names_the_stage_and_both_lines(invoke):
+    out = invoke("diff", "torch", "narrow", *SIZES, "--format", "plain").out
+    first = out.partition("first stage that differs\n")[2].splitlines()
+    assert first[0].startswith("stage  q_proj, ")
+    assert "functional.py:" in first[1]
+    assert "narrow.py:" in first[2]
+    assert "Splitting the input is not what torch does" in out.partition("\nanswer\n")[2]
+    assert "[5, 3, 22]" in out
+    assert "2 × [3, 5, 11]" in out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = invoke("diff", "torch", "split-heads", "--padding", "1,2,5", *SIZES, "--format", "table").out
+    assert max(map(len, out.splitlines())) <= width
+    assert "masked_scores" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("torch narow", ["layer 'narow'", "Did you mean narrow?"]),
+        ("trch", ["layer 'trch'", "Did you mean torch?"]),
+        ("torch bert --layer narrow", ["layer narrow is a third one beside torch and bert"]),
+        ("split-heads bert --kdim 7", ["no use for kdim 7", "Layers that have: torch, fold-heads, per-head"]),
+        ("torch split-heads --kdim 7", ["kdim is 7 on the left", "22 on the right", "split-heads has no other kdim"]),
+        ("torch wide", ["head_dim is 11 on the left", "22 on the right", "Try --head-dim 11."]),
+        ("torch --left-set seq_len=7", ["seq_len is 7 on the left and 5 on the right", "--seq-len"]),
+        ("torch --left-set batch=7", ["batch is 7 on the left and 3 on the right"]),
+        ("torch --right-set embed_dim=44", ["embed_dim is 22 on the left and 44 on the right"]),
+        ("torch --right-set head_dim=4", ["layer torch has no use for head_dim 4", "grouped-query"]),
+        (
+            "torch --right-set dtyp=float16",
+            ["--right-set dtyp is not a setting", "Did you mean dtype?", "need_weights"],
+        ),
+        ("torch --right-set dtype=fp16", ["dtype=fp16 cannot be read", "bfloat16"]),
+        ("torch --right-set dtype", ["has no value", "KEY=VALUE"]),
+        ("torch --left-set num_heads=3", ["left side", "embed_dim 22", "1, 2, 11, 22"]),
+        ("torch --left-set attn_mask=absent.pt", ["absent.pt is not there"]),
+        ("torch --device meta", ["device meta has shapes and no numbers", "trace --device meta"]),
+        ("torch --left-set device=cdua", ["cdua", "cpu"]),
+        ("grouped-query --num-kv-heads 1 --left-set num_heads=11", ["num_kv_heads 1 is below num_heads"]),
+        ("torch bert narrow", ["narrow"]),
+        ("torch --num-heads 1,2", ["num_heads 1,2 is a list"]),
+    ],
+)
+def test_what_cannot_be_compared_is_answered_with_a_way_out(invoke, line, said):
+    sizes = SIZES if "--num-heads" not in line else (*SIZES[:2], *SIZES[4:])
+    code, out, err = invoke("diff", *sizes, *line.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("mha-inspect: ")
+    assert err.count("\n") <= 2
+    assert [part for part in said if part not in err] == []
+
+
+def test_what_cannot_fit_twice_is_refused_with_what_would(invoke):
+    code, out, err = invoke("diff", "torch", "fold-heads", "--seq-len", "100000000")
+    assert (code, out) == (3, "")
+    assert "largest seq_len that fits is " in err
+
+
+def test_through_the_installed_program(program):
+    code, out, err = program("diff", "torch", "fold-heads", *SIZES, "--right-set", "bias=false", "--fail-if", "differs")
+    assert (code, err) == (1, "")
+    assert "fold-heads with bias false has no biases" in out

@@ -1,0 +1,69 @@
+"""`mha-inspect layers`: every layer with what the registry knows of it, and without torch."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from mha_inspect.formulas import symbols
+from mha_inspect.layers.listing import LETTERS
+from mha_inspect.layers.registry import LAYERS
+from mha_inspect.schemas import load_schema
+from mha_inspect.spec import AttentionSpec
+
+
+def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke):
+    code, out, err = invoke("layers", "--format", "json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    jsonschema.Draft202012Validator(load_schema("layers")).validate(data)
+    assert [layer["name"] for layer in data["layers"]] == list(LAYERS)
+    for layer in data["layers"]:
+        kind = LAYERS[layer["name"]]
+        assert (layer["summary"], layer["formula"]) == (kind.summary, kind.parameter_formula)
+        assert (layer["split"], layer["source"]) == (kind.split, kind.origin)
+        assert set(layer["takes"]) == kind.takes
+
+
+def test_every_letter_of_a_formula_is_explained(invoke):
+    letters = json.loads(invoke("layers", "--format", "json").out)["letters"]
+    used = {letter for kind in LAYERS.values() for letter in kind.parameter_formula if letter.isalpha()}
+    assert set(letters) == used
+    spec = AttentionSpec(embed_dim=22, num_heads=2, kdim=3, vdim=5)
+    values = {"num_kv_heads": 2, "embed_dim": 22, "num_heads": 2, "head_dim": 11, "kdim": 3, "vdim": 5}
+    assert symbols(spec) == {letter: values[name] for letter, name in LETTERS.items()}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_shows_each_within_the_width(invoke, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = invoke("layers", "--format", "table").out
+    assert max(map(len, out.splitlines())) <= width
+    assert [name for name in LAYERS if f"\n{name} " not in out] == []
+
+
+def test_plain_lines_can_be_read_by_a_script(program):
+    code, out, err = program("layers")
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if line.startswith("bert "))
+    assert row.split("  ")[-1].strip() == "3E² + 3E"
+
+
+def test_help_shows_the_options_that_it_has_and_no_other(invoke):
+    out = invoke("layers", "--help").out
+    assert "--format" in out
+    assert "--export" in out
+    assert "--embed-dim" not in out
+    assert out.partition("Examples:\n")[2].splitlines() == [
+        "  mha-inspect layers",
+        "  mha-inspect layers --format json",
+    ]
+    assert invoke("layers", "--embed-dim", "3").code == 2
+
+
+def test_it_can_be_exported(invoke, tmp_path):
+    target = tmp_path / "layers.json"
+    assert invoke("layers", "--export", str(target)).code == 0
+    assert json.loads(target.read_text(encoding="utf-8"))["command"] == "layers"
