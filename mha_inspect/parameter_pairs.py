@@ -44,7 +44,7 @@ class _Held:
 
     @property
     def place(self) -> ParameterPlace:
-        where = self.names[0] if len(self.names) == 1 else f"{self.names[0]} … {self.names[-1]}"
+        where = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
         if not self.whole:
             start, stop = self.parts[0].rows
             where += f" {'rows' if self.parts[0].columns else 'elements'} {start}–{stop - 1}"

@@ -29,8 +29,8 @@ STAGE_COLUMNS = (
     Column("left axes", tone="axes", into="left"),
     Column("right", tone="shape"),
     Column("right axes", tone="axes", into="right"),
-    Column("largest difference", "right"),
-    Column("relative", "right", drop=1),
+    Column("largest difference", "right", drop=2),
+    Column("relative", "right", drop=3),
     Column("× noise", "right"),
     Column("verdict"),
 )
@@ -148,8 +148,8 @@ def _outputs(report: DiffReport) -> Table:
         Column("output", tone="strong"),
         Column("left", tone="shape"),
         Column("right", tone="shape"),
-        Column("largest difference", "right"),
-        Column("relative", "right", drop=1),
+        Column("largest difference", "right", drop=2),
+        Column("relative", "right", drop=3),
         Column("× noise", "right"),
         Column("verdict"),
     )

@@ -124,7 +124,7 @@ class ParameterPlace:
     shape: tuple[int, ...]
     """Shape of the part that each of them holds."""
     where: str
-    """`in_proj_weight rows 0–511`, `W_q.0.weight … W_q.7.weight`."""
+    """`in_proj_weight rows 0–511`, `W_q.0.weight to W_q.7.weight`."""
     numel: int
 
 

@@ -15,6 +15,7 @@ from mha_inspect.reports.params import (
     PerHeadProof,
 )
 
+from .diff_samples import DIFF, LAYERS, MASKED_DIFF, SAME_DIFF
 from .trace_samples import (
     EMPTY_TRACE,
     ENVIRONMENT,
@@ -149,4 +150,8 @@ REPORTS = {
     "params-full": FULL_PARAMS,
     "compare-heads": COMPARE,
     "compare-heads-one-key": ONE_KEY_COMPARE,
+    "diff": DIFF,
+    "diff-masked": MASKED_DIFF,
+    "diff-same": SAME_DIFF,
+    "layers": LAYERS,
 }

@@ -18,6 +18,7 @@ from mha_inspect.render.kinds import KINDS
 from mha_inspect.reports.common import Stats, Values
 from mha_inspect.schemas import commands, load_schema
 
+from .diff_samples import DIFF, LAYERS, MASKED_DIFF
 from .samples import COMPARE, FULL_PARAMS, ONE_KEY_COMPARE, REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE
 
@@ -72,7 +73,13 @@ PROMISED = {
         "noise_floor times_noise verdict first_differing_stage reason",
     },
 }
-FULL = {"trace": FULL_TRACE, "params": FULL_PARAMS, "compare-heads": ONE_KEY_COMPARE}
+FULL = {
+    "trace": FULL_TRACE,
+    "params": FULL_PARAMS,
+    "compare-heads": ONE_KEY_COMPARE,
+    "diff": replace(DIFF, masked_rows=MASKED_DIFF.masked_rows, elsewhere=MASKED_DIFF.elsewhere),
+    "layers": LAYERS,
+}
 
 
 def at(data: Any, path: str) -> Any:
@@ -91,7 +98,7 @@ def test_promised_keys_are_there(command):
 def objects(data: Any, path: str = "") -> Iterator[str]:
     """Paths of every object whose keys are ours, the first of each list only."""
     if isinstance(data, dict):
-        if not path.endswith(("spec", "shapes", "first_head")):
+        if not path.endswith(("spec", "shapes", "first_head", "settings", "letters")):
             yield path
             for key, value in data.items():
                 yield from objects(value, f"{path}.{key}".strip("."))
@@ -108,7 +115,7 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
     check = validator(command)
     check.validate(data)
     paths = list(objects(data))
-    assert len(paths) > 3
+    assert len(paths) > (1 if command == "layers" else 3)
     for path in paths:
         for key in at(data, path):
             changed = copy.deepcopy(data)
@@ -131,6 +138,14 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
         (FULL_PARAMS, "parameters.0.heads.0.rows", [0]),
         (COMPARE, "verdict", "equal"),
         (COMPARE, "command", "compare_heads"),
+        (DIFF, "stages.0.name", "queries"),
+        (DIFF, "stages.1.left.shape", "[1, 12, 512]"),
+        (DIFF, "stages.1.left.count", -1),
+        (DIFF, "first_differing_stage", "nowhere"),
+        (DIFF, "noise.sides", ["both"]),
+        (MASKED_DIFF, "masked_rows.0.left_output", "NaN"),
+        (MASKED_DIFF, "output.times_noise", "inf"),
+        (LAYERS, "layers.0.formula", 4),
     ],
 )
 def test_a_wrong_value_is_noticed(report, path, wrong):
