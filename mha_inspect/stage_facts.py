@@ -77,6 +77,8 @@ class StageFacts:
         """The operations between the stages that this one is made of and itself."""
         before = {self._found.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._found.stages}
         before |= {self._found.stages[name].id for name in _INPUTS if name in self._found.stages and name != stage}
+        if stage == "concat":
+            before |= {branch.stages["context"].id for branch in self._found.branches}
         found: list[Op] = []
         queue, seen = [tensor], set()
         while queue:
@@ -138,6 +140,8 @@ class StageFacts:
         if source is None:
             return "given"
         made = self._made(stage, self._found.stages[stage])
+        if self._found.branches and stage == "concat":
+            return f"the contexts of {len(self._found.branches)} heads side by side"
         computed = [op.base_name for op in sorted(made, key=lambda op: op.index) if op.kind in ("compute", "write")]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
