@@ -108,6 +108,8 @@ class StageFacts:
         op = self._found.projections["output" if stage == "output" else source]
         if stage == "output" and "concat" not in self._found.stages:
             source = "context"
+        if source in self._found.stages and self._graph.projected(op).numel < self._found.stages[source].numel:
+            source = f"a part of {source}"  # the input itself was split, before any projection
         bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
         return f"{source} · W_{letter}ᵀ{bias}"
 
