@@ -6,6 +6,10 @@ Every message says what was asked with its numbers, the rule, and a way out, in 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .reports.trace import Trace
 
 
 class ExitCode(IntEnum):
@@ -55,6 +59,16 @@ class ExportError(MhaInspectError):
 
 class RecordingError(MhaInspectError):
     """The forward pass cannot be recorded as it is."""
+
+
+class ForwardError(MhaInspectError):
+    """The forward of a traced module raised. `trace` holds what was recorded up to there; `__cause__` is the error."""
+
+    exit_code = ExitCode.CONDITION
+
+    def __init__(self, message: str, trace: Trace) -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 class DoesNotFitError(MhaInspectError):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from .attempt import record_until_failure
 from .attention import Found
+from .attention_kind import kinds_of
 from .axes import AxisNames
 from .canonical import NamedAxes, name_axes, own_axes
 from .content import stats_of, values_of
 from .device import resolve
 from .fit import require_fit
-from .forward import Pass, Seen, build_forward
+from .forward import Pass, Seen, State, build_forward
 from .kernels import describe, fused_kernels, hidden_stages
 from .masked_rows import masked_rows
 from .ops import Op, Tensor
@@ -55,6 +58,7 @@ def trace_spec(
         opened,
         axes,
         show,
+        kinds=kinds_of(opened, forward),
         environment=Environment(torch.__version__, str(forward.inputs.query.device), spec.dtype, spec.seed),
         layer=LayerInfo(layer, plain_fields(spec)),
         proof=prove(forward, plain, opened, drops=drops, rows=rows),
@@ -68,7 +72,8 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
     The module is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the same
     random numbers; buffers and generators are left as one call leaves them.
 
-    Raises whatever the module's forward raises.
+    Raises `ForwardError` where the forward raises: its `trace` holds what was recorded up to there, with `failure`, and
+    its `__cause__` is the error. Arguments that do not fit the forward's signature raise what Python raises.
     """
     show = show or Show()
     return traced(Pass(module, args, kwargs), show, keep=show.stats or show.values)[0]
@@ -77,29 +82,56 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
 def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
     """What `trace_module` reports, and the run that the stages were read off, its tensors kept when asked for."""
     before = own.state()
-    plain = own.recorded(open_up=False, keep=keep)
+    plain = _run(own, before, show, keep)
     hides = bool(fused_kernels(plain.recording))
     opened = plain
     if hides:
         with own.replaying(before):
             opened = own.recorded(keep=keep)
-    tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
-    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     trace = report(
         plain,
         opened,
         own_axes(opened),
         show,
-        environment=Environment(
-            torch.__version__,
-            str(tensors[0].device) if tensors else "cpu",
-            "" if floating is None else str(floating.dtype).removeprefix("torch."),
-            None,
-        ),
-        layer=LayerInfo(type(own.module).__name__, {}),
+        kinds=kinds_of(opened, own),
+        environment=environment_of(own),
+        layer=layer_of(own.module),
         proof=prove(own, plain, opened, drops=own.module.training) if hides else _NOTHING_HIDDEN,
     )
     return trace, opened
+
+
+def _run(own: Pass, before: State, show: Show, keep: bool) -> Seen:
+    """The plain run. Raises `ForwardError` where the forward raises."""
+    attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
+    if attempt.error is None:
+        return Seen(attempt.recording, attempt.returned)
+    from .failure import forward_error
+
+    cause: Exception | None = attempt.error
+    failure = forward_error(own, before, attempt, show)
+    try:
+        raise failure from (None if failure is cause else cause)
+    finally:
+        # The error's traceback leads to this frame: what led back to the error would keep its tensors.
+        del attempt, cause, failure
+
+
+def environment_of(own: Pass) -> Environment:
+    """What the numbers of a module that was brought along are made with."""
+    tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
+    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    return Environment(
+        torch.__version__,
+        str(tensors[0].device) if tensors else "cpu",
+        "" if floating is None else str(floating.dtype).removeprefix("torch."),
+        None,
+    )
+
+
+def layer_of(module: nn.Module) -> LayerInfo:
+    """A module that was brought along, by its class."""
+    return LayerInfo(type(module).__name__, {})
 
 
 def report(
@@ -112,6 +144,7 @@ def report(
     layer: LayerInfo,
     proof: Proof,
     masked: tuple[MaskedRow, ...] = (),
+    kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
     """Two runs of one pass, as it is and opened, as plain data."""
     content = _Content(opened, show)
@@ -121,8 +154,16 @@ def report(
         layer=layer,
         path=describe(plain),
         attentions=tuple(
-            _attention(
-                opened, found, names, axes.stages[place], hidden[place] if place < len(hidden) else frozenset(), content
+            replace(
+                _attention(
+                    opened,
+                    found,
+                    names,
+                    axes.stages[place],
+                    hidden[place] if place < len(hidden) else frozenset(),
+                    content,
+                ),
+                kind=kinds[place] if place < len(kinds) else (),
             )
             for place, (found, names) in enumerate(opened.attentions)
         ),
@@ -208,6 +249,11 @@ def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if found.branches:
+        notes.append(
+            f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
+            "and so are their bytes and FLOPs."
+        )
     if facts.drops():
         notes.append("Weights are shown as softmax gives them, before dropout.")
     return tuple(notes)

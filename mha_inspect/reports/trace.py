@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .common import Environment, LayerInfo, Stats, Values
+from .failure import Failure
 
 Memory = Literal["input", "view", "copy", "new"]
 """How a tensor came by its memory: given, shared with what it was made from, moved without computing, or computed."""
@@ -74,6 +75,8 @@ class Attention:
     stages: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
     """Sentences about this attention that a reader should not miss."""
+    kind: tuple[str, ...] = ()
+    """`self` or `cross`, `causal`, `grouped`: what the recording gives evidence of."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +162,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     ops: tuple[OpLine, ...] | None = None
     """Every operation, when asked for."""
+    failure: Failure | None = None
+    """How the forward ended, where it raised; then the rest is what was completed before."""
+    chosen: tuple[int, ...] | None = None
+    """Numbers, from 1, of the attentions that were asked to be shown in full; all of them are here in any case."""
