@@ -12,7 +12,7 @@ from .errors import InputError
 from .input_files import Triple, read_attn_mask, read_query_key_value
 from .spec import AttentionSpec, InputSpec, RunSpec
 
-_INPUT_STREAM = 0x6D68612D696E70
+INPUT_STREAM = 0x6D68612D696E70
 """Added to the seed of the inputs, so that they are not the numbers that the parameters were drawn from."""
 
 
@@ -96,7 +96,7 @@ def _batch_and_length(tensor: Tensor, spec: AttentionSpec) -> tuple[int, int]:
 def _draw(spec: AttentionSpec, inputs: InputSpec, device: torch.device) -> Triple:
     """Query, key and value from the seed; one tensor serves as several where nothing tells them apart."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    generator = torch.Generator("cpu").manual_seed((spec.seed + _INPUT_STREAM) % 2**64)
+    generator = torch.Generator("cpu").manual_seed((spec.seed + INPUT_STREAM) % 2**64)
 
     def draw(length: int, width: int) -> Tensor:
         if device.type == "meta":

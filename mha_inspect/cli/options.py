@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
@@ -17,6 +18,7 @@ from .values import completing, counts, one_of, real_number, size_number, whole_
 
 if TYPE_CHECKING:
     from ..spec import AttentionSpec, InputSpec, RunSpec, Show
+    from ..target_aliases import Flags
 
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -107,6 +109,10 @@ class Options:
         bool, option("--batch-first/--seq-first", LAYER, "Inputs are batch seq embed, or seq batch embed.")
     ] = True
     train: Annotated[bool, option("--train/--eval", LAYER, "Training mode, or inference.")] = False
+    settings: Annotated[
+        list[str] | None,
+        option("--set", LAYER, "An argument of TARGET, as in --set depth=2; again for another.", metavar="NAME=VALUE"),
+    ] = None
 
     batch: Annotated[int, size("--batch", INPUT, "Number of sequences.")] = 1
     seq_len: Annotated[int, size("--seq-len", INPUT, "Length of the query.")] = 12
@@ -146,9 +152,18 @@ class Options:
         option(
             "--input",
             INPUT,
-            "A .pt, .npy or .safetensors file with the query, or query, key and value by name.",
+            "A .pt, .npy or .safetensors file with the query, or tensors by the names of the arguments.",
             metavar="FILE",
             show_default="random numbers from --seed",
+        ),
+    ] = None
+    input_shape: Annotated[
+        list[str] | None,
+        option(
+            "--input-shape",
+            INPUT,
+            "Shape of one argument of TARGET's forward, as in x=2x10x512:float32; again for another.",
+            metavar="NAME=SHAPE",
         ),
     ] = None
     dtype: Annotated[str, option("--dtype", INPUT, "Data type of parameters and inputs.", known=DTYPES)] = "float32"
@@ -192,7 +207,37 @@ class Options:
     edge_items: Annotated[int, size("--edge-items", OUTPUT, "Elements at each edge, with --values.")] = 3
 
     def __init__(self, **values: Any) -> None:
+        self.given: frozenset[str] = frozenset()
+        """Those that somebody has set."""
+        self.typed: frozenset[str] = frozenset()
+        """Those that somebody has set on the command line, and not by a variable."""
         self.__dict__.update(values)
+
+    def flags(self) -> "Flags":
+        """What is set, and by whom, for a target whose constructor may take some of it.
+
+        Raises `SpecError` when --num-heads is a list.
+        """
+        from ..target_aliases import Flags
+
+        named = ["embed_dim", "num_kv_heads", "head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv"]
+        named += ["add_zero_attn", "dropout", "batch_first"]
+        values = {name: getattr(self, name) for name in named}
+        values |= {"num_heads": self.single_head_count("a target"), "causal": self.causal, "seq_len": self.seq_len}
+        values |= {"need_weights": self.need_weights, "average_weights": self.average_weights}
+        return Flags(values, self.given, self.typed)
+
+    def require_no_target_settings(self, command: str) -> None:
+        """Let it pass when nothing was set that only a target has a use for.
+
+        Raises `SpecError` otherwise.
+        """
+        for name, flag in (("settings", "--set"), ("input_shape", "--input-shape")):
+            if getattr(self, name):
+                raise SpecError(
+                    f"{flag} {getattr(self, name)[0]} is for a target, and there is none. Name one: {command} "
+                    f"package.module:Name, path/to/file.py:Name or hf:TYPE."
+                )
 
     def head_counts(self) -> tuple[int, ...]:
         """The numbers of --num-heads: one, or several.
@@ -309,6 +354,17 @@ def _shared() -> dict[str, inspect.Parameter]:
     }
 
 
+def _set_by_somebody() -> tuple[frozenset[str], frozenset[str]]:
+    """The options that were set at all, and those among them that were typed."""
+    context = get_current_context(silent=True)
+    if context is None:
+        return frozenset(), frozenset()
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    named = {name: source.name for name, source in sources.items() if source is not None}
+    given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
+    return given, frozenset(name for name in given if named[name] == "COMMANDLINE")
+
+
 def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequence[str] = ()) -> Callable[..., Any]:
     """A command that takes an `Options` first, as Typer wants it: every shared option a parameter of its own.
 
@@ -325,6 +381,7 @@ def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequ
 
     def flat(**values: Any) -> ExitCode:
         options = Options(**{name: values.pop(name) for name in shared})
+        options.given, options.typed = _set_by_somebody()
         return command(options, **values)
 
     flat.__name__ = command.__name__

@@ -10,6 +10,7 @@ from ..errors import ExitCode
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
+from .target import TargetArgument, check_target, params_target
 
 app = typer.Typer(add_completion=False)
 
@@ -24,6 +25,7 @@ mha-inspect params --embed-dim 512 --num-heads 1,2,4,8"""
 @shares_options
 def params(
     options: Options,
+    target: TargetArgument = None,
     per_head: Annotated[
         bool, option("--per-head", "Params", "Show the rows and columns of each head, and prove by running it.")
     ] = False,
@@ -31,7 +33,13 @@ def params(
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
 
     With a list, as in --num-heads 1,2,4,8, it sets the head counts side by side.
+
+    TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
+    the options under the names that it has for them. Importing it runs its code.
     """
+    if target is not None:
+        return _of_target(target, options, per_head)
+    options.require_no_target_settings("params")
     first, *more = options.head_counts()
     spec = options.attention(first)
     for count in more:
@@ -40,12 +48,23 @@ def params(
     run, show = options.run(), options.show()
     from .answer import give, prepare
 
-    target = prepare(options)
+    export = prepare(options)
 
     from ..parameters import params_spec
 
     resume()
     side_by_side = (first, *more) if more else ()
     report = params_spec(spec, run, show, layer=options.layer, per_head=per_head, num_heads=side_by_side)
-    give(report, options, target)
+    give(report, options, export)
+    return ExitCode.OK
+
+
+def _of_target(target: str, options: Options, per_head: bool) -> ExitCode:
+    check_target(target, options, "params")
+    options.show()
+    from .answer import give, prepare
+
+    export = prepare(options)
+    resume()
+    give(params_target(target, options, per_head=per_head), options, export)
     return ExitCode.OK

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from ..errors import ExitCode
 from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
-from .options import Options, shares_options
+from .options import Options, option, shares_options, size
+from .target import TargetArgument, check_target, trace_target
 
 app = typer.Typer(add_completion=False)
 
@@ -16,28 +19,54 @@ EPILOG = """Examples:
 
 mha-inspect trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12
 
-mha-inspect trace --seq-len 10 --causal --padding 3 --per-head-weights --values"""
+mha-inspect trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10"""
+
+PANEL = "Trace"
 
 
 @app.command(cls=GroupedCommand, epilog=EPILOG)
 @shares_options
-def trace(options: Options) -> ExitCode:
+def trace(
+    options: Options,
+    target: TargetArgument = None,
+    number: Annotated[
+        int | None, size("--attention", PANEL, "Show this attention of several in full.", show_default="each kind once")
+    ] = None,
+    module: Annotated[
+        str | None,
+        option("--module", PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"),
+    ] = None,
+) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
     The plain forward is run too, and the last line says whether both outputs agree.
+
+    TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
+    the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
+    its code.
     """
-    spec = options.attention(options.single_head_count("trace"))
-    inputs, run, show = options.inputs(), options.run(), options.show()
+    show = options.show()
+    if target is None:
+        options.require_no_target_settings("trace")
+        spec = options.attention(options.single_head_count("trace"))
+        inputs, run = options.inputs(), options.run()
 
-    from ..layers.settings import check_settings
+        from ..layers.settings import check_settings
 
-    check_settings(LAYERS[options.layer], spec, inputs, run)
+        check_settings(LAYERS[options.layer], spec, inputs, run)
+    else:
+        check_target(target, options, "trace")
     from .answer import give, prepare
 
-    target = prepare(options)
+    export = prepare(options)
 
     from ..tracing import trace_spec
+    from .choice import choose
 
     resume()
-    give(trace_spec(spec, inputs, run, show, layer=options.layer), options, target)
+    if target is None:
+        report = trace_spec(spec, inputs, run, show, layer=options.layer)
+    else:
+        report = trace_target(target, options)
+    give(choose(report, number, module), options, export)
     return ExitCode.OK

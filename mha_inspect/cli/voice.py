@@ -9,6 +9,8 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException
 from .values import shown
 
 OPTIONS_OF_ONE_COMMAND = {
+    "--attention": "trace",
+    "--module": "trace",
     "--per-head": "params",
     "--heads": "compare-heads",
     "--pairwise": "compare-heads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, Returned, Stage, Trace
 from . import numbers
@@ -34,9 +35,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     yield Section((_path(trace.path),))
     if len(trace.attentions) > 1:
         yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
-    for number, attention in enumerate(trace.attentions, 1):
-        title = f"attention {number}" if len(trace.attentions) > 1 else "attention"
-        yield _attention(attention, title, trace.environment.dtype)
+    yield from _in_full(trace)
     if not trace.attentions:
         yield Section((Paragraph("No attention was found: no softmax lies between two matrix products.", "warn"),))
     if trace.returns:
@@ -48,6 +47,51 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.notes:
         yield Section(notes(trace.notes))
     yield Section((_proof(trace.proof),))
+
+
+MOST_SHOWN = 4
+"""Attentions that are shown in full where nobody has chosen: of a model of many kinds, the rest are listed."""
+
+
+def _in_full(trace: Trace) -> Iterator[Section]:
+    """The attentions in full: those that were chosen, or else each kind once, with those that are alike."""
+    several = len(trace.attentions) > 1
+    groups = _alike(trace)
+    for numbers_of, attention in groups[:MOST_SHOWN] if trace.chosen is None else groups:
+        title = f"attention {numbers_of[0]}" if several else "attention"
+        section = _attention(attention, title, trace.environment.dtype)
+        if len(numbers_of) > 1:
+            those = "Attention {} is" if len(numbers_of) == 2 else "Attentions {} are"
+            others = f"{those.format(numbers.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
+            section = replace(section, blocks=(*section.blocks, *notes([others])))
+        yield section
+    if trace.chosen is None and len(groups) > MOST_SHOWN:
+        rest = ", ".join(str(numbers_of[0]) for numbers_of, _ in groups[MOST_SHOWN:])
+        yield Section(
+            (Paragraph(f"{len(groups) - MOST_SHOWN} more that differ: see them with --attention N, N one of {rest}."),)
+        )
+
+
+def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
+    """Attentions to show in full, each with the numbers of those that it stands for."""
+    chosen = trace.chosen or range(1, len(trace.attentions) + 1)
+    groups: dict[object, list[int]] = {}
+    for number in chosen:
+        attention = trace.attentions[number - 1]
+        content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
+        # Statistics and values are each attention's own.
+        own: object = number if content or trace.chosen is not None else _form(attention)
+        groups.setdefault(own, []).append(number)
+    return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in groups.values()]
+
+
+def _form(attention: Attention) -> object:
+    """What an attention is but for where it stands and what is in it."""
+    stages = tuple(
+        (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, stage.opened)
+        for stage in attention.stages
+    )
+    return (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.kind, attention.notes, stages)
 
 
 def _path(path: Path) -> Facts:
@@ -68,6 +112,7 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
     columns = (
         Column("#", "right", "muted"),
         Column("module", tone="strong"),
+        Column("kind", drop=4, optional=True),
         Column("num_heads", "right"),
         Column("head_dim", "right", drop=1),
         Column("scores", tone="shape"),
@@ -82,6 +127,7 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
             (
                 str(number),
                 attention.module or "(the layer itself)",
+                ", ".join(attention.kind),
                 _heads(attention),
                 str(attention.head_dim),
                 shape_cell(scores.shape, scores.axes) if scores else "",
@@ -100,7 +146,8 @@ def _heads(attention: Attention) -> str:
 
 def _attention(attention: Attention, title: str, dtype: str) -> Section:
     """Sizes, the table of stages, and what was asked for beyond it."""
-    facts = [f"num_heads {attention.num_heads}"]
+    facts = [", ".join(attention.kind)] if attention.kind else []
+    facts.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
         facts.append(f"num_kv_heads {attention.num_kv_heads}")
     facts += [f"head_dim {attention.head_dim}", f"scale {numbers.scale(attention.scale, attention.head_dim)}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from typer.main import get_command
@@ -14,6 +15,8 @@ from mha_inspect.errors import SpecError
 from mha_inspect.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
 
 APPS = {"trace": trace.app, "params": params.app, "compare-heads": compare_heads.app, "diff": diff.app}
+
+SHARED = frozenset(get_type_hints(Options))
 
 
 def parameters(command: str) -> dict[str, object]:
@@ -71,7 +74,7 @@ def test_an_export_that_a_machine_reads_holds_every_value():
 
 
 def test_the_shared_options_are_the_same_in_every_command():
-    shared = parameters("trace")
+    shared = {name: parameter for name, parameter in parameters("trace").items() if name in SHARED}
     for command in ("params", "compare-heads"):
         others = parameters(command)
         assert {name: others[name].opts for name in shared} == {name: p.opts for name, p in shared.items()}
@@ -96,12 +99,11 @@ def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
 
 
 def test_options_of_one_command_are_told_where_they_belong():
-    shared = set(parameters("trace"))
     own = {
         parameter.opts[0]: command
-        for command in ("params", "compare-heads")
+        for command in ("trace", "params", "compare-heads")
         for name, parameter in parameters(command).items()
-        if name not in shared
+        if name not in SHARED and parameter.opts[0].startswith("--") and name != "help"
     }
     assert own == voice.OPTIONS_OF_ONE_COMMAND
 

@@ -23,7 +23,7 @@ import pytest
         ("trace --dropout abc", ["--dropout abc is not a number"]),
         ("trace --embed-dim", ["--embed-dim was given without a value"]),
         ("trace --bias=1", ["--bias takes no value"]),
-        ("trace 512", ["512 is none", "--embed-dim 512"]),
+        ("trace 512", ["512 is not a target", "package.module:Name", "--embed-dim 512"]),
         ("trace --num-heads 1,2", ["num_heads 1,2 is a list", "trace takes one number", "params --num-heads 1,2"]),
         ("params --num-heads 1,x", ["num_heads 1,x", "1,2,4"]),
         ("params --num-heads ,", ["num_heads ,"]),

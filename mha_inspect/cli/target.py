@@ -1,0 +1,208 @@
+"""A target on the command line: its argument, what it is built and called with, and what its own code does wrong."""
+
+# No `from __future__ import annotations` here: Typer reads these annotations at run time.
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ExitCode, MhaInspectError, SpecError
+from ..layers.registry import LAYERS
+from .options import SEEDS, Options
+from .values import shown
+
+if TYPE_CHECKING:
+    from ..reports.params import ParamsReport
+    from ..reports.trace import Trace
+    from ..target import Target
+    from ..target_inputs import Asked, Call
+
+FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
+HELP = f"A module of your own: {FORMS}. Importing it runs its code. Without one, a layer is built from the options."
+
+TargetArgument = Annotated[
+    str | None, typer.Argument(metavar="[TARGET]", help=HELP, show_default=False, rich_help_panel="Target")
+]
+
+
+class TargetFailedError(MhaInspectError):
+    """The target's own forward raised."""
+
+    exit_code = ExitCode.CONDITION
+
+
+def check_target(text: str, options: Options, command: str) -> None:
+    """Look at everything that can be judged before torch is imported.
+
+    Raises `MhaInspectError` when the text is no target, or options contradict it.
+    """
+    from ..target_import import split_target
+    from ..target_shapes import parse_shapes
+    from ..target_values import parse_settings
+
+    if ":" not in text and not text.endswith(".py"):
+        way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
+        raise SpecError(
+            f"{shown(text)} is not a target: write {FORMS}. Sizes go by name, as in --embed-dim 512.{way_out}"
+        )
+    if not text.startswith("hf:"):
+        split_target(text)
+    if "layer" in options.typed:
+        raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers: drop one of them.")
+    if options.seed not in SEEDS:
+        raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
+    parse_settings(options.settings or [])
+    parse_shapes(options.input_shape or [])
+    options.flags()
+
+
+def load(text: str, options: Options) -> "Target":
+    """Build the target as the options say."""
+    from ..target import TargetSpec, load_target
+    from ..target_values import parse_settings
+
+    spec = TargetSpec(
+        flags=options.flags(),
+        dtype=options.dtype if "dtype" in options.given else None,
+        device=options.device,
+        training=options.train,
+        seed=options.seed,
+    )
+    return load_target(text, parse_settings(options.settings or []), spec)
+
+
+def trace_target(text: str, options: Options) -> "Trace":
+    """Build the target, call it, and report what it did.
+
+    What it prints goes to stderr: stdout is for the answer.
+
+    Raises:
+        MhaInspectError: it cannot be built or called as asked.
+        TargetFailedError: its forward raised.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from ..reports.common import LayerInfo
+    from ..target import seed_everything
+    from ..target_import import stdout_for_the_answer
+    from ..tracing import trace_module
+
+    show = options.show()
+    with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+        target = load(text, options)
+        call = _call(target, options)
+        seed_everything(options.seed)
+        try:
+            report = trace_module(target.module, *call.args, show=show, **call.kwargs)
+        except Exception as error:
+            raise _explained(error, target, call) from error
+    notes = (*target.notes, _called(call))
+    return replace(
+        report,
+        environment=replace(report.environment, seed=options.seed),
+        layer=LayerInfo(target.name, target.passed),
+        notes=(*report.notes, *filter(None, notes)),
+    )
+
+
+def _called(call: "Call") -> str:
+    """What the forward was called with, in a sentence."""
+    if not call.described:
+        return ""
+    were = "was" if len(call.drawn) == 1 else "were"
+    drawn = f" {', '.join(call.drawn)} {were} drawn from the seed." if call.drawn else ""
+    return f"The forward was called with {call.described}.{drawn}"
+
+
+def params_target(text: str, options: Options, *, per_head: bool) -> "ParamsReport":
+    """Build the target, and report its parameters. Raises as `trace_target`."""
+    from dataclasses import replace
+
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    from ..parameters import params
+    from ..reports.common import LayerInfo
+    from ..target_import import stdout_for_the_answer
+
+    show = options.show()
+    with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+        target = load(text, options)
+        if any(map(is_lazy, target.module.parameters())):
+            _call(target, options)
+        report = params(target.module, show=show, per_head=per_head)
+    for note in target.notes:
+        tell(note)
+    return replace(
+        report,
+        environment=replace(report.environment, seed=options.seed),
+        layer=LayerInfo(target.name, target.passed),
+    )
+
+
+def tell(note: str) -> None:
+    """Say on stderr what was decided on somebody's behalf."""
+    from .failure import say
+
+    say(note)
+
+
+def _call(target: "Target", options: Options) -> "Call":
+    """The arguments of its forward; lazy parameters get their shapes from one call with them."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    from ..target_inputs import make_call
+
+    call = make_call(target, asked(options))
+    if any(map(is_lazy, target.module.parameters())):
+        torch.manual_seed(options.seed)
+        try:
+            with torch.no_grad():
+                target.module(*call.args, **call.kwargs)
+        except Exception as error:
+            raise _explained(error, target, call) from error
+    return call
+
+
+def asked(options: Options) -> "Asked":
+    """What the options say of the inputs."""
+    from ..target_inputs import Asked
+    from ..target_shapes import parse_shapes
+
+    return Asked(options.inputs(), options.flags(), parse_shapes(options.input_shape or []), options.seed)
+
+
+def _explained(error: Exception, target: "Target", call: "Call") -> BaseException:
+    """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
+    from ..target_import import in_one_line
+    from .failure import is_out_of_memory
+
+    if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
+        return error
+    ways = [f"--input-shape {name}={_shape(call, name)}" for name in call.drawn]
+    hint = f" If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+    return TargetFailedError(
+        f"{target.name} failed on {call.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
+    )
+
+
+def _shape(call: "Call", name: str) -> str:
+    tensor: Any = call.kwargs.get(name, call.args[0] if call.args else None)
+    sizes = "x".join(map(str, tensor.shape))
+    return f"{sizes}:{str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _in_forward(error: BaseException) -> bool:
+    """Whether an exception came out of a module's forward, and not out of the program around it."""
+    from torch import nn
+
+    code = nn.Module._call_impl.__code__
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code is code:
+            return True
+        step = step.tb_next
+    return False
