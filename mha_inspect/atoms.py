@@ -9,7 +9,7 @@ from math import prod
 class Atom:
     """An axis that nothing has split yet."""
 
-    __slots__ = ("counter", "origin", "parts", "size", "twins")
+    __slots__ = ("counters", "joined", "origins", "parts", "size", "twins")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -17,10 +17,12 @@ class Atom:
         """What it was split into, or the atom that it turned out to be."""
         self.twins: tuple[Atom, ...] = ()
         """Atoms of the same origin that are a different axis: the query and the key of self-attention."""
-        self.origin: tuple[Dim, int] | None = None
-        """The dimension that this is a piece of, and where in it the piece begins."""
-        self.counter: Dim = ()
-        """The axis that counts the equal pieces of which this is one."""
+        self.origins: dict[int, tuple[Dim, int]] = {}
+        """Size of a piece that begins with this, to the dimension that it is cut from and where in it it begins."""
+        self.counters: dict[int, Dim] = {}
+        """Size of a piece that begins with this, to the axis that counts such pieces."""
+        self.joined: tuple[Dim, ...] = ()
+        """The dimensions that were put together, one after the other, into this one."""
 
     def __repr__(self) -> str:
         return f"Atom({self.size})"
@@ -65,21 +67,37 @@ def fresh(size: int) -> Dim:
     return (Atom(size),)
 
 
-def piece(whole: Dim, start: int, size: int) -> Dim:
-    """A part of a dimension, which is whole again when all its parts are put together."""
-    atom = Atom(size)
-    atom.origin = (whole, start)
+def join(dims: Sequence[Dim]) -> Dim:
+    """Dimensions one after the other: whole again if these are all the pieces of one, else an axis of their own."""
+    whole = _together(dims)
+    if whole is not None:
+        return whole
+    atom = Atom(sum(size_of(resolve(dim)) for dim in dims))
+    atom.joined = tuple(dims)
     return (atom,)
 
 
-def together(dims: Sequence[Dim]) -> Dim | None:
+def piece(whole: Dim, start: int, size: int) -> Dim:
+    """A part of a dimension: one that was joined to it before, or one that makes it whole again with all the others."""
+    known = resolve(whole)
+    at = 0
+    for dim in known[0].joined if len(known) == 1 else ():
+        if at == start and size_of(resolve(dim)) == size:
+            return dim
+        at += size_of(resolve(dim))
+    atom = Atom(size)
+    atom.origins[size] = (whole, start)
+    return (atom,)
+
+
+def _together(dims: Sequence[Dim]) -> Dim | None:
     """The dimension of which these are all the pieces, in whatever order; None where they are not."""
     origins = []
     for dim in dims:
-        known = resolve(dim)
-        if len(known) != 1 or known[0].origin is None:
+        known, size = resolve(dim), size_of(resolve(dim))
+        if not known or size not in known[0].origins:
             return None
-        origins.append((*known[0].origin, known[0].size))
+        origins.append((*known[0].origins[size], size))
     whole = origins[0][0]
     leaves = resolve(whole)
     if any(resolve(other) != leaves for other, _, _ in origins[1:]):
@@ -110,11 +128,9 @@ def unify(left: Dim, right: Dim) -> bool:
         if x.size == y.size:
             _merge(x, y)
         elif x.size < y.size and y.size % x.size == 0:
-            y.parts = (x, Atom(y.size // x.size))
-            others.append(y.parts[1])
+            others.append(_take(y, x))
         elif y.size < x.size and x.size % y.size == 0:
-            x.parts = (y, Atom(x.size // y.size))
-            rest.append(x.parts[1])
+            rest.append(_take(x, y))
         else:
             return False
     return True
@@ -129,16 +145,32 @@ def _merge(x: Atom, y: Atom) -> None:
     y.parts = (x,)
     if y.twins:
         x.twins = (*y.twins, *x.twins)[:_MANY]
-    if y.origin is not None:
-        if x.origin is None:
-            x.origin = y.origin
-        elif x.origin[1] == y.origin[1] and size_of(x.origin[0]) == size_of(y.origin[0]):
-            unify(x.origin[0], y.origin[0])
-    if y.counter:
-        if not x.counter:
-            x.counter = y.counter
-        elif size_of(x.counter) == size_of(y.counter):
-            unify(x.counter, y.counter)
+    for size, counter in y.counters.items():
+        unify(x.counters.setdefault(size, counter), counter)
+    for size, (whole, start) in y.origins.items():
+        other, place = x.origins.setdefault(size, (whole, start))
+        if place == start:
+            unify(other, whole)
+    if not x.joined:
+        x.joined = y.joined
+
+
+def _take(atom: Atom, first: Atom) -> Atom:
+    """Say that an atom begins with another; returns what is left of it."""
+    rest = Atom(atom.size // first.size)
+    for size, counter in atom.counters.items():
+        first.counters.setdefault(size, counter)
+    for size, origin in atom.origins.items():
+        first.origins.setdefault(size, origin)
+    atom.parts = (first, rest)
+    return rest
+
+
+def split(atom: Atom, size: int) -> None:
+    """Split an atom in two: `size` of what is left."""
+    first, rest = Atom(size), Atom(atom.size // size)
+    first.counters, first.origins = atom.counters, atom.origins
+    atom.parts = (first, rest)
 
 
 def twin(atom: Atom) -> Atom:
@@ -171,7 +203,7 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
                 taken.append(atom)
                 got *= atom.size
             elif atom.size % (size // got) == 0 and size % got == 0:
-                atom.parts = (Atom(size // got), Atom(atom.size * got // size))
+                split(atom, size // got)
                 taken.append(atom.parts[0])
                 left.append(atom.parts[1])
                 got = size

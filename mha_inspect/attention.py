@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .branches import merge_branches
 from .found import Found
-from .graph import GATHERING, JOINING, NORMS, Graph, Step, inside
+from .graph import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
 from .ops import Op, Recording, Tensor
 from .scoring import multiply, read_scoring
 
@@ -174,19 +174,34 @@ class _Finder:
     def _through(self, op: Op) -> bool:
         """What may stand between a projection and heads."""
         return not self.graph.operands(op) and (
-            op.kind != "compute" or op.pointwise or op.base_name in NORMS | JOINING | GATHERING
+            op.kind != "compute" or op.pointwise or op.base_name in NORMS | JOINING | GATHERING | POOLING
         )
 
     def _projection(self, heads: Tensor, module: str) -> _Projection | None:
-        """The nearest projection behind a tensor of heads."""
+        """The nearest projection behind a tensor of heads.
+
+        Where heads are put together of several projections' pieces, one that feeds another of them is not the last.
+        """
+        nearest: _Projection | None = None
         for step in self.graph.back(heads, self._through):
             op = self.recording.producer(step.tensor)
-            if op is not None and self.graph.is_projection(op):
-                crossed = any(passed.base_name in NORMS for passed in step.path)
+            if op is None or not self.graph.is_projection(op):
+                continue
+            crossed = any(passed.base_name in NORMS for passed in step.path)
+            if nearest is None:
                 if crossed and not inside(op.module, module):
                     return None
+                nearest = _Projection(op, tuple(reversed(step.path)))
+                if not any(passed.base_name == "cat" for passed in step.path):
+                    break
+            elif inside(op.module, module) and op is not nearest.op and self._feeds(nearest.op, op):
                 return _Projection(op, tuple(reversed(step.path)))
-        return None
+        return nearest
+
+    def _feeds(self, first: Op, second: Op) -> bool:
+        """Whether one projection projects what another gives."""
+        steps = self.graph.back(self.graph.projected(second), self._through)
+        return any(self.recording.producer(step.tensor) is first for step in steps)
 
     def _with_earlier(self, end: _Projection, module: str, others: set[int]) -> _Projection:
         """With the projections before it, down to something narrower, in the same module and for this side alone."""

@@ -58,7 +58,9 @@ class AxisNames:
 
     def of(self, tensor: Tensor) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
-        return self._write(tensor, self._sides["q"], ())
+        # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
+        joined = ("heads",) if self._found.branches else ()
+        return self._write(tensor, list(self._sides["q"]), joined)
 
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
@@ -70,7 +72,14 @@ class AxisNames:
             expected[-1] = _OWN_WIDTH[stage]
         if self._roles.own_value_width and _side(stage) in "vo":
             expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
-        return self._write(tensor, side, expected, self._packed(stage), features_last=stage in ("query", *_OWN_WIDTH))
+        return self._write(
+            tensor,
+            side,
+            expected,
+            self._packed(stage),
+            features_last=stage in ("query", *_OWN_WIDTH),
+            value=stage == "v_proj",
+        )
 
     def _packed(self, stage: str) -> tuple[str, int]:
         """Name and size of the axis that counts projections, where a stage is one product for several of them."""
@@ -80,7 +89,7 @@ class AxisNames:
             return "", 0
         sharing = tuple(name for name in names.values() if self._found.projections.get(name) is own)
         whole = self._found.stages[stage].numel == own.output.numel
-        return (_PACKED.get(sharing, ""), len(sharing)) if whole and len(sharing) > 1 else ("", 0)
+        return (_PACKED.get(sharing, "packed"), len(sharing)) if whole else ("", 0)
 
     def _write(
         self,
@@ -90,11 +99,12 @@ class AxisNames:
         packed: tuple[str, int] = ("", 0),
         *,
         features_last: bool = False,
+        value: bool = False,
     ) -> str:
         dims = [_name(dim, groups) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
-        if packed[0]:
-            _name_packed(dims, packed, self._roles)
+        if packed[1]:
+            _name_packed(dims, packed, self._roles, value=value)
         if features_last and dims and dims[-1] and all(isinstance(token, Atom) for token in dims[-1]):
             self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
         self._name_the_last(dims, groups, ["batch"], only_ones=True)
@@ -117,12 +127,13 @@ class AxisNames:
         self, dims: list[list[str | Atom]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
     ) -> None:
         """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
-        missing = [name for name in expected if all(name != token for dim in dims for token in dim)]
+        missing = [name for name in expected if not _has(dims, name)]
         left = [
             (place, run)
             for place, dim in enumerate(dims)
             for run in _runs(dim)
-            if not only_ones or (len(dim) == 1 and _size(dim, run) == 1)
+            if (_size(dim, run) == 1) <= (run == (0, len(dim)))
+            and (not only_ones or (len(dim) == 1 == _size(dim, run)))
         ]
         if len(missing) > 1 or len(left) > 1:
             # Axes of size one tell nothing beside others.
@@ -131,8 +142,8 @@ class AxisNames:
             return
         place, run = left[0]
         name = missing[0]
-        known = {"head_dim": self._roles.head_dim, "v_head_dim": self._roles.value_dim}.get(name)
-        if known is not None and _size(dims[place], run) != _product(resolve(known)):
+        known = {"head_dim": self.head_dim, "v_head_dim": _product(self._roles.value_dim), "heads": self.num_heads}
+        if name in known and _size(dims[place], run) != known[name]:
             return
         self._assign(dims, groups, place, run, name)
 
@@ -188,13 +199,18 @@ def _name(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
         else:
             atom = atoms.pop(0)
             part = next(
-                (f"{name}_{group.index(atom) + 1}" for name, group in known if len(group) > 1 and atom in group), None
+                (
+                    f"{name}_{group.index(atom) + 1}"
+                    for name, group in known
+                    if name in ("batch", "query", "key") and len(group) > 1 and atom in group
+                ),
+                None,
             )
             tokens.append(part if part is not None and atom.size > 1 else atom)
     return tokens
 
 
-def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: Roles) -> None:
+def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
     """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
 
     Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
@@ -206,15 +222,24 @@ def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: R
     left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
     if not left:
         return
+    width = _product(resolve(roles.value_dim if value else roles.head_dim))
+    name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
     at, first = left[0]
-    rest = prod(token.size for _, token in left[1:])
-    if first.size == count or len(left) == 1 or "head_dim" in dim:
-        dim[at] = name if first.size == count else "packed"
-        left = left[1:]
-    if left and rest == prod(atom.size for atom in roles.head_dim) and "head_dim" not in dim:
-        start, stop = left[0][0], left[-1][0] + 1
-        if stop - start == len(left):
-            dim[start:stop] = ["head_dim"]
+    named = any(token in ("head_dim", "v_head_dim") for token in dim)
+    if not named and prod(token.size for _, token in left) == width:
+        return
+    if not named and first.size > 1 and prod(token.size for _, token in left[1:]) == width:
+        start, stop = left[1][0], left[-1][0] + 1
+        if stop - start == len(left) - 1:
+            dim[start:stop] = [name_of_width]
+            left, named = left[:1], True
+    if len(left) == 1 and (named or count > 1):
+        dim[at] = name if first.size == count > 1 else "packed"
+
+
+def _has(dims: list[list[str | Atom]], name: str) -> bool:
+    """Whether a name is there already, in one dimension or in several."""
+    return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
 
 
 def _runs(dim: list[str | Atom]) -> list[tuple[int, int]]:

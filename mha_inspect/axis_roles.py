@@ -22,7 +22,10 @@ class Roles:
         left, right = (dimensions.of(tensor) for tensor in found.score_product.inputs[-2:])
         query, key = (columns, rows) if found.key_first else (rows, columns)
         self.head_dim: Dim = left[-1]
-        self._source_key: Dim = (left[-2] if found.key_first else right[-1]) if len(right) > 1 and len(left) > 1 else ()
+        matrices = len(right) > 1 and len(left) > 1
+        self._source_key: Dim = (left[-2] if found.key_first else right[-1]) if matrices else ()
+        # The same axis as the left operand's, but where the two were not recognised as one.
+        self._other_dim: Dim = right[-2] if matrices else right[-1]
         folded = product[0] if len(product) == 3 else ()
         outside = self._outside()
         head_rows: Dim = ()
@@ -60,7 +63,7 @@ class Roles:
             return self._split_by_place(folded)
         batch = tuple(atom for atom in folded if atom in outside)
         # Windows are cut out of the sequence, and stand beside its rest in what comes in.
-        rows = set(query)
+        rows = {atom for atom in query if atom.size > 1}
         dims = self._dimensions.of(self._found.stages["query"])
         cut = {atom for dim in dims if rows & set(dim) for atom in dim}
         windows = tuple(atom for atom in batch if atom in cut)
@@ -89,7 +92,8 @@ class Roles:
             return tuple(atom for atom in folded if atom not in merged), merged, ()
         first = dims[0] if len(dims) > 3 else folded[:-1]
         batch = tuple(atom for atom in folded if atom in first) if apart else ()
-        return batch, tuple(atom for atom in folded if atom not in batch), ()
+        rest = tuple(atom for atom in folded if atom not in batch)
+        return batch, tuple(atom for atom in rest if atom.size > 1) or rest[:1], ()
 
     def _value_roles(self) -> None:
         """The sequence and the features of the values."""
@@ -127,14 +131,16 @@ class Roles:
         if side in "vo":
             found.append((value_dim, self.value_dim))
         if side != "o":
-            found.append(("head_dim", self.head_dim))
+            found += [("head_dim", self.head_dim), ("head_dim", self._other_dim)]
         if side == "k":
             found += [("key", self._source_key), ("key", self.key)]
         elif side == "v":
             found += [("key", self._value_key), ("key", self.key)]
         else:
             found += [("query", self.query), ("key", self.key)]
-        return [*found, *([("query", self.query)] if side in "kv" else [])]
+        if side in "kv":
+            found.append(("query", self.query))
+        return [(name, _without_ones(group)) for name, group in found]
 
     def _head_groups(self, side: str) -> list[Group]:
         shared, heads = self.kv_heads, self.heads
@@ -143,6 +149,11 @@ class Roles:
         if not heads or shared == heads:
             return [("heads", heads)]
         return [("heads", heads), ("kv_heads", shared), ("group", tuple(atom for atom in heads if atom not in shared))]
+
+
+def _without_ones(dim: Dim) -> Dim:
+    """Without axes of size one, where there are others: a view puts them beside any axis."""
+    return tuple(atom for atom in dim if atom.size > 1) or dim
 
 
 def _size(dim: Dim) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
-from .atoms import Dim, fresh, piece, reshape, resolve, size_of, together, twin, unify
+from .atoms import Dim, fresh, join, piece, reshape, resolve, size_of, twin, unify
 from .ops import Op
 
 Dims = tuple[Dim, ...]
@@ -143,6 +143,29 @@ def _slice(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     return [(*dims[:place], part, *dims[place + 1 :])]
 
 
+def slice_unevenly(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
+    """A slice of a dimension out of which pieces of other sizes are cut as well."""
+    dims = inputs[0]
+    place = _setting(op, 1, "dim", 0) % len(dims)
+    size, start = op.output.shape[place], _setting(op, 2, "start", 0) or 0
+    if size == op.inputs[0].shape[place]:
+        return [dims]
+    start += op.inputs[0].shape[place] if start < 0 else 0
+    return [(*dims[:place], piece(dims[place], start, size), *dims[place + 1 :])]
+
+
+def uneven_slices(ops: Iterable[Op]) -> set[int]:
+    """Indices of the slices of tensors out of which pieces of different sizes are cut: they are no equal pieces."""
+    cut: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for op in ops:
+        if op.base_name == "slice" and op.outputs and _setting(op, 4, "step", 1) == 1:
+            place = _setting(op, 1, "dim", 0) % len(op.output.shape)
+            size = op.output.shape[place]
+            if size != op.inputs[0].shape[place]:
+                cut.setdefault((op.inputs[0].id, place), {}).setdefault(size, []).append(op.index)
+    return {index for sizes in cut.values() if len(sizes) > 1 for indices in sizes.values() for index in indices}
+
+
 def _piece_of(op: Op, dims: Dims, place: int, count: int) -> Dims:
     shape = op.inputs[0].shape
     parts = reshape(dims, (*shape[:place], count, shape[place] // count, *shape[place + 1 :]))
@@ -152,15 +175,15 @@ def _piece_of(op: Op, dims: Dims, place: int, count: int) -> Dims:
 def _counted(dims: Dims, piece_place: int, counter_place: int) -> Dims:
     """Without the dimension that counts pieces, which the piece remembers."""
     resolved = resolve(dims[piece_place])
-    if resolved and not resolved[0].counter:
-        resolved[0].counter = dims[counter_place]
+    if resolved:
+        resolved[0].counters.setdefault(size_of(resolved), dims[counter_place])
     return (*dims[:counter_place], *dims[counter_place + 1 :])
 
 
 def _counter(dim: Dim, count: int) -> Dim:
     """The axis that counts equal pieces like this one, where as many are put together again."""
     resolved = resolve(dim)
-    known = resolved[0].counter if resolved else ()
+    known = resolved[0].counters.get(size_of(resolved), ()) if resolved else ()
     return known if known and size_of(resolve(known)) == count else fresh(count)
 
 
@@ -179,12 +202,13 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     if len(joined) == 1:
         yield first
         return
-    dim = together(joined)
-    if dim is None and place == rank - 1 and len({size_of(resolve(part)) for part in joined}) == 1:
+    if place == rank - 1 and len({size_of(resolve(part)) for part in joined}) == 1:
         for part in joined[1:]:
             unify(joined[0], part)
         dim = (*_counter(joined[0], len(joined)), *joined[0])
-    yield (*first[:place], dim or fresh(op.output.shape[place]), *first[place + 1 :])
+    else:
+        dim = join(joined)
+    yield (*first[:place], dim, *first[place + 1 :])
 
 
 def _stack(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .atoms import Atom, Dim, fresh, resolve, size_of
-from .dimension_rules import rule_of
+from .dimension_rules import rule_of, slice_unevenly, uneven_slices
 from .ops import Op, Recording, Tensor
 
 __all__ = ["Atom", "Dim", "Dimensions", "resolve", "size_of"]
@@ -24,6 +24,7 @@ class Dimensions:
     def __init__(self, recording: Recording) -> None:
         self._dims: dict[int, tuple[Dim, ...]] = {}
         self._places: dict[tuple[Any, ...], tuple[Dim, ...]] = {}
+        self._uneven = uneven_slices(recording.ops)
         for op in recording.ops:
             self._follow(op)
         for named in (*recording.inputs, *recording.parameters, *recording.outputs):
@@ -47,7 +48,9 @@ class Dimensions:
 
     def _follow(self, op: Op) -> None:
         inputs = tuple(self._known(tensor) for tensor in op.inputs)
-        rule = rule_of(op)
+        if not op.outputs:
+            return
+        rule = slice_unevenly if op.index in self._uneven else rule_of(op)
         results = list(rule(op, inputs)) if rule is not None else []
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()

@@ -27,6 +27,7 @@ NORMS = {
 }
 GATHERING = {"gather", "index", "index_select", "embedding"}
 JOINING = {"cat", "stack", "constant_pad_nd", "native_dropout", "repeat", "roll", "view_as_complex", "view_as_real"}
+POOLING = {"amax", "max", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "clone", "squeeze", "unsqueeze"}
 _SCALES: dict[str, Callable[[float], float]] = {"mul": lambda number: number, "div": lambda number: 1 / number}
 _FAR = 60

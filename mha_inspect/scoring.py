@@ -77,8 +77,8 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
         elif name in _BENDS:
             found.bent = True
         elif name in ("mul", "div"):  # by a number for each head, or by a mask
-            spans = sum(t.numel == op.output.numel for t in op.inputs) > 1
-            if spans:
+            other = min(op.inputs, key=lambda t: t.numel)
+            if any(size > 1 for size in other.shape[-2:]):
                 found.masks.append(op)
             elif early:
                 found.scale, found.scores = None, op.output
