@@ -10,14 +10,16 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ops import Kind, Named, Op, Recording, Tensor
@@ -100,10 +102,12 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 class _Storage:
     """What is known of one piece of memory: which tensors look at it, and how often it was written."""
 
-    __slots__ = ("made_by", "number", "seen", "version")
+    __slots__ = ("made_by", "number", "owner", "seen", "version")
 
-    def __init__(self, number: int, made_by: int | None) -> None:
+    def __init__(self, number: int, made_by: int | None, owner: Any) -> None:
         self.number = number
+        self.owner = owner
+        """Addresses are used again: a weak reference, as `_owner` gives it, tells one owner from the next."""
         self.made_by = made_by
         """The operation that wrote it last; None where it came from outside."""
         self.version = 0
@@ -139,6 +143,8 @@ class Recorder(TorchDispatchMode):
         self._call: tuple[int, int] = (0, -1)
         self.boundary: FrameType | None = None
         """The frame that the block stands in: whatever called that one did not ask for the operations."""
+        self._asking: FrameType | None = None
+        """The frame that asked for the composite operation that is being taken apart."""
         if root is not None:
             self._learn(root)
 
@@ -187,10 +193,7 @@ class Recorder(TorchDispatchMode):
         about = _about(func)
         if about.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+            return self._take_apart(func, args, kwargs, sys._getframe(1))
         inputs: list[Tensor] = []
         plain_args = tuple(self._plain(arg, inputs) for arg in args)
         plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()}
@@ -201,9 +204,9 @@ class Recorder(TorchDispatchMode):
         index = len(self._ops)
         storages = {tensor.storage: tensor for tensor in inputs}
         outputs = [self._write(tensor, index, storages, bool(written)) for _, tensor in tensors_in(result)]
-        if written and not outputs:
-            outputs = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
-        source, module, call = self._where(sys._getframe(1))
+        left = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
+        outputs = outputs or left
+        source, module, call = self._where(self._asking or sys._getframe(1))
         kind: Kind = "copy" if about.base_name in _COPIES else "compute"
         if outputs and all(output.storage in storages for output in outputs):
             kind = "write" if written else "view"
@@ -224,6 +227,23 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
+    def _take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        """Run a composite operation as what it consists of, all of it asked for by the one who asked for the whole."""
+        asking, self._asking = self._asking, self._asking or frame
+        views = torch._C.DispatchKey.ADInplaceOrView
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(views)
+        # Outside of a mode a view requires gradients where its base does, and that decides which kernels a product
+        # takes. What comes out of an operation that makes views itself is made one on the way out.
+        torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded and _about(func).makes_views)
+        super().__enter__()
+        try:
+            # Not func.decompose: it prefers Python's kernels, which round otherwise than those of a plain run.
+            return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
+            self._asking = asking
+
     def _plain(self, value: Any, inputs: list[Tensor]) -> Any:
         """The argument as plain data; tensors in it are added to `inputs`."""
         if isinstance(value, torch.Tensor):
@@ -239,9 +259,9 @@ class Recorder(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor) -> Tensor:
         """The identity of a tensor as it is now."""
         address, key = _identity(tensor)
-        storage = self._storages.get(address)
+        storage = self._find(tensor, address)
         if storage is None:
-            storage = self._add_storage(address, None)
+            storage = self._add_storage(tensor, address, None)
         seen = storage.seen.get(key)
         if seen is not None and seen[1] == storage.version:
             return seen[0]
@@ -251,10 +271,9 @@ class Recorder(TorchDispatchMode):
     def _write(self, tensor: torch.Tensor, index: int, inputs: Mapping[int, Tensor], in_place: bool) -> Tensor:
         """The identity of a tensor that operation `index` has just returned; `inputs` are its own, by storage."""
         address, key = _identity(tensor)
-        storage = self._storages.get(address)
+        storage = self._find(tensor, address)
         if storage is None or not (storage.number in inputs or storage.made_by == index):
-            # Addresses are used again: memory that is not among the inputs is new, whatever was there before.
-            storage = self._add_storage(address, index)
+            storage = self._add_storage(tensor, address, index)
         elif in_place and storage.made_by != index:
             storage.version += 1
             storage.made_by = index
@@ -264,15 +283,21 @@ class Recorder(TorchDispatchMode):
                 return seen[0]  # a view that changes nothing
         return self._new(tensor, key, storage, index)
 
-    def _add_storage(self, address: int, made_by: int | None) -> _Storage:
-        storage = self._storages[address] = _Storage(self._next_storage, made_by)
+    def _find(self, tensor: torch.Tensor, address: int) -> _Storage | None:
+        """What is known of the memory of a tensor."""
+        storage = self._storages.get(address)
+        reused = storage is not None and isinstance(storage.owner, ref) and storage.owner() is not tensor
+        return None if reused else storage
+
+    def _add_storage(self, tensor: torch.Tensor, address: int, made_by: int | None) -> _Storage:
+        storage = self._storages[address] = _Storage(self._next_storage, made_by, _owner(tensor))
         self._next_storage += 1
         return storage
 
     def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> Tensor:
         made = Tensor(
             id=self._next_tensor,
-            shape=tuple(tensor.shape),
+            shape=key[1],
             stride=key[2],
             offset=key[0],
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -284,7 +309,8 @@ class Recorder(TorchDispatchMode):
         if made_by is not None:
             self._producers[made.id] = made_by
         if not made.shape and tensor.device.type == "cpu" and tensor.dtype.is_floating_point:
-            self._scalars[made.id] = tensor.item()
+            with suppress(RuntimeError):  # a tensor without memory: a zero of forward-mode gradients, a fake one
+                self._scalars[made.id] = tensor.item()
         if self._keep:
             self._values[made.id] = tensor.detach()
             self._kept_in.setdefault(storage.number, []).append(made.id)
@@ -327,11 +353,24 @@ class Recorder(TorchDispatchMode):
 
 def _identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
     """The address of a tensor's storage, and what tells it from other views of the same storage."""
+    if tensor.is_nested and tensor.layout == torch.strided:  # rows of different lengths have no shape: one buffer
+        return tensor.untyped_storage()._cdata, (0, (tensor.numel(),), (1,), tensor.dtype)
     try:
         address = tensor.untyped_storage()._cdata
         return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
         return id(tensor), (0, tuple(tensor.shape), (), tensor.dtype)
+
+
+def _owner(tensor: torch.Tensor) -> StorageWeakRef | ref[torch.Tensor]:
+    """A weak reference to what `_identity` takes the address of.
+
+    One to a storage keeps its address from being given to another; one to a tensor can only tell that it was.
+    """
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return ref(tensor)
 
 
 @dataclass(frozen=True)
@@ -342,6 +381,7 @@ class _About:
     base_name: str
     pointwise: bool
     composite: bool
+    makes_views: bool
     written: tuple[tuple[int, str], ...]
     """Place and name of each argument that it writes into."""
 
@@ -349,12 +389,19 @@ class _About:
 @cache
 def _about(func: Any) -> _About:
     name = str(func)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+    def has_kernel(operation: str, key: str) -> bool:
+        try:
+            return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
+        except RuntimeError:  # one that the dispatcher does not know: prim.device, asked of a fake tensor
+            return False
+
     return _About(
         name=name,
         base_name=name.split(".")[1],
         pointwise=torch.Tag.pointwise in func.tags,
         composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
+        makes_views=has_kernel(func.name(), "ADInplaceOrView"),
         written=tuple(
             (place, argument.name)
             for place, argument in enumerate(func._schema.arguments)
