@@ -184,6 +184,7 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     if padding == (QUERY, 2):
         assert report.elsewhere.verdict == "same"
         assert stage(report, "weights").note == "without the fully masked queries: same"
+        assert any(f"({HEADS * QUERY * 2} weights)" in sentence for sentence in report.answer)
         apart = (run("torch", inputs=inputs) - run("split-heads", inputs=inputs))[1].abs().max()
         assert report.elsewhere.max_abs_difference == pytest.approx(float(apart))
     else:
@@ -195,6 +196,7 @@ def test_noise_of_a_fully_masked_row_is_not_noise_of_the_others():
     with_row = diff("torch", "split-heads", replace(INPUTS, padding=(QUERY, 2)))
     assert 0 < with_row.elsewhere.noise_floor < 1e-5
     assert with_row.right.rounding_error < 1e-5
+    assert 0 < stage(with_row, "context").noise_floor < 1e-5
 
 
 def test_a_dtype_costs_what_it_is_off_the_exact_result():

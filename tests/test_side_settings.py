@@ -76,6 +76,11 @@ def test_a_flag_that_one_layer_has_no_use_for_stays_with_the_other():
     assert left.run.need_weights is right.run.need_weights is False
 
 
+def test_a_setting_of_one_side_is_not_left_unheard():
+    with pytest.raises(SpecError, match="layer torch has no use for num_kv_heads 2"):
+        make_sides("torch", "grouped-query", AttentionSpec(), *_plain(), {"num_kv_heads": 2}, {})
+
+
 def test_wide_takes_the_whole_width_unless_it_is_told():
     spec = AttentionSpec(embed_dim=12, num_heads=4)
     left, right = make_sides("wide", "wide", spec, InputSpec(), RunSpec(), {}, {})
