@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,7 +44,7 @@ def carry(baseline: nn.Module, module: nn.Module) -> Carried:
     carried, changes = [], []
     for name, own in mine.tensors().items():
         given = theirs.tensors()[name]
-        label = name[0].upper() + name[1:] if name[0] == "w" else name
+        label = _label(name)
         if _flat(name, given).shape != _flat(name, own).shape:
             changes.append(f"{label} {list(_flat(name, given).shape)} becomes {list(_flat(name, own).shape)}")
             continue
@@ -62,6 +64,23 @@ def carry(baseline: nn.Module, module: nn.Module) -> Carried:
     if not whole and not changes:
         changes.append(f"{_numel(baseline):,} parameters become {_numel(module):,}")
     return Carried(whole, tuple(carried), tuple(changes))
+
+
+def matrices(module: nn.Module, numbers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The module's weights as whole matrices, `W_q` to `b_o`, whatever parameters it keeps them in.
+
+    With `numbers`, by the parameter's name, those stand for what the parameters hold: gradients, for instance.
+    """
+    if numbers is not None:
+        module = copy.deepcopy(module)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(numbers[name])
+    return {_label(name): _flat(name, tensor).detach() for name, tensor in read_weights(module).tensors().items()}
+
+
+def _label(name: str) -> str:
+    return f"W{name[1:]}" if name[0] == "w" else name
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from .errors import SpecError
 from .fit import require_fit
+from .focus import compare_focus
 from .forward import Forward, build_forward
+from .gradients import compare_gradients
 from .head_runs import HeadRun, Noise, walk
 from .head_sentences import answer, reason
 from .head_weights import Carried, carry
@@ -25,7 +27,9 @@ from .reports.common import Environment, LayerInfo, Verdict
 from .reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from .spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 from .stage_difference import distances
+from .training import compare_training
 
+_EXTRAS = ("pairwise", "gradients", "steps", "focus")
 USUAL_COUNTS = (1, 2, 4, 8)
 
 
@@ -44,7 +48,7 @@ def compare_heads(heads: Sequence[int] = USUAL_COUNTS, *, layer: str = "torch", 
     parts = {cls: {f.name for f in fields(cls)} & settings.keys() for cls in (InputSpec, RunSpec)}
     inputs = InputSpec(**{name: settings.pop(name) for name in parts[InputSpec]})
     run = RunSpec(**{name: settings.pop(name) for name in parts[RunSpec]})
-    asked = {name: settings.pop(name) for name in ("pairwise",) if name in settings}
+    asked = {name: settings.pop(name) for name in _EXTRAS if name in settings}
     spec = spec_for(find_layer(layer), num_heads=heads[0], **settings)
     return compare_heads_spec(spec, tuple(heads), inputs, run, layer=layer, **asked)
 
@@ -57,6 +61,9 @@ def compare_heads_spec(
     *,
     layer: str = "torch",
     pairwise: bool = False,
+    gradients: bool = False,
+    steps: int = 0,
+    focus: bool = False,
 ) -> CompareHeadsReport:
     """The same weights and the same input through several head counts.
 
@@ -67,6 +74,9 @@ def compare_heads_spec(
         run: device, and whether gradients are recorded.
         layer: name in the registry of layers.
         pairwise: whether every pair is compared as well.
+        gradients: whether the gradient of every parameter is compared.
+        steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
+        focus: whether to measure what each head looks at.
 
     Raises:
         SpecError: the layer is unknown, a head count does not fit, or there would be nothing to compare.
@@ -92,6 +102,9 @@ def compare_heads_spec(
         equalities=comparison.equalities(),
         answer=answer(rows, comparison.carried, all_nan=comparison.all_nan()),
         pairs=comparison.pairs() if pairwise else None,
+        gradients=compare_gradients(comparison.forwards, comparison.cause()) if gradients else None,
+        training=compare_training(comparison.forwards, steps, comparison.cause()) if steps else None,
+        focus=compare_focus(comparison.forwards) if focus else None,
     )
 
 
@@ -155,14 +168,21 @@ class _Comparison:
         if one is not self._baseline:
             found = walk(self._baseline, one, self._noise, to_the_end=verdict != "differs")
             one.forget()
-            why = reason(self._specs[0], spec, found, row, carried, self._cause() if carried.same else "")
+            why = reason(self._specs[0], spec, found, row, carried, self.cause() if carried.same else "")
             row = replace(row, first_differing_stage=found.first, reason=why)
         self.rows.append(row)
         self.carried.append(carried)
         self._runs.append(one)
 
-    def _cause(self) -> str:
+    @property
+    def forwards(self) -> list[Forward]:
+        """The layer of each head count, the baseline first."""
+        return [run.forward for run in self._runs]
+
+    def cause(self) -> str:
         """Why every output must be equal, where one thing is the cause for all rows."""
+        if not all(one.same for one in self.carried):
+            return ""
         return next((claim.short for claim in self._claims if bool(claim.rows.all())), "")
 
     @property

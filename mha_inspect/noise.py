@@ -93,7 +93,7 @@ def _largest_finite(left: Tensor, right: Tensor) -> float | None:
     if not left.numel():
         return None
     low, high = (float(bound) for bound in torch.aminmax(left - right))
-    return max(-low, high, 0.0) if math.isfinite(low) and math.isfinite(high) else None
+    return max(0.0, -low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def first_tensor(result: Any) -> Tensor:

@@ -10,7 +10,7 @@ from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
-from .options import Options, option, shares_options
+from .options import Options, option, shares_options, size
 from .values import counts
 
 app = typer.Typer(add_completion=False)
@@ -19,7 +19,7 @@ EPILOG = """Examples:
 
 mha-inspect compare-heads --embed-dim 512 --heads 1,2,4,8,16
 
-mha-inspect compare-heads --embed-dim 512 --heads 1,8 --fail-if differs"""
+mha-inspect compare-heads --embed-dim 512 --heads 1,8 --gradients --focus --fail-if differs"""
 
 PANEL = "Comparison"
 USUAL = (1, 2, 4, 8, 16)
@@ -40,6 +40,21 @@ def compare_heads(
         ),
     ] = "",
     pairwise: Annotated[bool, option("--pairwise", PANEL, "Compare every pair as well.")] = False,
+    gradients: Annotated[
+        bool, option("--gradients", PANEL, "Compare the gradient of every parameter, with the same loss.")
+    ] = False,
+    steps: Annotated[
+        int | None,
+        size(
+            "--steps",
+            PANEL,
+            "Train each head count for N steps on the same task, and compare the weights.",
+            show_default="none",
+        ),
+    ] = None,
+    focus: Annotated[
+        bool, option("--focus", PANEL, "Measure how many keys each head looks at, how far away, how differently.")
+    ] = False,
     fail_if: Annotated[
         str | None,
         option(
@@ -58,6 +73,8 @@ def compare_heads(
     compared = chosen_counts(options, counts("heads", heads))
     spec, *_ = [options.attention(count) for count in compared]
     inputs, run = options.inputs(), options.run()
+    if steps is not None and steps < 1:
+        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
 
     from ..layers.settings import check_settings
 
@@ -70,7 +87,17 @@ def compare_heads(
     from ..heads import compare_heads_spec
 
     resume()
-    report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, pairwise=pairwise)
+    report = compare_heads_spec(
+        spec,
+        compared,
+        inputs,
+        run,
+        layer=options.layer,
+        pairwise=pairwise,
+        gradients=gradients,
+        steps=steps or 0,
+        focus=focus,
+    )
     give(report, options, target)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 

@@ -14,6 +14,9 @@ OPTIONS_OF_ONE_COMMAND = {
     "--per-head": "params",
     "--heads": "compare-heads",
     "--pairwise": "compare-heads",
+    "--gradients": "compare-heads",
+    "--steps": "compare-heads",
+    "--focus": "compare-heads",
     "--fail-if": "compare-heads",
 }
 """Options that one command has and the others do not."""

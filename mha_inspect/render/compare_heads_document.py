@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from . import numbers
 from .common import VERDICT_TONES, page, shape_cell
+from .compare_heads_learning import learning_sections
 from .document import Cell, Column, Document, Facts, Paragraph, Section, Table, table
 
 COUNT_COLUMNS = (
@@ -43,6 +44,7 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield Section(tuple(Paragraph(sentence) for sentence in report.equalities), "where outputs must be equal")
     if report.pairs is not None:
         yield Section((_pairs(report.pairs),), "every pair")
+    yield from learning_sections(report)
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
 
 

@@ -47,6 +47,112 @@ class HeadPair:
 
 
 @dataclass(frozen=True)
+class PartGradient:
+    """The gradient of one matrix or bias under one head count, against the baseline's."""
+
+    part: str
+    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value."""
+    norm: float
+    """‖gradient‖."""
+    max_abs_difference: float | None
+    """None, as all that follows, where the head count changes the part's shape."""
+    relative_difference: float | None
+    """‖gradient - baseline's‖ / ‖baseline's‖."""
+    noise_floor: float | None
+    """The larger rounding error of the two gradients, each measured against float64."""
+    times_noise: float | None
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """The gradient of every parameter under one head count."""
+
+    num_heads: int
+    loss: float
+    parts: tuple[PartGradient, ...]
+    verdict: Verdict
+    """`differs` when any part differs from the baseline's, `same` when all that can be compared are the same."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a first step of learning would change, with the same weights, input and loss."""
+
+    loss: str
+    """What the loss is, in words."""
+    counts: tuple[HeadGradients, ...]
+    answer: str
+    """One or two plain sentences."""
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    """One head count after the same steps on the same task."""
+
+    num_heads: int
+    first_loss: float
+    last_loss: float
+    moved: float
+    """‖weights after - weights before‖."""
+    max_abs_difference: float | None
+    """Largest difference of a weight from the baseline's after the last step; None where their shapes differ."""
+    apart: float | None
+    """‖weights - baseline's‖ / ‖baseline's movement‖, after the last step."""
+    noise_floor: float | None
+    """The larger rounding error of the two trainings, each measured against float64: of the matrix or bias that is
+    furthest apart in units of its own."""
+    times_noise: float | None
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """How far the weights move apart when each head count learns the same task from the same start."""
+
+    steps: int
+    optimizer: str
+    task: str
+    counts: tuple[HeadTraining, ...]
+    answer: str
+    """One or two plain sentences."""
+
+
+@dataclass(frozen=True)
+class HeadFocus:
+    """What one head looks at, averaged over batch and queries."""
+
+    head: int
+    entropy: float
+    """-Σ w ln w of a query's weights, in nats."""
+    effective_keys: float
+    """exp(entropy): as many keys with equal weights would have it."""
+    distance: float
+    """Σ w |query - key|, in positions."""
+
+
+@dataclass(frozen=True)
+class HeadsFocus:
+    """What the heads of one head count look at."""
+
+    num_heads: int
+    heads: tuple[HeadFocus, ...]
+    divergence: float
+    """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean less the mean of their entropies."""
+    largest_divergence: float
+    """ln num_heads: that of heads which look at nothing in common."""
+
+
+@dataclass(frozen=True)
+class Focus:
+    """How heads look at different parts."""
+
+    counts: tuple[HeadsFocus, ...]
+    answer: str
+    """One or two plain sentences."""
+
+
+@dataclass(frozen=True)
 class CompareHeadsReport:
     """The same weights and the same input through several head counts."""
 
@@ -63,3 +169,9 @@ class CompareHeadsReport:
     """The answer in two plain sentences."""
     pairs: tuple[HeadPair, ...] | None = None
     """Every pair, when asked for."""
+    gradients: Gradients | None = None
+    """The gradient of every parameter, when asked for."""
+    training: Training | None = None
+    """How the weights move apart, when asked for."""
+    focus: Focus | None = None
+    """What each head looks at, when asked for."""

@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mha_inspect.reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
+from mha_inspect.reports.compare_heads import (
+    CompareHeadsReport,
+    Focus,
+    Gradients,
+    HeadCount,
+    HeadFocus,
+    HeadGradients,
+    HeadPair,
+    HeadsFocus,
+    HeadTraining,
+    PartGradient,
+    Training,
+)
 from mha_inspect.reports.params import (
     HeadCountColumn,
     HeadSlice,
@@ -140,6 +152,53 @@ ONE_KEY_COMPARE = replace(
     pairs=(HeadPair(1, 2, 1.2e-07, 3.1e-07, 0.5, "same"), HeadPair(2, 4, 0.5, 0.25, math.inf, "differs")),
 )
 
+_PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o")
+_ROUNDED = PartGradient("b_k", 7e-10, 1e-9, 1.66, 7e-10, 1.4, "same")
+
+
+def _gradients(num_heads: int, relative: float) -> HeadGradients:
+    parts = [PartGradient(p, 0.0749, 1e-3 * relative, relative, 1e-9, 1e6 * relative, "differs") for p in _PARTS]
+    if not relative:
+        parts = [replace(part, verdict="same") for part in parts]
+    return HeadGradients(num_heads, 0.9544, tuple(parts), "differs" if relative else "same")
+
+
+LEARNING_COMPARE = replace(
+    COMPARE,
+    gradients=Gradients(
+        "mean((output - target)²)",
+        (
+            _gradients(1, 0.0),
+            replace(
+                _gradients(2, 0.701), parts=(*_gradients(2, 0.701).parts[:5], _ROUNDED, *_gradients(2, 0.1).parts[6:])
+            ),
+            replace(
+                _gradients(4, 0.859),
+                parts=tuple(PartGradient(part, 0.05, None, None, None, None, None) for part in _PARTS),
+            ),
+        ),
+        "A first step of learning would change the weights differently.",
+    ),
+    training=Training(
+        5,
+        "SGD, learning rate 0.1",
+        "from the input to a target",
+        (
+            HeadTraining(1, 0.9544, 0.9349, 0.0993, 0.0, 0.0, 2.9e-8, 0.0, "same"),
+            HeadTraining(2, 0.9531, 0.9354, 0.0943, 0.0022, 0.474, 1.8e-10, 5786315.2, "differs"),
+            HeadTraining(4, 0.9531, 0.9354, 0.0943, None, None, None, None, None),
+        ),
+        "After the same steps from the same start the weights have moved apart.",
+    ),
+    focus=Focus(
+        (
+            HeadsFocus(1, (HeadFocus(0, 2.3726, 10.758, 3.8814),), 0.0, 0.0),
+            HeadsFocus(2, (HeadFocus(0, 2.4018, 11.053, 4.0934), HeadFocus(1, 0.0, 1.0, 0.0)), 0.0591, math.log(2)),
+        ),
+        "Of 2 heads each looks at 1 to 11.1 keys in effect.",
+    ),
+)
+
 REPORTS = {
     "trace": TRACE,
     "trace-full": FULL_TRACE,
@@ -150,6 +209,7 @@ REPORTS = {
     "params-full": FULL_PARAMS,
     "compare-heads": COMPARE,
     "compare-heads-one-key": ONE_KEY_COMPARE,
+    "compare-heads-learning": LEARNING_COMPARE,
     "diff": DIFF,
     "diff-masked": MASKED_DIFF,
     "diff-same": SAME_DIFF,

@@ -19,7 +19,7 @@ from mha_inspect.reports.common import Stats, Values
 from mha_inspect.schemas import commands, load_schema
 
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF
-from .samples import COMPARE, FULL_PARAMS, ONE_KEY_COMPARE, REPORTS
+from .samples import COMPARE, FULL_PARAMS, LEARNING_COMPARE, ONE_KEY_COMPARE, REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE
 
 
@@ -71,12 +71,20 @@ PROMISED = {
         "": "schema_version command baseline counts verdict",
         "counts.1": "num_heads head_dim numel same_parameters output_shape max_abs_difference relative_difference "
         "noise_floor times_noise verdict first_differing_stage reason",
+        "gradients": "loss counts answer",
+        "training": "steps optimizer task counts answer",
+        "focus": "counts answer",
     },
 }
 FULL = {
     "trace": FULL_TRACE,
     "params": FULL_PARAMS,
-    "compare-heads": ONE_KEY_COMPARE,
+    "compare-heads": replace(
+        ONE_KEY_COMPARE,
+        gradients=LEARNING_COMPARE.gradients,
+        training=LEARNING_COMPARE.training,
+        focus=LEARNING_COMPARE.focus,
+    ),
     "diff": replace(DIFF, masked_rows=MASKED_DIFF.masked_rows, elsewhere=MASKED_DIFF.elsewhere),
     "layers": LAYERS,
 }
@@ -107,6 +115,7 @@ def objects(data: Any, path: str = "") -> Iterator[str]:
 
 
 OPTIONAL = {"ops", "stats", "values", "heads", "per_head_proof", "side_by_side", "pairs"}
+OPTIONAL |= {"gradients", "training", "focus"}
 
 
 @pytest.mark.parametrize("command", FULL)

@@ -1,0 +1,132 @@
+"""The parts of the page of `compare-heads` that are there when asked for: gradients, training, focus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..reports.common import Verdict
+from ..reports.compare_heads import CompareHeadsReport, Focus, Gradients, HeadGradients, PartGradient, Training
+from . import numbers
+from .common import VERDICT_TONES
+from .document import Cell, Column, Facts, Paragraph, Section, Table, table
+
+
+def learning_sections(report: CompareHeadsReport) -> Iterator[Section]:
+    """A section each for what was asked for."""
+    if report.gradients is not None:
+        yield _gradients(report.gradients, report.baseline)
+    if report.training is not None:
+        yield _training(report.training, report.baseline)
+    if report.focus is not None:
+        yield _focus(report.focus)
+
+
+def _gradients(gradients: Gradients, baseline: int) -> Section:
+    names = [part.part for part in gradients.counts[0].parts]
+    columns = (
+        Column("num_heads", "right", "strong"),
+        Column("loss", "right", drop=20),
+        # Biases go first where the page is narrow, the last of them first.
+        *(Column(name, "right", drop=0 if name.startswith("W") else 1 + n) for n, name in enumerate(names)),
+        Column("× noise", "right"),
+        Column("verdict"),
+    )
+    rows = (_gradient_row(count, count.num_heads == baseline) for count in gradients.counts)
+    detail = f"relative difference from the baseline's; loss {gradients.loss}"
+    return Section((table(columns, rows), Paragraph(gradients.answer)), "gradients", detail)
+
+
+def _gradient_row(count: HeadGradients, is_baseline: bool) -> tuple[str | Cell, ...]:
+    known = [part.times_noise for part in count.parts if part.times_noise is not None]
+    return (
+        str(count.num_heads),
+        numbers.statistic(count.loss),
+        *(_apart(part) for part in count.parts),
+        numbers.times(max(known)) if known else "-",
+        _verdict(count.verdict, is_baseline),
+    )
+
+
+def _training(training: Training, baseline: int) -> Section:
+    columns = (
+        Column("num_heads", "right", "strong"),
+        Column("loss before", "right", drop=3),
+        Column("loss after", "right", drop=2),
+        Column("moved", "right", drop=1),
+        Column("largest difference", "right", drop=4),
+        Column("apart / moved", "right"),
+        Column("× noise", "right"),
+        Column("verdict"),
+    )
+    rows = (
+        (
+            str(count.num_heads),
+            numbers.statistic(count.first_loss),
+            numbers.statistic(count.last_loss),
+            numbers.small(count.moved),
+            _or_dash(count.max_abs_difference),
+            _or_dash(count.apart),
+            "-" if count.times_noise is None else numbers.times(count.times_noise),
+            _verdict(count.verdict, count.num_heads == baseline),
+        )
+        for count in training.counts
+    )
+    detail = f"{numbers.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
+    return Section((table(columns, rows), Paragraph(training.answer)), "training", detail)
+
+
+def _focus(focus: Focus) -> Section:
+    spread = Facts(
+        tuple(
+            (
+                numbers.plural(count.num_heads, "head"),
+                f"Jensen-Shannon divergence {numbers.small(count.divergence)} "
+                f"of at most ln {count.num_heads} = {numbers.small(count.largest_divergence)}",
+            )
+            for count in focus.counts
+            if count.num_heads > 1
+        )
+    )
+    blocks = (_heads(focus), *((spread,) if spread.items else ()), Paragraph(focus.answer))
+    return Section(blocks, "focus", "averages over the queries; entropy and divergence in nats")
+
+
+def _heads(focus: Focus) -> Table:
+    columns = (
+        Column("num_heads", "right", "strong"),
+        Column("head", "right"),
+        Column("entropy", "right"),
+        Column("effective keys", "right"),
+        Column("distance", "right"),
+    )
+    return table(
+        columns,
+        (
+            (
+                str(count.num_heads),
+                str(head.head),
+                numbers.statistic(head.entropy),
+                numbers.statistic(head.effective_keys),
+                numbers.statistic(head.distance),
+            )
+            for count in focus.counts
+            for head in count.heads
+        ),
+    )
+
+
+def _apart(part: PartGradient) -> str:
+    """The relative difference; where it is rounding alone it says so, for a gradient of 0 is any number of times it."""
+    if part.verdict == "same" and part.max_abs_difference:
+        return "rounding"
+    return _or_dash(part.relative_difference)
+
+
+def _or_dash(number: float | None) -> str:
+    return "-" if number is None else numbers.small(number)
+
+
+def _verdict(verdict: Verdict | None, is_baseline: bool) -> Cell:
+    if is_baseline:
+        return Cell("baseline", "muted")
+    return Cell(verdict or "-", VERDICT_TONES[verdict] if verdict else "muted")

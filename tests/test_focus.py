@@ -1,0 +1,89 @@
+"""What heads look at, against closed forms and cases worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mha_inspect.focus import entropy_of, focus_of
+from mha_inspect.heads import compare_heads
+
+LN2 = math.log(2)
+
+
+def test_equal_weights_look_at_every_key():
+    (head,) = focus_of(torch.full((2, 1, 3, 5), 0.2, dtype=torch.float64)).heads
+    assert head.entropy == pytest.approx(math.log(5))
+    assert head.effective_keys == pytest.approx(5)
+    # Queries 0, 1, 2 are 0+1+2+3+4, 1+0+1+2+3 and 2+1+0+1+2 positions from the five keys.
+    assert head.distance == pytest.approx((10 + 7 + 6) / 5 / 3)
+
+
+def test_one_key_is_no_choice():
+    weights = torch.zeros(1, 1, 4, 4)
+    weights[..., 1] = 1
+    (head,) = focus_of(weights).heads
+    assert (head.entropy, head.effective_keys) == (0.0, 1.0)
+    assert head.distance == pytest.approx((1 + 0 + 1 + 2) / 4)
+
+
+def test_entropy_of_a_case_worked_by_hand():
+    weights = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
+    assert entropy_of(weights).item() == pytest.approx(1.5 * LN2)
+
+
+def test_divergence_of_cases_worked_by_hand():
+    same = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, 3, 2, 4)
+    assert focus_of(same).divergence == 0.0
+    apart = torch.eye(3).view(1, 3, 1, 3)
+    found = focus_of(apart)
+    assert found.divergence == pytest.approx(math.log(3))
+    assert found.largest_divergence == pytest.approx(math.log(3))
+    # P = (1, 0), Q = (1/2, 1/2): the mean (3/4, 1/4) has entropy 2 ln 2 - 3/4 ln 3, and the heads 0 and ln 2.
+    half = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64).view(1, 2, 1, 2)
+    assert focus_of(half).divergence == pytest.approx(2 * LN2 - 0.75 * math.log(3) - LN2 / 2)
+
+
+def test_one_head_differs_from_nothing():
+    assert focus_of(torch.rand(1, 1, 3, 4).softmax(-1)).divergence == 0.0
+
+
+def test_queries_without_a_key_are_left_out():
+    weights = torch.full((1, 2, 2, 4), 0.25)
+    weights[0, 1, 0] = math.nan
+    found = focus_of(weights)
+    assert [head.effective_keys for head in found.heads] == [pytest.approx(4), pytest.approx(4)]
+    assert math.isnan(focus_of(torch.full((1, 2, 2, 4), math.nan)).heads[0].entropy)
+
+
+def test_keys_that_the_layer_appends_have_no_position():
+    weights = torch.tensor([0.0, 0.5, 0.5]).view(1, 1, 1, 3)
+    (head,) = focus_of(weights, key_len=2).heads
+    assert head.distance == pytest.approx(1)
+    assert head.effective_keys == pytest.approx(2)
+
+
+@pytest.mark.parametrize("layer", ["torch", "per-head", "bert", "wide"])
+def test_the_report_measures_the_weights_that_the_layer_computes(layer):
+    report = compare_heads((1, 3), embed_dim=30, batch=2, seq_len=7, causal=True, layer=layer, focus=True)
+    one, three = report.focus.counts
+    assert [len(one.heads), len(three.heads)] == [1, 3]
+    assert [head.head for head in three.heads] == [0, 1, 2]
+    # Query i of a causal mask sees i + 1 keys.
+    assert all(1 < head.effective_keys < 4 for head in three.heads)
+    assert 0 < three.divergence < math.log(3)
+
+
+def test_the_report_is_that_of_torchs_own_weights():
+    from mha_inspect.forward import build_forward
+    from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+
+    report = compare_heads((1, 5), embed_dim=30, batch=2, seq_len=7, focus=True)
+    run = RunSpec(average_weights=False)
+    forward = build_forward(AttentionSpec(embed_dim=30, num_heads=5), InputSpec(batch=2, seq_len=7), run)
+    with torch.no_grad():
+        weights = forward.module(*forward.args, **forward.kwargs)[1].double()
+    entropy = -(weights * weights.log()).sum(-1).mean(dim=(0, 2))
+    assert [head.entropy for head in report.focus.counts[1].heads] == pytest.approx(entropy.tolist(), rel=1e-6)
