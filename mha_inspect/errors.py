@@ -64,8 +64,6 @@ class RecordingError(MhaInspectError):
 class ForwardError(MhaInspectError):
     """The forward of a traced module raised. `trace` holds what was recorded up to there; `__cause__` is the error."""
 
-    exit_code = ExitCode.CONDITION
-
     def __init__(self, message: str, trace: Trace) -> None:
         super().__init__(message)
         self.trace = trace

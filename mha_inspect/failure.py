@@ -275,7 +275,7 @@ def _carries_scores(reached: Reached, tensor: Tensor) -> bool:
 
 
 def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedStage]:
-    """The stages that were reached; where none is known, the user's variables as they stand."""
+    """The stages that were reached; then what else has a name: the user's variables, and what projections gave."""
     recording = reached.graph.recording
     inputs = {named.tensor.id: named.name for named in recording.inputs}
 
@@ -302,13 +302,13 @@ def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedS
         else:
             side = _SIDES.get(name[0] if name in ("query", "key", "value") or name[1] == "_" else "", "scores")
             yield row(name, tensor, pattern(reached.axes.of(tensor, side)))
-    if reached.stages:
-        return
     known = {tensor.id: tensor for op in recording.ops for tensor in op.outputs}
     known.update({named.tensor.id: named.tensor for named in recording.inputs})
     graph = reached.graph
     projected = {graph.after_call(op).id: op.module for op in recording.ops if graph.is_projection(op)}
-    for number in sorted({*variables, *inputs, *projected} & set(known)):
+    told = {tensor.id for tensor in reached.stages.values()}
+    loose = {*variables} if told else {*variables, *inputs, *projected}
+    for number in sorted((loose & set(known)) - told - set(reached.roles)):
         made = row("", known[number], pattern(reached.of(known[number])))
         yield made if made.variable else replace(made, variable=projected[number])
 

@@ -94,6 +94,8 @@ def reach(seen: Seen, failing: Failing | None) -> Reached:
     found = seen.attentions
     if found and "output" not in found[-1][0].projections and _belongs(reached, found[-1][0], failing):
         reached.names, reached.stages = found[-1][1], dict(found[-1][0].stages)
+        # What follows the context may be a part of the very call that failed: a product flattens what it is given.
+        reached.stages.pop("concat", None)
         reached.others = found[:-1]
         _take_sides(reached, found[-1][0])
         return reached

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ExitCode, MhaInspectError, SpecError
+from ..errors import ExitCode, ForwardError, MhaInspectError, SpecError
 from ..layers.registry import LAYERS
 from .options import SEEDS, Options
 from .values import shown
@@ -72,13 +72,13 @@ def load(text: str, options: Options) -> "Target":
 
 
 def trace_target(text: str, options: Options) -> "Trace":
-    """Build the target, call it, and report what it did.
+    """Build the target, call it, and report what it did; where its forward raises, as far as it came.
 
     What it prints goes to stderr: stdout is for the answer.
 
     Raises:
         MhaInspectError: it cannot be built or called as asked.
-        TargetFailedError: its forward raised.
+        TargetFailedError: the call did not fit its forward.
     """
     from dataclasses import replace
 
@@ -94,11 +94,14 @@ def trace_target(text: str, options: Options) -> "Trace":
         target = load(text, options)
         call = _call(target, options)
         seed_everything(options.seed)
+        hint = ""
         try:
             report = trace_module(target.module, *call.args, show=show, **call.kwargs)
+        except ForwardError as failed:
+            report, hint = failed.trace, _ways(call)
         except Exception as error:
             raise _explained(error, target, call) from error
-    notes = (*target.notes, _called(call))
+    notes = (*target.notes, _called(call), hint)
     return replace(
         report,
         environment=replace(report.environment, seed=options.seed),
@@ -182,11 +185,17 @@ def _explained(error: Exception, target: "Target", call: "Call") -> BaseExceptio
 
     if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
         return error
-    ways = [f"--input-shape {name}={_shape(call, name)}" for name in call.drawn]
-    hint = f" If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+    ways = _ways(call)
+    hint = f" {ways}" if ways else ""
     return TargetFailedError(
         f"{target.name} failed on {call.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
     )
+
+
+def _ways(call: "Call") -> str:
+    """How to call it with other inputs than those that were drawn."""
+    ways = [f"--input-shape {name}={_shape(call, name)}" for name in call.drawn]
+    return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
 
 
 def _shape(call: "Call", name: str) -> str:

@@ -68,5 +68,8 @@ def trace(
         report = trace_spec(spec, inputs, run, show, layer=options.layer)
     else:
         report = trace_target(target, options)
+    if report.failure is not None:
+        give(report, options, export)
+        return ExitCode.CONDITION
     give(choose(report, number, module), options, export)
     return ExitCode.OK

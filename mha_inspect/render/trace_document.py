@@ -9,6 +9,7 @@ from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, 
 from . import numbers
 from .common import changes_only, contents, notes, page, shape_cell, statistics
 from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
+from .failure_sections import failure_sections
 
 OPENED = "*"
 """Behind the name of a stage that the plain run hides."""
@@ -27,16 +28,20 @@ STAGE_COLUMNS = (
 
 
 def trace_document(trace: Trace) -> Document:
-    """How PyTorch runs it, what it computes stage by stage, what it returns, and the proof, which is the last line."""
+    """How PyTorch runs it, what it computes stage by stage, what it returns, and the proof, which is the last line.
+
+    Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
+    """
     return page(trace.environment, trace.layer, _sections(trace))
 
 
 def _sections(trace: Trace) -> Iterator[Section]:
-    yield Section((_path(trace.path),))
+    if trace.failure is None or trace.attentions:
+        yield Section((_path(trace.path),))
     if len(trace.attentions) > 1:
         yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
     yield from _in_full(trace)
-    if not trace.attentions:
+    if not trace.attentions and trace.failure is None:
         yield Section((Paragraph("No attention was found: no softmax lies between two matrix products.", "warn"),))
     if trace.returns:
         yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
@@ -46,7 +51,10 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield Section((_ops(trace.ops),), "operations", numbers.count(len(trace.ops)))
     if trace.notes:
         yield Section(notes(trace.notes))
-    yield Section((_proof(trace.proof),))
+    if trace.failure is None:
+        yield Section((_proof(trace.proof),))
+    else:
+        yield from failure_sections(trace.failure, trace.environment.dtype)
 
 
 MOST_SHOWN = 4
