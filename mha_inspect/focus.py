@@ -81,7 +81,7 @@ def _mean(numbers: Tensor) -> float:
 def _answer(counts: Sequence[HeadsFocus]) -> str:
     """What the most heads look at, beside the fewest."""
     few, many = (choose(counts, key=lambda count: count.num_heads) for choose in (min, max))
-    effective = [head.effective_keys for head in many.heads]
+    effective = [head.effective_keys for head in many.by_head]
     if not all(map(math.isfinite, effective)):
         return "No query has a key to look at."
     spread = f"{min(effective):.3g} to {max(effective):.3g}" if many.num_heads > 1 else f"{effective[0]:.3g}"
@@ -91,7 +91,7 @@ def _answer(counts: Sequence[HeadsFocus]) -> str:
     share = many.divergence / many.largest_divergence
     text += f", and they differ by {100 * share:.2g} % of what heads with nothing in common would"
     if few.num_heads < many.num_heads:
-        one = sum(head.effective_keys for head in few.heads) / few.num_heads
+        one = sum(head.effective_keys for head in few.by_head) / few.num_heads
         average = "head it is" if few.num_heads == 1 else "heads it is on average"
         text += f"; with {few.num_heads} {average} {one:.3g} keys"
     return f"{text}."

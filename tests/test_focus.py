@@ -14,7 +14,7 @@ LN2 = math.log(2)
 
 
 def test_equal_weights_look_at_every_key():
-    (head,) = focus_of(torch.full((2, 1, 3, 5), 0.2, dtype=torch.float64)).heads
+    (head,) = focus_of(torch.full((2, 1, 3, 5), 0.2, dtype=torch.float64)).by_head
     assert head.entropy == pytest.approx(math.log(5))
     assert head.effective_keys == pytest.approx(5)
     # Queries 0, 1, 2 are 0+1+2+3+4, 1+0+1+2+3 and 2+1+0+1+2 positions from the five keys.
@@ -24,7 +24,7 @@ def test_equal_weights_look_at_every_key():
 def test_one_key_is_no_choice():
     weights = torch.zeros(1, 1, 4, 4)
     weights[..., 1] = 1
-    (head,) = focus_of(weights).heads
+    (head,) = focus_of(weights).by_head
     assert (head.entropy, head.effective_keys) == (0.0, 1.0)
     assert head.distance == pytest.approx((1 + 0 + 1 + 2) / 4)
 
@@ -54,13 +54,13 @@ def test_queries_without_a_key_are_left_out():
     weights = torch.full((1, 2, 2, 4), 0.25)
     weights[0, 1, 0] = math.nan
     found = focus_of(weights)
-    assert [head.effective_keys for head in found.heads] == [pytest.approx(4), pytest.approx(4)]
-    assert math.isnan(focus_of(torch.full((1, 2, 2, 4), math.nan)).heads[0].entropy)
+    assert [head.effective_keys for head in found.by_head] == [pytest.approx(4), pytest.approx(4)]
+    assert math.isnan(focus_of(torch.full((1, 2, 2, 4), math.nan)).by_head[0].entropy)
 
 
 def test_keys_that_the_layer_appends_have_no_position():
     weights = torch.tensor([0.0, 0.5, 0.5]).view(1, 1, 1, 3)
-    (head,) = focus_of(weights, key_len=2).heads
+    (head,) = focus_of(weights, key_len=2).by_head
     assert head.distance == pytest.approx(1)
     assert head.effective_keys == pytest.approx(2)
 
@@ -69,10 +69,10 @@ def test_keys_that_the_layer_appends_have_no_position():
 def test_the_report_measures_the_weights_that_the_layer_computes(layer):
     report = compare_heads((1, 3), embed_dim=30, batch=2, seq_len=7, causal=True, layer=layer, focus=True)
     one, three = report.focus.counts
-    assert [len(one.heads), len(three.heads)] == [1, 3]
-    assert [head.head for head in three.heads] == [0, 1, 2]
+    assert [len(one.by_head), len(three.by_head)] == [1, 3]
+    assert [head.head for head in three.by_head] == [0, 1, 2]
     # Query i of a causal mask sees i + 1 keys.
-    assert all(1 < head.effective_keys < 4 for head in three.heads)
+    assert all(1 < head.effective_keys < 4 for head in three.by_head)
     assert 0 < three.divergence < math.log(3)
 
 
@@ -86,4 +86,4 @@ def test_the_report_is_that_of_torchs_own_weights():
     with torch.no_grad():
         weights = forward.module(*forward.args, **forward.kwargs)[1].double()
     entropy = -(weights * weights.log()).sum(-1).mean(dim=(0, 2))
-    assert [head.entropy for head in report.focus.counts[1].heads] == pytest.approx(entropy.tolist(), rel=1e-6)
+    assert [head.entropy for head in report.focus.counts[1].by_head] == pytest.approx(entropy.tolist(), rel=1e-6)

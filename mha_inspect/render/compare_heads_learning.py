@@ -110,7 +110,7 @@ def _heads(focus: Focus) -> Table:
                 numbers.statistic(head.distance),
             )
             for count in focus.counts
-            for head in count.heads
+            for head in count.by_head
         ),
     )
 

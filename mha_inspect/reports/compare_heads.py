@@ -136,7 +136,7 @@ class HeadsFocus:
     """What the heads of one head count look at."""
 
     num_heads: int
-    heads: tuple[HeadFocus, ...]
+    by_head: tuple[HeadFocus, ...]
     divergence: float
     """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean less the mean of their entropies."""
     largest_divergence: float
