@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .attention import Found
+from .axes import AxisNames
+from .canonical import canonical_stage
+from .forward import Pass, Seen
 from .library import LiveAttention, trace
-from .stages import STAGES
+from .noise import cast_tensors
+from .stage_difference import StageDifference, compare_stage, stage_noise
+from .stages import CANONICAL_AXES, STAGES
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -54,3 +62,84 @@ def _fault(attention: LiveAttention, patterns: dict[str, str]) -> str:
                 where = "" if word.isdigit() else f", which is {known} in {sizes[word][1]}"
                 return f"{stage} is {shape}, and {pattern!r} says {word}{where} where it has {size}"
     return ""
+
+
+def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Assert that two modules compute the same attention from the same arguments, stage by stage.
+
+    Stages that both have are compared in canonical axes, whatever the layout of each; a stage is the same where its
+    difference is within the rounding error of the left module, which is measured against float64 in the same run. The
+    modules must have the same weights: nothing is carried from one into the other.
+
+    Args:
+        left: any module with attention in it.
+        right: another, with as many attentions.
+        *args: arguments of both forwards.
+        **kwargs: likewise.
+
+    Raises:
+        AssertionError: with a line a stage, the first that differs marked.
+    """
+    ours, theirs = (Pass(module, args, kwargs).recorded(keep=True) for module in (left, right))
+    if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
+        raise AssertionError(f"{len(ours.attentions)} attentions on the left and {len(theirs.attentions)} on the right")
+    exact = _in_float64(left, args, kwargs)
+    for place, (mine, other) in enumerate(zip(ours.attentions, theirs.attentions, strict=True)):
+        held, also, truth = (
+            _contents(ours, *mine),
+            _contents(theirs, *other),
+            _contents(exact, *exact.attentions[place]),
+        )
+        rows = [
+            compare_stage(stage, held[stage], also[stage], stage_noise(stage, held[stage], truth[stage]))
+            for stage in STAGES
+            if stage in held and stage in also and stage in truth
+        ]
+        if any(row.verdict == "differs" for row in rows):
+            raise AssertionError(_table(rows, mine[0], place))
+
+
+def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Seen:
+    exact: nn.Module = copy.deepcopy(module).double()
+    seen: dict[int, Tensor] = {}
+    cast = [cast_tensors(given, torch.float64, None, seen) for given in (args, kwargs)]
+    return Pass(exact, cast[0], cast[1]).recorded(keep=True)
+
+
+def _contents(seen: Seen, found: Found, names: AxisNames) -> dict[str, Tensor]:
+    """The stages in canonical axes, the turns of a loop over heads side by side."""
+    turns = found.branches or (found,)
+    each = {"heads": names.num_heads // len(turns), "kv_heads": names.num_kv_heads // len(turns) or 1}
+    whole = {"heads": names.num_heads, "kv_heads": names.num_kv_heads}
+    # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
+    alone = {
+        name: size
+        for stage in ("query", "output", "weights")
+        if stage in found.stages and "(" not in names.of_stage(stage)
+        for name, size in zip(names.of_stage(stage).split(), found.stages[stage].shape, strict=False)
+        if name in ("batch", "query")
+    }
+    contents: dict[str, Tensor] = {}
+    for stage in found.stages:
+        words = CANONICAL_AXES[stage].split()
+        by_turn = len(turns) > 1 and ("heads" in words or stage in ("q_proj", "k_proj", "v_proj"))
+        sizes = {**alone, "head_dim": names.head_dim, **(each if by_turn else whole)}
+        axes = names.of_stage(stage)
+        parts = [canonical_stage(seen, turn, stage, axes, sizes) for turn in (turns if by_turn else (found,))]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in words else -1)
+    return contents
+
+
+def _table(rows: list[StageDifference], found: Found, place: int) -> str:
+    first = next(row.stage for row in rows if row.verdict == "differs")
+    lines = [f"attention {place + 1} {found.module}".rstrip() + f" differs from {first} on"]
+    for row in rows:
+        apart = "" if row.max_abs_difference is None else f"{row.max_abs_difference:.3g}"
+        times = "" if row.times_noise is None else f"{row.times_noise:,.1f} times the rounding"
+        mark = ">" if row.stage == first else " "
+        lines.append(
+            f"{mark} {row.stage:13}  {row.verdict or 'not compared':12}  {apart:>9}  {times}  {row.note}".rstrip()
+        )
+    return "\n".join(lines)

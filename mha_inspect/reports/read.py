@@ -35,7 +35,8 @@ def read_report(path: Path, command: str, kind: type[R]) -> R:
             "Make it again with this version."
         )
     try:
-        return _build(kind, data)
+        report: R = _build(kind, data)
+        return report
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is not whole: {error}. Make it again.") from None
 

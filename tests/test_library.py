@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.errors import ExportError, InputError
+
+BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
+
+
+@pytest.fixture
+def layer() -> nn.MultiheadAttention:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True).eval()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, mha_inspect; assert not {'torch', 'numpy', 'rich', 'typer', 'einops'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_is_there():
+    for name in dir(mha_inspect):
+        assert getattr(mha_inspect, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'tracee'"):
+        _ = mha_inspect.tracee
+
+
+def test_kept_tensors_are_what_torch_returns(layer, x):
+    trace = mha_inspect.trace(layer, x, x, x, keep=True)
+    attention = trace.attentions[0]
+    with torch.no_grad():
+        output, weights = layer(x, x, x, average_attn_weights=False)
+    assert torch.allclose(attention.weights.tensor.view(BATCH, HEADS, LENGTH, LENGTH), weights, atol=1e-6)
+    assert torch.allclose(attention.output.tensor, output, atol=1e-6)
+    assert attention.head_dim == HEAD_DIM
+    assert attention.scores.axes == "(batch heads) query key"
+
+
+def test_tensors_are_kept_only_when_asked_for(layer, x):
+    with pytest.raises(ValueError, match="trace with keep=True"):
+        _ = mha_inspect.trace(layer, x, x, x).attentions[0].scores.tensor
+    with pytest.raises(AttributeError, match="masked_scores"):
+        _ = mha_inspect.trace(layer, x, x, x).attentions[0].masked_scores
+
+
+def test_it_prints_itself_and_its_parts(layer, x):
+    trace = mha_inspect.trace(layer, x, x, x)
+    assert "q_heads" in repr(trace)
+    assert "<pre" in trace._repr_html_()
+    assert repr(trace.attentions[0].context) == "context [6, 7, 5] (batch heads) query head_dim: weights · v_heads"
+    assert "scores" in dir(trace.attentions[0])
+    assert repr(trace.attentions[0].context) in repr(trace.attentions[0])
+
+
+def test_saved_and_read_back_it_is_the_same(layer, x, tmp_path):
+    show = mha_inspect.Show(ops=True, stats=True, values=True)
+    trace = mha_inspect.trace(layer, x, x, x, show=show)
+    trace.save(tmp_path / "trace.json")
+    again = mha_inspect.load(tmp_path / "trace.json")
+    assert again == trace
+    assert again.to_dict() == trace.to_dict() == json.loads((tmp_path / "trace.json").read_text())
+    trace.save(tmp_path / "trace.txt")
+    assert (tmp_path / "trace.txt").read_text() == repr(trace) + "\n"
+
+
+def test_nan_comes_back_from_json(layer, x, tmp_path):
+    trace = mha_inspect.trace(layer, x * float("nan"), x, x, show=mha_inspect.Show(stats=True))
+    trace.save(tmp_path / "nan.json")
+    stats = mha_inspect.load(tmp_path / "nan.json").attentions[0].query.stats
+    assert stats.nan == x.numel()
+    assert stats.mean != stats.mean
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not the JSON of mha-inspect trace"),
+        ('{"command": "params", "schema_version": 1}', "is not the JSON of mha-inspect trace"),
+        ('{"command": "trace", "schema_version": 99}', "has schema_version 99"),
+        ('{"command": "trace", "schema_version": 1}', "is not whole"),
+    ],
+)
+def test_a_file_that_is_no_trace(tmp_path, text, said):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=said):
+        mha_inspect.load(file)
+
+
+def test_files_that_are_not_there(layer, x, tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        mha_inspect.load(tmp_path / "absent.json")
+    with pytest.raises(ExportError, match="is not there"):
+        mha_inspect.trace(layer, x, x, x).save(tmp_path / "no folder" / "trace.json")
+
+
+def test_dropout_batch_norm_and_generators_are_left_as_one_call_leaves_them(x):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, dropout=0.5, batch_first=True)
+            self.norm = nn.BatchNorm1d(LENGTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.attention(x, x, x, need_weights=False)[0])
+
+    model = Model()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    model(x)
+    once, after = {name: buffer.clone() for name, buffer in model.named_buffers()}, torch.get_rng_state()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    torch.set_rng_state(state)
+    mha_inspect.trace(model, x)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(once["norm.running_mean"], before["norm.running_mean"])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, once[name]), name
+
+
+def test_recording_a_block_tells_calls_apart(layer, x):
+    with mha_inspect.recording(keep=True) as seen:
+        first, _ = layer(x, x, x, need_weights=False)
+        second = layer(first[:, :3], x, x)[0].sum()
+    attentions = seen.trace.attentions
+    hidden = [op.name for op in seen._recorder._ops if "native_multi_head" in op.name or "scaled_dot" in op.name]
+    assert len(attentions) + len(hidden) == 2
+    assert attentions[-1].scores.shape == (BATCH * HEADS, 3, LENGTH)
+    assert second.requires_grad is True
+
+
+def test_an_opened_block_hides_nothing_and_puts_settings_back(layer, x):
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), mha_inspect.recording(open_up=True) as seen:
+        layer(x, x, x, need_weights=False)
+        layer(x, x[:, :5], x[:, :5])
+    assert [attention.scores.shape for attention in seen.trace.attentions] == [(2, 3, 7, 7), (6, 7, 5)]
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+
+
+def test_a_block_that_raises_lets_the_error_through_and_keeps_what_ran(layer, x):
+    seen = mha_inspect.recording()
+
+    def train() -> None:
+        with seen:
+            layer(x, x[:, :5], x[:, :5])
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    assert [attention.scores.shape for attention in seen.trace.attentions] == [(6, 7, 5)]
+
+
+def test_a_trace_inside_its_block_is_refused():
+    with mha_inspect.recording() as seen, pytest.raises(ValueError, match="still under way"):
+        _ = seen.trace

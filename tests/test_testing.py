@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.weights import canonical_weights, load_weights
+from mha_inspect.spec import AttentionSpec
+from mha_inspect.testing import assert_same_attention, assert_stage_shapes
+
+BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
+SPEC = AttentionSpec(embed_dim=HEADS * HEAD_DIM, num_heads=HEADS)
+
+
+def layer(name: str) -> nn.Module:
+    module = find_layer(name).load().build(SPEC)
+    load_weights(module, canonical_weights(SPEC))
+    return module
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1))
+
+
+def test_shapes_that_hold(x):
+    assert_stage_shapes(layer("torch"), x, x, x, scores="bh q q", weights="6 7 _", context="bh q d", output="b q e")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ({"scores": "bh q 5"}, "says 5 where it has 7"),
+        ({"scores": "b h q k"}, "3 dimensions, and 'b h q k' names 4"),
+        ({"scores": "a q k", "context": "a d q"}, "says q, which is 7 in scores where it has 5"),
+        ({"masked_scores": "bh q k"}, "there is no stage masked_scores"),
+    ],
+)
+def test_shapes_that_do_not(x, patterns, said):
+    with pytest.raises(AssertionError, match="scores") as raised:
+        assert_stage_shapes(layer("torch"), x, x, x, **patterns)
+    assert said in str(raised.value)
+    assert "context [6, 7, 5]" in str(raised.value)
+
+
+def test_a_tensor_under_a_stage_name_is_an_argument(x):
+    assert_stage_shapes(layer("torch"), query=x, key=x, value=x, scores="bh q k")
+
+
+def test_a_call_without_a_pattern_and_a_module_without_attention(x):
+    with pytest.raises(ValueError, match="no stage was named"):
+        assert_stage_shapes(layer("torch"), x, x, x)
+    with pytest.raises(AssertionError, match="Linear has no attention"):
+        assert_stage_shapes(nn.Linear(15, 15), x, scores="b q k")
+
+
+@pytest.mark.parametrize("other", ["split-heads", "fold-heads", "per-head"])
+def test_the_same_attention_written_otherwise(x, other):
+    left, right = layer("torch"), layer(other)
+    ours, theirs = left(x, x, x)[0], find_and_call(right, x)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert_same_attention(Self(left), Self(right), x)
+
+
+class Self(nn.Module):
+    """Query, key and value are one tensor: the three signatures become one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return find_and_call(self.inner, x)
+
+
+def find_and_call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = module(x, x, x)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def test_another_weight_is_found_where_it_stands(x):
+    left, right = layer("torch"), layer("torch")
+    with torch.no_grad():
+        right.in_proj_weight[2 * SPEC.embed_dim] += 0.01  # the first row of W_v
+    with pytest.raises(AssertionError) as raised:
+        assert_same_attention(left, right, x, x, x)
+    text = str(raised.value)
+    assert text.splitlines()[0] == "attention 1 differs from v_proj on"
+    marked = [line for line in text.splitlines() if line.startswith(">")]
+    assert len(marked) == 1
+    assert marked[0].split()[:3] == [">", "v_proj", "differs"]
+    assert next(line for line in text.splitlines() if " weights " in line).split()[1] == "same"
+
+
+def test_not_as_many_attentions(x):
+    with pytest.raises(AssertionError, match="1 attentions on the left and 2 on the right"):
+        assert_same_attention(Self(layer("torch")), nn.Sequential(Self(layer("torch")), Self(layer("torch"))), x)
