@@ -146,15 +146,17 @@ def _of_weights(measured: Measured) -> Iterator[str]:
         return
     left, right = measured.names
     pair = next((p for p in report.parameters if p.part == "W_q" and p.left and p.right), None)
-    sliced = pair is not None and pair.mapping.endswith("are not there")
+    sliced = any("features" in reason for reason in report.weights.left_out)
     other = report.weights.other_way
     poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
     if sliced:
         features = measured.left.spec.embed_dim
         width = features // measured.left.spec.num_heads
+        # A layer with a matrix for each head has nothing to split.
+        then = " and splits the result" if pair is not None and 1 in _places(pair) else ""
         yield (
             f"Splitting the input is not what {richer} does: it projects all {features} features of the embedding for "
-            f"every head and splits the result, and in {poorer} a head reads {width} of them."
+            f"every head{then}, and in {poorer} a head reads {width} of them."
         )
     if other is not None and other.verdict == "same":
         where = " wherever there is a key to look at" if report.masked_rows else ""

@@ -89,6 +89,9 @@ def _mapping(name: str, left: _Held | None, right: _Held | None) -> str:
         if left.heads != right.heads:
             return f"the same numbers, cut into {left.heads} heads and into {right.heads}"
         return "the same numbers"
+    if len(left.names) == len(right.names) > 1 and left.shape[0] == right.shape[0]:
+        few = min(left.shape[1], right.shape[1])
+        return f"of head h, columns {_run(few)} are in both; the other columns are in one only"
     many, one = (left, right) if len(left.names) > len(right.names) else (right, left)
     if len(many.names) > 1 and len(one.names) == 1:
         return _one_for_each_head(many, one)

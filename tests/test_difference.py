@@ -100,6 +100,14 @@ def test_narrow_says_that_splitting_the_input_is_not_what_torch_does():
     assert any("Splitting the input is not what torch does" in s for s in swapped.answer)
 
 
+def test_narrow_beside_one_matrix_a_head():
+    report = diff("per-head", "narrow")
+    mapping = next(pair.mapping for pair in report.parameters if pair.part == "W_v")
+    assert mapping == "of head h, columns 11h to 11h+10 are in both; the other columns are in one only"
+    said = next(sentence for sentence in report.answer if "Splitting the input is not what per-head does" in sentence)
+    assert "splits the result" not in said
+
+
 def test_other_way_is_measured_and_not_assumed(monkeypatch):
     import mha_inspect.difference as difference
 

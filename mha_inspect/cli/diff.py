@@ -77,6 +77,7 @@ def diff(
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
     """
+    options.require_no_target_settings("trace")
     from ..side_settings import make_sides, parse_settings
 
     ours, theirs = parse_settings("--left-set", left_set or ()), parse_settings("--right-set", right_set or ())

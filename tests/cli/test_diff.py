@@ -106,6 +106,7 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
         ("torch --left-set device=cdua", ["cdua", "cpu"]),
         ("grouped-query --num-kv-heads 1 --left-set num_heads=11", ["num_kv_heads 1 is below num_heads"]),
         ("torch bert narrow", ["narrow"]),
+        ("torch bert --set depth=2", ["--set depth=2 is for a target"]),
         ("torch --num-heads 1,2", ["num_heads 1,2 is a list"]),
     ],
 )
