@@ -279,8 +279,10 @@ class Recorder(TorchDispatchMode):
             storage.made_by = index
         else:
             seen = storage.seen.get(key)
-            if seen is not None and seen[1] == storage.version and seen[0] is inputs.get(storage.number):
-                return seen[0]  # a view that changes nothing
+            if seen is not None and seen[1] == storage.version:
+                unchanged = seen[0] is inputs.get(storage.number)  # a view that changes nothing
+                if unchanged or self._producers.get(seen[0].id) == index:  # or what it wrote, returned as well
+                    return seen[0]
         return self._new(tensor, key, storage, index)
 
     def _find(self, tensor: torch.Tensor, address: int) -> _Storage | None:
