@@ -18,8 +18,18 @@ from .stages import CANONICAL_AXES
 
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
 """What a width other than the query's is called."""
-_SIDES = {"key": "k", "value": "v", "context": "o", "concat": "o"}
-"""Stages whose side is not their first letter."""
+_SIDES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "scores": "s",
+    "masked_scores": "s",
+    "weights": "s",
+    "context": "o",
+    "concat": "o",
+    "output": "o",
+}
+"""Which side a stage belongs to; the others have it for a letter: `q_proj`."""
 _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "key"): "qk"}
 """What the axis is called that counts the projections in one matrix."""
 
@@ -32,7 +42,7 @@ class AxisNames:
         self._found = found
         self._roles = roles = Roles(found, dimensions)
         self._heads = roles.heads
-        self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvo"}
+        self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
         self._stages = {stage: self._of_stage(stage) for stage in sorted(found.stages, key=_from_heads_outward)}
 
     @property
@@ -60,7 +70,7 @@ class AxisNames:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
         # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
         joined = ("heads",) if self._found.branches else ()
-        return self._write(tensor, list(self._sides["q"]), joined)
+        return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
 
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
@@ -113,8 +123,8 @@ class AxisNames:
 
     def _tell_apart(self, dims: list[list[str | Atom]], groups: list[Group]) -> None:
         """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
-        known = dict(groups)
-        if resolve(known["query"]) != resolve(known["key"]):
+        known = dict(reversed(groups))
+        if "key" not in known or "query" not in known or resolve(known["query"]) != resolve(known["key"]):
             return
         name = next((name for name, _ in groups if name in ("query", "key")), "")
         places = [(at, i) for at, dim in enumerate(dims) for i, token in enumerate(dim) if token == name]
@@ -162,8 +172,8 @@ def _product(atoms: Dim) -> int:
 
 
 def _side(stage: str) -> str:
-    """Which of query, key and value a stage belongs to; scores and weights belong to the query, what follows to `o`."""
-    return _SIDES.get(stage) or (stage[0] if stage[1] == "_" else "q")
+    """Which of query, key, value, scores and output a stage belongs to."""
+    return _SIDES.get(stage, stage[0])
 
 
 def _from_heads_outward(stage: str) -> int:

@@ -21,6 +21,7 @@ class Roles:
         rows, columns = product[-2:] if len(product) > 1 else (product[-1] if product else (), ())
         left, right = (dimensions.of(tensor) for tensor in found.score_product.inputs[-2:])
         query, key = (columns, rows) if found.key_first else (rows, columns)
+        self._source_query: Dim = right[-1] if found.key_first else left[max(len(left) - 2, 0)]
         self.head_dim: Dim = left[-1]
         matrices = len(right) > 1 and len(left) > 1
         self._source_key: Dim = (left[-2] if found.key_first else right[-1]) if matrices else ()
@@ -33,6 +34,7 @@ class Roles:
             # One key head for all: the query heads stand beside the queries, in the rows of one product.
             head_rows = tuple(a for a in query if a not in outside and a in self._features())
             query = tuple(atom for atom in query if atom not in head_rows)
+            self._source_query = tuple(atom for atom in self._source_query if atom not in head_rows)
         self.query, self.key = query, key
         self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
         self._value_roles()
@@ -100,6 +102,10 @@ class Roles:
         found = self._found
         left, right = (self._dimensions.of(tensor) for tensor in found.value_product.inputs[-2:])
         product = self._dimensions.of(found.value_product.output)
+        # What the context has for queries, where it does not have the features.
+        self._value_query: Dim = (product[-1] if found.value_first else product[-2]) if len(product) > 1 else ()
+        heads = {*self.heads, *self.batch, *self.windows}
+        self._value_query = tuple(atom for atom in self._value_query if atom not in heads)
         if found.value_first:
             self._value_key, self.value_dim = left[-1], product[-2] if len(product) > 1 else product[-1]
         else:
@@ -125,21 +131,20 @@ class Roles:
         return tuple(atom for atom in self.heads if atom in atoms)
 
     def groups(self, side: str) -> list[Group]:
-        """Names and atoms of one side: `q`, `k`, `v`, and `o` for what comes after the weights."""
+        """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""
         value_dim = "v_head_dim" if self.own_value_width else "head_dim"
         found: list[Group] = [("batch", self.batch), *self._head_groups(side), ("windows", self.windows)]
         if side in "vo":
             found.append((value_dim, self.value_dim))
         if side != "o":
             found += [("head_dim", self.head_dim), ("head_dim", self._other_dim)]
-        if side == "k":
-            found += [("key", self._source_key), ("key", self.key)]
-        elif side == "v":
-            found += [("key", self._value_key), ("key", self.key)]
-        else:
-            found += [("query", self.query), ("key", self.key)]
-        if side in "kv":
-            found.append(("query", self.query))
+        found += {
+            "q": [("query", self._source_query), ("query", self.query)],
+            "k": [("key", self._source_key), ("key", self.key)],
+            "v": [("key", self._value_key), ("key", self.key)],
+            "s": [("query", self.query), ("key", self.key)],
+            "o": [("query", self._value_query), ("query", self.query), ("query", self._source_query)],
+        }[side]
         return [(name, _without_ones(group)) for name, group in found]
 
     def _head_groups(self, side: str) -> list[Group]:

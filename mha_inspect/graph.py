@@ -187,7 +187,9 @@ class Graph:
 
     def forward(self, start: Tensor, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
         """Operations that read what was made from `start`, nearest first, with the tensor that they read."""
-        queue, seen = deque([Step(start)]), {start.id}
+        made = self.recording.producers.get(start.id, -1)
+        queue = deque(Step(tensor) for tensor in (start, *self._reread.get(made, ())))
+        seen = {step.tensor.id for step in queue}
         while queue:
             step = queue.popleft()
             last = step.path[-1] if step.path else None

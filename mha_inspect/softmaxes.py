@@ -47,7 +47,7 @@ def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bo
         name = total.base_name.rstrip("_")
         if name == "reciprocal" and inverse:
             inverse = False
-        elif total.kind not in ("view", "copy") and name not in _GUARDS:
+        elif total.kind not in ("view", "copy") and name not in _GUARDS and not _by_one(total):
             break
         total = recording.producer(total.inputs[0])
     if total is None or inverse or total.base_name != "sum" or len(total.args) < 2:
@@ -58,6 +58,11 @@ def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bo
     if len(dims) != 1:
         return None
     return _unshifted(recording, exponential.inputs[0]), int(dims[0]) % len(total.inputs[0].shape)
+
+
+def _by_one(op: Op) -> bool:
+    """Whether this multiplies by one: torch writes `1 / x` as the reciprocal, times one."""
+    return op.base_name == "mul" and len(op.inputs) == 1 and op.args[1] == 1
 
 
 def _exponential(recording: Recording, tensor: Tensor) -> Op | None:
