@@ -14,6 +14,7 @@ _FUSED: tuple[tuple[str, str, frozenset[str]], ...] = (
     ("aten._native_multi_head_attention", "the fast path: the whole layer is one kernel", _INSIDE_LAYER),
     ("aten._transformer_encoder_layer_fwd", "the fast path: the whole encoder layer is one kernel", _INSIDE_LAYER),
     ("aten._scaled_dot_product", "fused attention: scores and weights never reach memory", _INSIDE_SDPA),
+    ("higher_order.flex_attention", "flex attention: one kernel, which cannot be opened", frozenset()),
 )
 """Start of a kernel's name, what it is, and the stages that it hides."""
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .errors import RecordingError
 from .ops import Kind, Named, Op, Recording, Tensor
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -118,6 +119,13 @@ class _Storage:
 class Recorder(TorchDispatchMode):
     """The dispatch mode that writes down each operation. Use `record`, or enter it around any code."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile without this mode, as some of torch's own functions do (flex_attention)."""
+        return True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Otherwise torch wraps __torch_dispatch__ at class creation, and the first operation imports torch._dynamo and
@@ -160,6 +168,7 @@ class Recorder(TorchDispatchMode):
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
         for path, module in root.named_modules():
+            _require_eager(module, path)
             self._paths.setdefault(id(module), path)
         for name, parameter in root.named_parameters():
             if not nn.parameter.is_lazy(parameter):
@@ -353,6 +362,25 @@ class Recorder(TorchDispatchMode):
         return source or library or "", self._paths.get(id(module), ""), self._call[1]
 
 
+def _require_eager(module: nn.Module, path: str) -> None:
+    """Refuse code that is no longer Python: what runs is not what the lines say, and no line asks for it.
+
+    Raises `RecordingError`.
+    """
+    name = f"module {path}" if path else "the module"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RecordingError(
+            f"{name} is scripted (torch.jit): its operations come from no line of Python. "
+            "Record the module that it was made from."
+        )
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        way_out = "its ._orig_mod" if hasattr(module, "_orig_mod") else "it before .compile()"
+        raise RecordingError(
+            f"{name} is compiled (torch.compile): what runs are kernels that were fused from its lines. "
+            f"Record {way_out}."
+        )
+
+
 def _identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
     """The address of a tensor's storage, and what tells it from other views of the same storage."""
     if tensor.is_nested and tensor.layout == torch.strided:  # rows of different lengths have no shape: one buffer
@@ -391,6 +419,8 @@ class _About:
 @cache
 def _about(func: Any) -> _About:
     name = str(func)
+    if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
+        return _About(f"higher_order.{name}", name, pointwise=False, composite=False, makes_views=False, written=())
 
     def has_kernel(operation: str, key: str) -> bool:
         try:

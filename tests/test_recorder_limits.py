@@ -1,0 +1,61 @@
+"""What cannot be recorded is said, with what to do; what can be, is not refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from mha_inspect.errors import RecordingError
+from mha_inspect.recorder import record
+from mha_inspect.tracing import trace_module
+
+
+@pytest.fixture
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+
+
+X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_compiled_module(layer):
+    with pytest.raises(RecordingError, match=r"the module is compiled .* Record its \._orig_mod"):
+        record(torch.compile(layer, backend="eager"), X)
+    assert len(record(torch.compile(layer, backend="eager")._orig_mod, X)[0].ops) > 0
+
+
+def test_a_compiled_part(layer):
+    layer[0].compile(backend="eager")
+    with pytest.raises(RecordingError, match=r"module 0 is compiled .* before \.compile\(\)"):
+        record(layer, X)
+
+
+def test_a_scripted_module(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(layer)
+    with pytest.raises(RecordingError, match="is scripted"):
+        record(scripted, X)
+
+
+def test_flex_attention_is_one_operation_that_hides_its_stages():
+    class Flex(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+            return flex_attention(heads, heads, heads)
+
+    x = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        expected = Flex()(x)
+        recording, returned = record(Flex(), x)
+        trace = trace_module(Flex(), x)
+    assert torch.equal(returned, expected)
+    assert [op.base_name for op in recording.ops].count("flex_attention") == 1
+    assert "flex attention: one kernel" in trace.path.plain
+    assert trace.attentions == ()
