@@ -13,6 +13,7 @@ from .found import Found
 from .graph import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
 from .ops import Op, Recording, Tensor
 from .scoring import multiply, read_scoring
+from .softmaxes import masks_on_exponentials
 
 __all__ = ["Found", "Graph", "Step", "find_attentions"]
 
@@ -83,7 +84,7 @@ class _Finder:
             softmax_dim=dim,
             key_first=key_first,
             value_first=value_first,
-            masks=tuple(scoring.masks),
+            masks=(*scoring.masks, *masks_on_exponentials(self.recording, softmax)),
             softcap=scoring.softcap,
             sinks=scoring.sinks,
             projections=projections,

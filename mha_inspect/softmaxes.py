@@ -33,6 +33,21 @@ def softmax_of(recording: Recording, op: Op) -> tuple[Tensor, int] | None:
     return None
 
 
+def masks_on_exponentials(recording: Recording, op: Op) -> tuple[Op, ...]:
+    """The operations that set exponentials to zero before they are summed, where this softmax was written by hand."""
+    if op.base_name in _SOFTMAXES or not op.inputs:
+        return ()
+    found: list[Op] = []
+    behind = recording.producer(op.inputs[0])
+    for _ in range(_MANY):
+        if behind is None or not behind.inputs or behind.base_name.rstrip("_") == "exp":
+            return tuple(reversed(found))
+        if behind.base_name.rstrip("_") in ("masked_fill", "where") or len(behind.inputs) == 2:
+            found.append(behind)
+        behind = recording.producer(behind.inputs[0])
+    return ()
+
+
 def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bool) -> tuple[Tensor, int] | None:
     """`exp(x) / sum`; with `inverse` it is multiplied by one over the sum."""
     if above.numel < below.numel:

@@ -1,0 +1,128 @@
+"""What must hold of every attention that is found: its own arithmetic, in the axes that it was given."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+
+from mha_inspect.attention import Found, Graph, find_attentions
+from mha_inspect.axes import AxisNames
+from mha_inspect.ops import Recording
+from mha_inspect.recorder import opened, record
+from mha_inspect.stages import STAGES
+
+
+@dataclass(frozen=True)
+class Attention:
+    found: Found
+    names: AxisNames
+    recording: Recording
+
+    def value(self, stage: str) -> torch.Tensor:
+        return self.recording.values[self.found.stages[stage].id]
+
+    def axes(self) -> dict[str, str]:
+        return {stage: self.names.of_stage(stage) for stage in self.found.stages}
+
+    def sizes(self) -> dict[str, int]:
+        """The size of each name, which must be the same wherever it stands alone in a dimension."""
+        sizes: dict[str, int] = {}
+        for stage, pattern in self.axes().items():
+            dims = re.findall(r"\([^)]*\)|\S+", pattern)
+            shape = self.found.stages[stage].shape
+            assert len(dims) == len(shape), (stage, pattern, shape)
+            for dim, size in zip(dims, shape, strict=True):
+                if dim.isidentifier():
+                    assert sizes.setdefault(dim, size) == size, (stage, pattern, shape, sizes)
+        sizes.setdefault("heads", self.names.num_heads)
+        sizes.setdefault("head_dim", self.names.head_dim)
+        if "group" in self.words():
+            sizes["kv_heads"] = self.names.num_kv_heads
+            sizes["group"] = self.names.num_heads // self.names.num_kv_heads
+        return sizes
+
+    def words(self) -> set[str]:
+        return set(re.findall(r"\w+", " ".join(self.axes().values())))
+
+    def canonical(self, stage: str, target: str) -> torch.Tensor:
+        """A stage in axes of one's choice; those that it has not are of size one, and batch takes in windows."""
+        pattern = self.names.of_stage(stage)
+        own = re.findall(r"\w+", pattern)
+        for name in ("batch", "query", "key"):
+            parts = [word for word in own if re.fullmatch(rf"{name}_\d", word)]
+            parts = ["batch", "windows"] if name == "batch" and "windows" in own else parts
+            target = target.replace(name, f"({' '.join(parts)})") if parts else target
+        if "kv_heads" in own:
+            target = target.replace("heads", "(kv_heads group)" if "group" in own else "kv_heads")
+        words = re.findall(r"\w+|[()]", target)
+        to = " ".join(word if word in (*own, "(", ")") else "1" for word in words)
+        sizes = self.sizes()
+        value = rearrange(
+            self.value(stage), f"{pattern} -> {to}", **{name: sizes[name] for name in own if name in sizes}
+        )
+        if "kv_heads" in own and "group" not in own:
+            value = value.repeat_interleave(self.names.num_heads // self.names.num_kv_heads, 1)
+        return value.double()
+
+
+def attentions(module: Any, *args: Any, open_up: bool = True, grad: bool = False, **kwargs: Any) -> list[Attention]:
+    """Run and record a forward, and find what is in it."""
+    with torch.set_grad_enabled(grad):
+        if open_up:
+            with opened():
+                recording, _ = record(module, *args, keep=True, **kwargs)
+        else:
+            recording, _ = record(module, *args, keep=True, **kwargs)
+    graph = Graph(recording)
+    return [Attention(found, AxisNames(found, graph.dimensions), recording) for found in find_attentions(recording)]
+
+
+def assert_true(attention: Attention, *, numbers: bool = False, dropped: bool = False) -> None:
+    """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are.
+
+    With `numbers` an axis may be left as a number; with `dropped` the weights were dropped before the values.
+    """
+    found, axes = attention.found, attention.axes()
+    assert list(found.stages) == [stage for stage in STAGES if stage in found.stages]
+    for stage, pattern in axes.items():
+        words = re.findall(r"\w+", pattern)
+        assert len(words) == len(set(words)), (stage, pattern)
+        assert numbers or all(word.isidentifier() or word == "1" for word in words), (stage, pattern)
+    value_dim = "v_head_dim" if "v_head_dim" in attention.words() else "head_dim"
+    scores_axes = "batch heads query key"
+    q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
+    v = attention.canonical("v_heads", f"batch heads key {value_dim}")
+    weights = attention.canonical("weights", scores_axes)
+    if "scores" in found.stages and found.scores_scale is not None:
+        assert_close(q @ k.transpose(-1, -2) * found.scores_scale, attention.canonical("scores", scores_axes))
+    stage = "masked_scores" if "masked_scores" in found.stages else "scores"
+    on_exponentials = found.masks and stage == "scores"
+    if stage in found.stages and found.sinks is None and not on_exponentials:
+        assert_close(attention.canonical(stage, scores_axes).softmax(-1), weights)
+    context = attention.canonical("context", f"batch heads query {value_dim}")
+    if not dropped:
+        assert_close(weights @ v, context)
+    if "concat" in found.stages and not found.branches and _only_moved(attention):
+        assert_close(attention.canonical("concat", f"batch heads query {value_dim}"), context)
+
+
+def _only_moved(attention: Attention) -> bool:
+    """Whether nothing is done to the heads between the product and W_o."""
+    tensor = attention.found.stages["concat"]
+    while tensor.id != attention.found.stages["context"].id:
+        op = attention.recording.producer(tensor)
+        if op is None or op.kind not in ("view", "copy") or op.base_name in ("cat", "stack"):
+            return False
+        tensor = op.inputs[0]
+    return True
+
+
+def assert_close(left: torch.Tensor, right: torch.Tensor) -> None:
+    """Equal to within float32's rounding, where neither was masked with a huge number."""
+    left, right = torch.broadcast_tensors(left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0))
+    seen = (left.abs() < 1e6) & (right.abs() < 1e6)
+    torch.testing.assert_close(left[seen].double(), right[seen].double(), rtol=2e-4, atol=2e-4)
