@@ -36,6 +36,8 @@ _ROLES: dict[str, tuple[str, ...]] = {
 }
 """Names of the arguments by place, for functions of torch that have no signature to ask."""
 
+_LAYERS = {"multi_head_attention": "MultiheadAttention", "transformer": "Transformer"}
+
 _SIDES: dict[str, Side] = {"q": "query", "k": "key", "v": "key"}
 
 
@@ -131,16 +133,18 @@ def _examine(
     error: Exception, seen: Seen, failed: Op | None, call: Call | None, site: Site, recorder: FailureRecorder | None
 ) -> tuple[Failure, Reached]:
     arguments = list(_arguments(call, site, recorder, seen.recording)) if recorder is not None else []
-    of_attention = site.attention is not None
+    layer = site.attention.module if site.attention is not None else None
     asserted = call is None and site.attention is None
-    base = "multi_head_attention" if of_attention else "" if call is None else call.name.rpartition(".")[2].strip("_")
+    base = "" if call is None else call.name.rpartition(".")[2].strip("_")
+    if layer is not None:
+        base = "multi_head_attention" if isinstance(layer, nn.MultiheadAttention) else "transformer"
     failing = None
     if not asserted:
         failing = Failing(
             base,
             tuple((a.role, a.tensor) for a in arguments),
             frozenset(a.tensor.id for a in arguments if isinstance(a.value, nn.Parameter)),
-            batch_first=site.attention is None or site.attention.module.batch_first,
+            batch_first=bool(getattr(layer, "batch_first", True)),
             activations=tuple(a.tensor for a in arguments if _is_activation(base, a)),
         )
     reached = reach(seen, failing)
@@ -151,15 +155,15 @@ def _examine(
     scene = Scene(
         error=type(error).__name__,
         message=_message(error),
-        call="nn.MultiheadAttention" if of_attention else "" if call is None else call.name,
+        call=f"nn.{_LAYERS[base]}" if layer is not None else "" if call is None else call.name,
         base=base,
         operands=tuple(_given(a, reached) for a in arguments),
         reached=reached,
         variables=variables,
         settings=() if call is None else tuple(arg for arg in call.args if not isinstance(arg, torch.Tensor)),
-        num_heads=site.attention.module.num_heads if site.attention is not None else 0,
-        widths=_widths(site.attention.module) if site.attention is not None else {},
-        batch_first=site.attention is None or site.attention.module.batch_first,
+        num_heads=layer.num_heads if isinstance(layer, nn.MultiheadAttention) else 0,
+        widths=_widths(layer) if isinstance(layer, nn.MultiheadAttention) else {},
+        batch_first=bool(getattr(layer, "batch_first", True)),
     )
     failure = Failure(
         error=scene.error,
@@ -171,7 +175,7 @@ def _examine(
         line=site.line,
         operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
         clash="" if asserted else clash(scene),
-        cause=None if asserted else find_cause(scene),
+        cause=find_cause(scene) if not asserted or scene.error == "EinopsError" else None,
         completed=tuple(_completed(reached, variables)),
         last_ops=tuple(_last(seen.recording)),
         num_ops=len(seen.recording.ops),
@@ -181,8 +185,8 @@ def _examine(
 
 def _is_activation(base: str, argument: _Argument) -> bool:
     """Whether this is what a layer takes in: batch, sequence, features."""
-    if base == "multi_head_attention":
-        return argument.role in ("query", "key", "value")
+    if base in _LAYERS:
+        return argument.role in ("query", "key", "value", "src", "tgt")
     return base == "linear" and argument.role == "input" and argument.value.is_floating_point()
 
 
@@ -218,7 +222,7 @@ def _arguments(call: Call | None, site: Site, recorder: FailureRecorder, recordi
         for role, value in site.attention.arguments.items():
             if isinstance(value, torch.Tensor):
                 yield argument(role, "", value)
-        weight = site.attention.module.out_proj.weight
+        weight = next(site.attention.module.parameters())
         given = [value for value in site.attention.arguments.values() if isinstance(value, torch.Tensor)]
         if any(v.device != weight.device or (v.is_floating_point() and v.dtype != weight.dtype) for v in given):
             yield argument("weight", "", weight)

@@ -9,6 +9,11 @@ from .reports.failure import Cause
 
 def of_torch_attention(scene: Scene) -> Cause | None:
     """What is wrong with the arguments of nn.MultiheadAttention."""
+    if scene.base == "transformer":
+        source, target = scene.given("src"), scene.given("tgt")
+        return (
+            None if source is None or target is None else _order(scene, target, source) or _batch(scene, target, source)
+        )
     query, key, value = (scene.given(role) for role in ("query", "key", "value"))
     if scene.base != "multi_head_attention" or query is None or key is None or value is None:
         return None
@@ -72,7 +77,7 @@ def _width(scene: Scene, *given: Given) -> Cause | None:
     return None
 
 
-def _order(scene: Scene, query: Given, key: Given, value: Given) -> Cause | None:
+def _order(scene: Scene, query: Given, key: Given, *_: Given) -> Cause | None:
     """Evidence for the other order of batch and sequence: what does not fit this one, and fits that."""
     (batch, length), (key_batch, key_length) = _lengths(scene, query), _lengths(scene, key)
     if not batch or not key_batch:
@@ -106,16 +111,17 @@ def _order(scene: Scene, query: Given, key: Given, value: Given) -> Cause | None
     return None
 
 
-def _batch(scene: Scene, query: Given, key: Given, value: Given) -> Cause | None:
+def _batch(scene: Scene, query: Given, key: Given, *rest: Given) -> Cause | None:
     (batch, _), (key_batch, key_length) = _lengths(scene, query), _lengths(scene, key)
-    value_batch, value_length = _lengths(scene, value)
     if batch and key_batch and batch != key_batch:
         return Cause(
             "batch_differs",
             f"{_reading(scene)}: {query.name} has batch {batch}, {key.name} has batch {key_batch}.",
             "Both must have the same examples; one example for all needs .expand on the batch dimension.",
         )
-    if (key_batch, key_length) != (value_batch, value_length) and len(key.shape) == len(value.shape) == 3:
+    for value in rest:
+        if (key_batch, key_length) == _lengths(scene, value) or len(key.shape) != 3 or len(value.shape) != 3:
+            continue
         return Cause(
             "lengths_differ",
             f"{key.name} is {shape_text(key.shape)}, {value.name} is {shape_text(value.shape)}.",

@@ -32,6 +32,7 @@ class PartialAxes:
         self._graph = graph
         self._order = ("batch", "sequence") if batch_first else ("sequence", "batch")
         self._groups: list[tuple[str, Dim]] = []
+        self._known: set[Atom] = set()
         self._query: set[Atom] = set()
         self._query_heads = 0
         projections = [op for op in graph.recording.ops if graph.is_projection(op)]
@@ -84,10 +85,10 @@ class PartialAxes:
         return self._graph.dimensions.of(tensor)
 
     def _add(self, name: str, atoms: Iterable[Atom]) -> None:
-        known = {atom for _, group in self._groups for atom in resolve(group)}
         dim = resolve(atoms)
-        if dim and prod(atom.size for atom in dim) > 1 and not known & set(dim):
+        if dim and prod(atom.size for atom in dim) > 1 and self._known.isdisjoint(dim):
             self._groups.append((name, dim))
+            self._known.update(dim)
 
     def _learn_positions(self, dims: Sequence[Dim]) -> None:
         """Name what stands before the width: batch and sequence, side by side in one dimension or each in its own."""

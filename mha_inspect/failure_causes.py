@@ -6,12 +6,13 @@ does there is none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from .failure_attention_causes import of_torch_attention
 from .failure_mask_causes import of_mask
 from .failure_scene import Given, Scene, first_clash, mixed_dtypes, shape_text
-from .failure_width_causes import of_linear, of_view
+from .failure_width_causes import heads_do_not_divide, of_linear, of_view
 from .ops import Tensor
 from .reports.failure import Cause
 
@@ -70,10 +71,17 @@ def _dtypes(scene: Scene) -> Cause | None:
             "Token ids go through an nn.Embedding first; numbers need .float().",
         )
     odd, usual = _odd_one(scene, "dtype")
+    if odd.role == "attn_mask":
+        return Cause(
+            "mask_dtype",
+            f"{odd.name} is {odd.dtype}, the queries are {usual}; a mask is boolean, True where a key is seen, or of their "
+            "dtype, which is added.",
+            f"{odd.primary}.bool(), or {odd.primary}.to(torch.{usual}).",
+        )
     return Cause(
         "mixed_dtypes",
         f"{odd.name} is {odd.dtype}, the others are {usual}.",
-        f"Bring them to one: {odd.name}.to(torch.{usual}), or the module with .to(torch.{odd.dtype}); "
+        f"Bring them to one: {odd.primary}.to(torch.{usual}), or the module with .to(torch.{odd.dtype}); "
         "under torch.autocast neither is needed.",
     )
 
@@ -87,6 +95,12 @@ def _odd_one(scene: Scene, what: str) -> tuple[Given, str]:
     }
     usual = max(weights, key=lambda value: weights[value])
     return next(o for o in scene.operands if getattr(o, what) != usual), usual
+
+
+def _einops(scene: Scene) -> Cause | None:
+    """einops says in words what a view says in sizes."""
+    said = re.search(r"can't divide axis of length (\d+) in chunks of (\d+)", scene.message)
+    return None if scene.error != "EinopsError" or said is None else heads_do_not_divide(int(said[1]), int(said[2]))
 
 
 def _factors(scene: Scene) -> tuple[Given, ...]:
@@ -282,5 +296,6 @@ RULES: tuple[Callable[[Scene], Cause | None], ...] = (
     _sizes,
     of_linear,
     of_view,
+    _einops,
 )
 """In the order in which they are asked."""

@@ -66,7 +66,7 @@ def mask_cause(mask: Given, scores: tuple[int, ...]) -> Cause | None:
             f"{mask.name} covers {_lengths(rows, columns)}, and {over}: query {query}, key {key}.",
             f"Cut it to the lengths of this call: {mask.primary}[..., :{query}, :{key}]."
             if larger
-            else f"Make it for query {query} and key {key}.",
+            else f"Make it for query {query} and key {key}, or give no more positions than it covers.",
         )
     return None
 

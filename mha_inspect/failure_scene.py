@@ -141,7 +141,7 @@ def clash(scene: Scene) -> str:
             return f"{x.text}, and {weight.name} {shape_text(weight.shape)} takes {weight.shape[-1]} features."
     if scene.base in ("view", "reshape", "unflatten") and given:
         return _of_view(scene)
-    if scene.base in ("scaled_dot_product_attention", "multi_head_attention", "einsum"):
+    if scene.base in ("scaled_dot_product_attention", "multi_head_attention", "transformer", "einsum"):
         return _alike(given) + "."
     return ""
 

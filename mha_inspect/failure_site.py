@@ -21,7 +21,7 @@ from .recorder import place_of, tensors_in
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
-_ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
+_ATTENTION_FORWARDS = {nn.MultiheadAttention.forward.__code__, nn.Transformer.forward.__code__}
 _PASSES_ON = ("einops/", "mha_inspect/attempt.py", "mha_inspect/failure")
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.MatMult: "matmul",
@@ -35,10 +35,10 @@ _LONGEST = 48
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """A call of torch's own multi-head attention, by the names of its arguments."""
+class LayerCall:
+    """A call of one of torch's own layers, by the names of its arguments."""
 
-    module: nn.MultiheadAttention
+    module: nn.Module
     arguments: dict[str, Any]
 
 
@@ -54,8 +54,8 @@ class Site:
     """The tensors among the variables of the user's frame, with their names."""
     module: object
     """The innermost module whose forward was running; None without one."""
-    attention: AttentionCall | None
-    """The call of torch's own multi-head attention that the error came out of, the innermost one."""
+    attention: LayerCall | None
+    """The call of torch's own multi-head attention, or transformer, that the error came out of, the innermost one."""
     by_user: bool
     """Whether the user's own code was the last to run."""
     tree: ast.expr | ast.stmt | None
@@ -126,16 +126,16 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def _attention(entries: list[tuple[FrameType, TracebackType]]) -> AttentionCall | None:
+def _attention(entries: list[tuple[FrameType, TracebackType]]) -> LayerCall | None:
     for before, (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
-        if frame.f_code is _ATTENTION_FORWARD and before[0].f_code is _MODULE_CALL:
+        if frame.f_code in _ATTENTION_FORWARDS and before[0].f_code is _MODULE_CALL:
             module, called = frame.f_locals["self"], before[0].f_locals
             try:
                 bound = inspect.signature(module.forward).bind(*called["args"], **called["kwargs"])
             except TypeError:
                 return None
             arguments = {name: value for name, value in bound.arguments.items() if any(tensors_in(value))}
-            return AttentionCall(module, arguments)
+            return LayerCall(module, arguments)
     return None
 
 

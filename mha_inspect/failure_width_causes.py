@@ -52,6 +52,12 @@ def of_linear(scene: Scene) -> Cause | None:
 def _not_joined(x: Given, takes: int) -> Cause | None:
     """What still has its heads, where the layer takes them side by side."""
     heads, features = x.place("heads", "kv_heads"), x.place("head_dim")
+    if heads is None and len(x.shape) >= 4 and x.shape[-1] * x.shape[-2] == takes:
+        return Cause(
+            "heads_not_joined",
+            f"{x.name} ends in two dimensions, {x.axis(-2)} and {x.axis(-1)}; the layer takes them as one, {takes}.",
+            "torch.cat(heads, dim=-1), or .flatten(-2) with the heads in front of their features.",
+        )
     if heads is None or features is None or heads == features or x.shape[heads] * x.shape[features] != takes:
         return None
     swap = "" if heads == len(x.shape) - 2 else ".transpose(1, 2)"
@@ -77,6 +83,8 @@ def of_view(scene: Scene) -> Cause | None:
         same += 1
     if same == len(x.shape) - 1 and len(sizes) == len(x.shape) + 1:
         return _division(x, sizes[same:])
+    if len(x.shape) == 3 and len(sizes) == 4 and sizes[1] == -1 and prod(sizes[2:]) == x.shape[-1]:
+        return _batch(x, sizes[0])
     if same == len(sizes) - 1 and len(x.shape) == len(sizes) + 1 and sizes[-1] not in (-1, prod(x.shape[same:])):
         first, second = x.shape[same:]
         return Cause(
@@ -85,6 +93,15 @@ def of_view(scene: Scene) -> Cause | None:
             f"Write {first * second} or -1 for the last size; the output projection must take as many.",
         )
     return None
+
+
+def _batch(x: Given, batch: int) -> Cause:
+    """Heads are divided for a batch that this tensor does not have."""
+    return Cause(
+        "batch_differs",
+        f"{x.name} has {x.shape[0]} examples, and the view takes a batch of {batch}.",
+        "Queries, keys and values must have the same examples; one for all needs .expand on the batch dimension.",
+    )
 
 
 def _scattered(x: Given) -> Cause:
@@ -109,19 +126,7 @@ def _division(x: Given, parts: tuple[int, ...]) -> Cause | None:
     if given <= 0:
         return None
     if width % given:
-        counts = ", ".join(str(n) for n in range(1, min(width, 64) + 1) if width % n == 0)
-        asked = (
-            f"{heads}·{head_dim} = {heads * head_dim}"
-            if -1 not in parts
-            else f"{width} / {given} = {width / given:.4g}"
-        )
-        return Cause(
-            "heads_do_not_divide",
-            f"A width of {width} cannot be split over {given} heads: {asked}.",
-            f"Head counts up to 64 that divide {width}: {counts}."
-            if width > 64
-            else f"Head counts that divide {width}: {counts}.",
-        )
+        return heads_do_not_divide(width, given, "" if -1 in parts else f"{heads}·{head_dim} = {heads * head_dim}")
     if -1 in parts:
         return None
     return Cause(
@@ -129,4 +134,15 @@ def _division(x: Given, parts: tuple[int, ...]) -> Cause | None:
         f"{heads} heads of {head_dim} are {heads * head_dim} features, and {x.name} has {width}.",
         f"{heads} heads of a width of {width} have head_dim {width // heads}; a projection for {heads} heads of "
         f"{head_dim} needs out_features {heads * head_dim}.",
+    )
+
+
+def heads_do_not_divide(width: int, heads: int, asked: str = "") -> Cause:
+    """A width that so many heads do not divide; `asked` is what they would need in its place."""
+    counts = ", ".join(str(n) for n in range(1, min(width, 64) + 1) if width % n == 0)
+    asked = asked or f"{width} / {heads} = {width / heads:.4g}"
+    return Cause(
+        "heads_do_not_divide",
+        f"A width of {width} cannot be split over {heads} heads: {asked}.",
+        f"Head counts{' up to 64' if width > 64 else ''} that divide {width}: {counts}.",
     )

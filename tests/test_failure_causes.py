@@ -107,6 +107,10 @@ BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
     ("IntegerMask", "mask_dtype", (X, ints(7, 7))),
     ("SdpaMask", "mask_rank", (X, bools(2, 7))),
     ("SdpaMask", "mask_size", (X, bools(13, 13))),
+    ("SdpaMask", "mask_dtype", (X, ints(7, 7))),
+    ("HeadsStacked", "heads_not_joined", (X,)),
+    ("BatchOfTheQuery", "batch_differs", (X, floats(5, 11, 24))),
+    ("HeadsByEinops", "heads_do_not_divide", (X,)),
 ]
 
 
@@ -151,6 +155,8 @@ WITH_TORCH: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = [
     (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 1, 7, 7)}),
     (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 7)}),
     (attend(**FIRST), "mixed_dtypes", (X, MEMORY.double()), {}),
+    (TORCH.Translate(), "batch_and_sequence_swapped", (X, MEMORY), {}),
+    (TORCH.Translate(**FIRST), "batch_differs", (X, floats(5, 11, 24)), {}),
     (attend(**FIRST), "mixed_dtypes", (X.double(),), {}),
 ]
 
@@ -162,7 +168,7 @@ def test_a_mistake_in_a_call_of_torch_is_named(
     failure = failure_of(module, *args, **masks)
     assert failure.cause is not None
     assert failure.cause.name == cause
-    assert failure.call == "nn.MultiheadAttention"
+    assert failure.call == ("nn.Transformer" if isinstance(module, TORCH.Translate) else "nn.MultiheadAttention")
     assert failure.source.endswith(line_of(type(module), "# fails"))
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from einops import rearrange
 
 
 class Base(nn.Module):
@@ -193,6 +194,37 @@ class ConcatNotFlattened(Base):
         return self.out_proj(context)  # fails
 
 
+class HeadsStacked(nn.Module):
+    """A list of heads, stacked where they should be put side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(24, 8) for _ in range(3)])
+        self.out_proj = nn.Linear(24, 24)
+
+    def forward(self, x):
+        outputs = []
+        for head in self.heads:
+            q = head(x)
+            outputs.append((q @ q.transpose(-2, -1)).softmax(-1) @ q)
+        return self.out_proj(torch.stack(outputs, dim=-1))  # fails
+
+
+class BatchOfTheQuery(Base):
+    """The query's batch size, used for the keys as well."""
+
+    def forward(self, query, key):
+        bs = query.size(0)
+        q = self.q_proj(query).view(bs, -1, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(key).view(bs, -1, self.num_heads, self.head_dim).transpose(1, 2)  # fails
+        return q @ k.transpose(-2, -1)
+
+
+class HeadsByEinops(Base):
+    def forward(self, x):
+        return rearrange(self.q_proj(x), "b l (h d) -> b h l d", h=5)  # fails
+
+
 class PackedNotTransposed(Base):
     """One projection for all three."""
 
@@ -201,10 +233,9 @@ class PackedNotTransposed(Base):
         self.qkv = nn.Linear(24, 72)
 
     def forward(self, x):
-        B, L, _ = x.shape
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q = self.split(q)
-        return q @ self.split(k)  # fails
+        q, v = self.split(q), self.split(v)
+        return (q @ self.split(k)).softmax(-1) @ v  # fails
 
 
 class WrongWidth(Base):
