@@ -149,6 +149,7 @@ def report(
     """Two runs of one pass, as it is and opened, as plain data."""
     content = _Content(opened, show)
     hidden = hidden_stages(plain)
+    calls = _calls([found.module for found, _ in opened.attentions])
     return Trace(
         environment=environment,
         layer=layer,
@@ -164,6 +165,7 @@ def report(
                     content,
                 ),
                 kind=kinds[place] if place < len(kinds) else (),
+                call=calls[place],
             )
             for place, (found, names) in enumerate(opened.attentions)
         ),
@@ -172,6 +174,14 @@ def report(
         masked_rows=masked,
         ops=_op_lines(opened, axes) if show.ops else None,
     )
+
+
+def _calls(modules: Sequence[str]) -> list[int | None]:
+    """For each attention, which one of its module's it is; None where the module has but one."""
+    return [
+        modules[: place + 1].count(module) if modules.count(module) > 1 else None
+        for place, module in enumerate(modules)
+    ]
 
 
 class _Content:

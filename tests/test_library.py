@@ -46,6 +46,7 @@ def test_kept_tensors_are_what_torch_returns(layer, x):
     assert torch.allclose(attention.weights.tensor.view(BATCH, HEADS, LENGTH, LENGTH), weights, atol=1e-6)
     assert torch.allclose(attention.output.tensor, output, atol=1e-6)
     assert attention.head_dim == HEAD_DIM
+    assert attention.call is None
     assert attention.scores.axes == "(batch heads) query key"
 
 
@@ -151,6 +152,8 @@ def test_an_opened_block_hides_nothing_and_puts_settings_back(layer, x):
         layer(x, x, x, need_weights=False)
         layer(x, x[:, :5], x[:, :5])
     assert [attention.scores.shape for attention in seen.trace.attentions] == [(2, 3, 7, 7), (6, 7, 5)]
+    assert [attention.call for attention in seen.trace.attentions] == [1, 2]
+    assert "call 2" in repr(seen.trace)
     assert torch.backends.mha.get_fastpath_enabled() is fast
 
 

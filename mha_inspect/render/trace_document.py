@@ -134,7 +134,7 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
         rows.append(
             (
                 str(number),
-                attention.module or "(the layer itself)",
+                _place(attention) or "(the layer itself)",
                 ", ".join(attention.kind),
                 _heads(attention),
                 str(attention.head_dim),
@@ -145,6 +145,12 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
             )
         )
     return table(columns, rows)
+
+
+def _place(attention: Attention) -> str:
+    """The module, and which of its attentions where it computes several."""
+    calls = [] if attention.call is None else [f"call {attention.call}"]
+    return ", ".join([attention.module, *calls] if attention.module else calls)
 
 
 def _heads(attention: Attention) -> str:
@@ -159,7 +165,8 @@ def _attention(attention: Attention, title: str, dtype: str) -> Section:
     if attention.num_kv_heads != attention.num_heads:
         facts.append(f"num_kv_heads {attention.num_kv_heads}")
     facts += [f"head_dim {attention.head_dim}", f"scale {numbers.scale(attention.scale, attention.head_dim)}"]
-    named = f"{title} in {attention.module}" if attention.module else title
+    place = _place(attention)
+    named = f"{title} in {place}" if place else title
     blocks: list[Block] = [_stages(attention.stages, dtype)]
     blocks += statistics((stage.name, stage.stats) for stage in attention.stages)
     blocks += contents((stage.name, stage.shape, stage.axes, stage.values) for stage in attention.stages)

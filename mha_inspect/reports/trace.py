@@ -77,6 +77,8 @@ class Attention:
     """Sentences about this attention that a reader should not miss."""
     kind: tuple[str, ...] = ()
     """`self` or `cross`, `causal`, `grouped`: what the recording gives evidence of."""
+    call: int | None = None
+    """Which of the attentions that its module computed it is, from 1; None where it is the only one."""
 
 
 @dataclass(frozen=True)
