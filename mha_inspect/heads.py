@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device import resolve
 from .errors import SpecError
 from .fit import require_fit
 from .focus import compare_focus
@@ -116,7 +117,7 @@ def _specs(spec: AttentionSpec, counts: Sequence[int]) -> list[AttentionSpec]:
 
 
 def _require_numbers(spec: AttentionSpec, run: RunSpec) -> None:
-    if torch.device(run.device).type == "meta":
+    if resolve(run.device, spec.dtype).type == "meta":
         raise SpecError(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
