@@ -17,8 +17,9 @@ from .stages import CANONICAL_AXES
 NoiseFloor = float | Callable[[], float]
 """A noise floor, or what measures it when it is needed: content that is the same needs none."""
 
-_CHUNK = 1 << 17
-"""Elements that are turned to float64 at a time: as many as stay in a processor's cache."""
+_CHUNK = 1 << 14
+"""Elements that are turned to float64 at a time: few enough to stay in a processor's cache, and for torch not to share
+them out among threads, which wait for each other where the machine is busy."""
 
 BLOCKED_BELOW = -3e4
 """No score is that low but by a mask (-1e9, the lowest number of a dtype, -inf), and exp of it is 0 in every dtype."""
@@ -177,11 +178,11 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The same elements of both in float64, a part at a time (on the CPU where the device has no float64)."""
-    if left.numel() > _CHUNK and left.dim() and left.shape[0] > 1:
+    if left.device.type == "cpu" and left.numel() > _CHUNK and left.shape[0] > 1:
         rows = max(1, left.shape[0] * _CHUNK // left.numel())
         for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
             yield from _chunks(one, other) if one.shape[0] == 1 else [_doubled(one, other)]
-    elif left.numel() > _CHUNK and left.dim():
+    elif left.device.type == "cpu" and left.numel() > _CHUNK:
         yield from _chunks(left[0], right[0])
     else:
         yield _doubled(left, right)
