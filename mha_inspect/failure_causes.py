@@ -74,8 +74,8 @@ def _dtypes(scene: Scene) -> Cause | None:
     if odd.role == "attn_mask":
         return Cause(
             "mask_dtype",
-            f"{odd.name} is {odd.dtype}, the queries are {usual}; a mask is boolean, True where a key is seen, or of their "
-            "dtype, which is added.",
+            f"{odd.name} is {odd.dtype}, the queries are {usual}; a mask is boolean, True where a key is seen, or of "
+            "their dtype, which is added.",
             f"{odd.primary}.bool(), or {odd.primary}.to(torch.{usual}).",
         )
     return Cause(
@@ -130,18 +130,27 @@ def _split(scene: Scene) -> Cause | None:
 def _transposed(scene: Scene) -> Cause | None:
     """Heads behind the sequence, where the product runs over what stands in front."""
     bad = [o for o in _factors(scene) if o.part != "weights" and _heads_are_behind(o)]
-    bad = [o for o in bad if not _was_right_before(scene, o.tensor)]
     if not bad or not _does_not_fit(scene):
         return None
     names = _and([_variable(scene, o) for o in bad])
-    origin = _split_at(scene, bad[0].tensor)
+    was = "was" if len(bad) == 1 else "were"
     sequence = " and ".join(dict.fromkeys("query" if o.part == "query" else "key" for o in bad))
+    if all(_was_right_before(scene, o.tensor) for o in bad):
+        did, origin = "transposed back", _made_at(scene, bad[0].tensor)
+        fix = "Leave that transpose out: the heads were in front already."
+    else:
+        did, origin = "split but not transposed", _split_at(scene, bad[0].tensor)
+        fix = f"{_variable(scene, bad[0])}.transpose(1, 2) after the view that splits."
     return Cause(
         "heads_not_transposed",
-        f"{names} {'was' if len(bad) == 1 else 'were'} split but not transposed{f' ({origin})' if origin else ''}. "
-        f"Heads must come before {sequence}.",
-        f"{_variable(scene, bad[0])}.transpose(1, 2) after the view that splits.",
+        f"{names} {was} {did}{f' ({origin})' if origin else ''}. Heads must come before {sequence}.",
+        fix,
     )
+
+
+def _made_at(scene: Scene, tensor: Tensor) -> str:
+    op = scene.reached.graph.recording.producer(tensor)
+    return "" if op is None else op.source
 
 
 def _heads_are_behind(given: Given) -> bool:

@@ -74,12 +74,12 @@ class Breaks(nn.Module):
         self.norm = nn.BatchNorm1d(7)
         self.broken = broken
         self.calls = 0
-        self.last: weakref.ref[torch.Tensor] | None = None
+        self.made: list[weakref.ref[torch.Tensor]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         heads = torch.dropout(self.proj(self.norm(x)), 0.5, True).view(2, 7, 3, 8)
-        self.last = weakref.ref(heads)
+        self.made.append(weakref.ref(heads))
         return self.broken(heads)
 
 
@@ -137,6 +137,7 @@ def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
     (context,) = (stage for stage in trace.failure.completed if stage.name == "context")
     assert (context.shape, context.axes) == ((2, 3, 7, 8), "batch heads query head_dim")
     assert trace.failure.operands[0].axes == "batch heads query head_dim"
+    assert "concat" not in [stage.name for stage in trace.failure.completed]  # the failing product's own flattening
     assert trace.returns == ()
 
 
@@ -188,10 +189,13 @@ def test_no_tensor_outlives_the_error():
     try:
         with pytest.raises(ForwardError) as caught:
             trace_module(module, torch.randn(2, 7, 24))
-        assert module.last is not None
         trace = caught.value.trace
+        assert len(module.made) == 2
         del caught
-        assert module.last() is None  # without the collector: nothing that holds it is in a cycle
+        assert [made() for made in module.made] == [
+            None,
+            None,
+        ]  # without the collector: nothing that holds it is in a cycle
     finally:
         gc.enable()
     assert trace.failure is not None
@@ -208,7 +212,12 @@ def test_a_second_run_that_ends_otherwise_is_not_taken_for_the_first():
             return heads.view(2, 5, -1)
         raise KeyError("other")
 
-    for broken in (second_time_is_right, second_time_is_another):
+    def second_time_is_elsewhere(heads: torch.Tensor) -> torch.Tensor:
+        if module.calls == 1:
+            return heads.view(2, 5, -1)
+        return heads.view(3, 5, -1)
+
+    for broken in (second_time_is_right, second_time_is_another, second_time_is_elsewhere):
         module = Breaks(broken)
         failure = failure_of(module, torch.randn(2, 7, 24))
         assert module.calls == 2
@@ -218,6 +227,16 @@ def test_a_second_run_that_ends_otherwise_is_not_taken_for_the_first():
         assert failure.operands == ()
         assert "did not fail in the same way" in failure.note
         assert failure.num_ops > 0
+
+
+def test_another_error_on_the_same_line_is_another_failure():
+    def breaks(heads: torch.Tensor) -> torch.Tensor:
+        raise (ValueError if module.calls == 1 else KeyError)("which")
+
+    module = Breaks(breaks)
+    failure = failure_of(module, torch.randn(2, 7, 24))
+    assert failure.error == "ValueError"
+    assert "did not fail in the same way" in failure.note
 
 
 def test_what_is_no_failure_of_the_forward_is_raised_as_it_is():

@@ -70,6 +70,7 @@ BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
     ("NoneTransposed", "heads_not_transposed", (X,)),
     ("ValueNotTransposedInSdpa", "heads_not_transposed", (X,)),
     ("EinsumNotTransposed", "heads_not_transposed", (X,)),
+    ("TransposedTwice", "heads_not_transposed", (X,)),
     ("NoKeyTranspose", "key_not_transposed", (X,)),
     ("KeyDotT", "key_not_transposed", (X,)),
     ("KeySwapsWrongDims", "key_not_transposed", (X,)),
@@ -123,8 +124,10 @@ def test_a_mistake_by_hand_is_named_at_its_line(name: str, cause: str, args: tup
     assert cause in CAUSES
     assert failure.source.endswith(line_of(cls, "# fails"))
     assert failure.line.endswith("# fails")
-    if "# split here" in inspect.getsource(cls):
-        assert line_of(cls, "# split here") in failure.cause.explanation
+    for mark, words in (("# split here", "split but not transposed"), ("# back here", "transposed back")):
+        if mark in inspect.getsource(cls):
+            assert f"{line_of(cls, mark)})" in failure.cause.explanation
+            assert words in failure.cause.explanation
 
 
 def attend(**settings: Any) -> nn.Module:
