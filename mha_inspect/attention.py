@@ -47,7 +47,7 @@ class _Finder:
         """The attention around one softmax; None where it is a softmax of something else."""
         graph = self.graph
         behind = self._score_product(masked)
-        ahead = self._value_product(softmax.output)
+        ahead = self._value_product(softmax.output, dim)
         if behind is None or ahead is None:
             return None
         product, path = behind
@@ -107,12 +107,18 @@ class _Finder:
                     best = (rank, op, tuple(reversed(step.path)))
         return None if best is None else best[1:]
 
-    def _value_product(self, weights: Tensor) -> tuple[Op, Tensor, tuple[Op, ...]] | None:
+    def _value_product(self, weights: Tensor, dim: int) -> tuple[Op, Tensor, tuple[Op, ...]] | None:
         """The product of weights and values, the operand of it that is the weights, and what was done to them."""
+        single: tuple[Op, Tensor, tuple[Op, ...]] | None = None
         for op, step in self.graph.forward(weights, self.graph.carries):
             if self.graph.is_product(op):
                 return op, step.tensor, step.path
-        return None
+            if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
+                # The average over a single key needs no sum: einsum multiplies.
+                other = op.inputs[op.inputs[0].id == step.tensor.id]
+                wider = other.numel > step.tensor.numel and self.graph.comes_from_inputs(other)
+                single = (op, step.tensor, step.path) if wider else None
+        return single
 
     def _key_first(self, product: Op, masked: Tensor, dim: int) -> bool:
         """Whether the softmax runs over the rows of the product, so that its left operand holds the keys."""

@@ -77,6 +77,8 @@ class AxisNames:
         expected = _expected(stage)
         tensor = self._found.stages[stage]
         side = self._sides[_side(stage)]
+        if stage in ("k_heads", "v_heads") and self._roles.own_keys:
+            side = [*side, ("query", self._roles.own_keys)]
         width = next((_product(resolve(atoms)) for name, atoms in self._sides["q"] if name == "embed"), 0)
         if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
             expected[-1] = _OWN_WIDTH[stage]

@@ -36,6 +36,14 @@ class Roles:
             query = tuple(atom for atom in query if atom not in head_rows)
             self._source_query = tuple(atom for atom in self._source_query if atom not in head_rows)
         self.query, self.key = query, key
+        self.own_keys: Dim = ()
+        """The queries, where each of them has keys of its own: windows that were unfolded."""
+        if all(atom.size == 1 for atom in query):
+            # Every query has keys of its own: the queries are among what the product runs over.
+            self.own_keys = self._apart(folded)
+            folded = tuple(atom for atom in folded if atom not in self.own_keys)
+            if self.own_keys:
+                self.query = self._source_query = query = self.own_keys
         self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
         self._value_roles()
         self.branch_axis = self._branch_axis()
@@ -44,6 +52,12 @@ class Roles:
         """The atoms of what comes in, before it is projected."""
         stages = self._found.stages
         return {atom for dim in self._dimensions.of(stages["query"]) for atom in dim} if "query" in stages else set()
+
+    def _apart(self, folded: Dim) -> Dim:
+        """The axis next to the features in what comes in, where the product of scores runs over it."""
+        tensor = self._found.stages.get("query")
+        dims = self._dimensions.of(tensor) if tensor is not None else ()
+        return tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
 
     def _features(self) -> set[Atom]:
         """The atoms of the dimensions in which a projection puts heads and their features."""
@@ -104,10 +118,13 @@ class Roles:
         found = self._found
         left, right = (self._dimensions.of(tensor) for tensor in found.value_product.inputs[-2:])
         product = self._dimensions.of(found.value_product.output)
+        if found.value_product.base_name == "mul":  # a single key
+            heads = self._dimensions.of(found.stages["v_heads"])
+            left, right, product = ((), ()), ((), ()), (self.query, heads[-1])
         # What the context has for queries, where it does not have the features.
         self._value_query: Dim = (product[-1] if found.value_first else product[-2]) if len(product) > 1 else ()
-        heads = {*self.heads, *self.batch, *self.windows}
-        self._value_query = tuple(atom for atom in self._value_query if atom not in heads)
+        beside = {*self.heads, *self.batch, *self.windows}
+        self._value_query = self.own_keys or tuple(atom for atom in self._value_query if atom not in beside)
         if found.value_first:
             self._value_key, self.value_dim = left[-1], product[-2] if len(product) > 1 else product[-1]
         else:

@@ -453,6 +453,15 @@ class Windows(Base):
         return x.permute(0, 2, 3, 1, 4).reshape(x.shape[0], -1, H * D)
 
 
+class Unfolded(Base):
+    """Each query sees the five positions around it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (F.pad(t, (0, 0, 2, 2)).unfold(2, 5, 1) for t in (k, v))
+        weights = (q.unsqueeze(-2) @ k / math.sqrt(D)).softmax(-1)
+        return (weights @ v.transpose(-1, -2)).squeeze(-2)
+
+
 class Image(Base):
     """Rows and columns stay apart until the product."""
 

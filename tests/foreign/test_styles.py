@@ -35,7 +35,7 @@ def find(name: str, batch: int = 7, length: int = 12, **kwargs: object) -> list[
 
 
 @pytest.mark.parametrize(("batch", "length"), SIZES)
-@pytest.mark.parametrize("name", [name for name in STYLES if name != "LoopChunks"])
+@pytest.mark.parametrize("name", [name for name in STYLES if name not in ("LoopChunks", "Unfolded")])
 def test_a_style_comes_out_right(name: str, batch: int, length: int) -> None:
     (attention,) = find(name, batch, length)
     assert_true(attention, dropped=name == "Dropped")
@@ -71,7 +71,9 @@ def test_another_source_of_keys_has_its_own_length(name: str) -> None:
     assert attention.sizes()["key"] == 13
 
 
-@pytest.mark.parametrize("name", [name for name in STYLES if not name.startswith(("Fused", "GroupedFused", "LoopC"))])
+@pytest.mark.parametrize(
+    "name", [name for name in STYLES if not name.startswith(("Fused", "GroupedF", "LoopC", "Unf"))]
+)
 def test_a_style_is_found_with_gradients_and_without_opening(name: str) -> None:
     (attention,) = find(name, grad=True, open_up=False)
     assert_true(attention, dropped=name == "Dropped")
@@ -95,6 +97,16 @@ def test_latent_projections_are_told_apart_from_the_last() -> None:
     assert {side: len(ops) for side, ops in found.earlier.items()} == {"query": 1, "key": 1, "value": 1}
     assert found.earlier["key"] == found.earlier["value"] != found.earlier["query"]
     assert attention.names.of_stage("v_heads") == "batch heads key v_head_dim"
+
+
+def test_windows_that_are_unfolded_have_queries_with_keys_of_their_own() -> None:
+    (attention,) = find("Unfolded")
+    names = attention.names
+    assert (names.num_heads, names.head_dim) == (H, D)
+    assert names.of_stage("scores") == names.of_stage("weights") == "batch heads query 1 key"
+    assert names.of_stage("k_heads") == "batch heads query head_dim key"
+    assert names.of_stage("k_proj") == "batch key (heads head_dim)"
+    assert attention.found.stages["scores"].shape == (7, H, 12, 1, 5)
 
 
 def test_pieces_of_the_queries_stay_apart() -> None:
