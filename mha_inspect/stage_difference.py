@@ -172,22 +172,27 @@ def _equal(left: Tensor, right: Tensor) -> bool:
     """
     if left.dtype != right.dtype or left.device != right.device or not left.numel():
         return False
-    low, high = torch.aminmax(left.detach() - right.detach())
-    return bool(low == 0) and bool(high == 0)
+    for one, other in _parts(left.detach(), right.detach()):
+        low, high = torch.aminmax(one - other)
+        if not (bool(low == 0) and bool(high == 0)):
+            return False
+    return True
+
+
+def _parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same elements of both, a part at a time on the CPU; elsewhere, where each look is waited for, all at once."""
+    if left.device.type != "cpu" or left.numel() <= _CHUNK:
+        yield left, right
+    elif left.shape[0] == 1:
+        yield from _parts(left[0], right[0])
+    else:
+        rows = max(1, left.shape[0] * _CHUNK // left.numel())
+        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
+            yield from _parts(one, other)
 
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same elements of both in float64, a part at a time (on the CPU where the device has no float64)."""
-    if left.device.type == "cpu" and left.numel() > _CHUNK and left.shape[0] > 1:
-        rows = max(1, left.shape[0] * _CHUNK // left.numel())
-        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
-            yield from _chunks(one, other) if one.shape[0] == 1 else [_doubled(one, other)]
-    elif left.device.type == "cpu" and left.numel() > _CHUNK:
-        yield from _chunks(left[0], right[0])
-    else:
-        yield _doubled(left, right)
-
-
-def _doubled(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    one, other = (side.cpu() if side.device.type == "mps" else side for side in (left.detach(), right.detach()))
-    return one.double(), other.double()
+    """Parts of both in float64 (on the CPU where the device has no float64)."""
+    for parts in _parts(left.detach(), right.detach()):
+        one, other = (part.cpu() if part.device.type == "mps" else part for part in parts)
+        yield one.double(), other.double()
