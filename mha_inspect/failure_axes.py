@@ -118,6 +118,8 @@ class PartialAxes:
                 parts = parts[1:]
             elif len(parts) == 3 and sizes[1] in (2, 3):
                 parts = [parts[0], parts[2]]
+            elif len(parts) == 2 and len(parts[1]) > 1 and parts[1][0].size == 3:
+                parts[1] = parts[1][1:]  # query, key and value of a head side by side
             if len(parts) == 2:
                 self._add("heads", parts[0])
                 self._add("head_dim", parts[1])

@@ -141,6 +141,31 @@ def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
     assert trace.returns == ()
 
 
+@pytest.mark.parametrize("packed", ["3 heads head_dim", "heads 3 head_dim", "heads (3 head_dim)", "(3 heads head_dim)"])
+def test_heads_are_told_however_a_projection_is_packed(packed: str):
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(24, 120)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            p = self.qkv(x)
+            if packed == "3 heads head_dim":
+                q, k, _ = p.view(2, 7, 3, 5, 8).permute(2, 0, 3, 1, 4)
+            elif packed == "heads 3 head_dim":
+                q, k, _ = p.view(2, 7, 5, 3, 8).permute(3, 0, 2, 1, 4)
+            elif packed == "heads (3 head_dim)":
+                q, k, _ = p.view(2, 7, 5, 24).transpose(1, 2).chunk(3, dim=-1)
+            else:
+                q, k, _ = (t.view(2, 7, 5, 8).transpose(1, 2) for t in p.chunk(3, dim=-1))
+            return q @ k
+
+    failure = failure_of(Packed(), torch.randn(2, 7, 24))
+    assert [o.axes for o in failure.operands] == ["batch heads query head_dim", "batch heads key head_dim"]
+    assert failure.cause is not None
+    assert failure.cause.name == "key_not_transposed"
+
+
 def test_a_dispatched_operation_that_raised_is_told_and_so_are_the_last_ones():
     failure = failure_of(nn.Sequential(nn.Linear(24, 13), nn.Linear(11, 5)), torch.randn(2, 7, 24))
     assert failure.op == "aten.addmm.default"

@@ -189,6 +189,7 @@ OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("WrongAxis", (X,)),
     ("Residual", (X,)),
     ("Reused", (X,)),
+    ("ContextAndMore", (X,)),
 ]
 
 

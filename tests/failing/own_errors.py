@@ -108,3 +108,16 @@ class Reused(nn.Module):
     def forward(self, x):
         q = self.q(x).view(2, 7, 3, 8).transpose(1, 2)
         return q * torch.ones(11, 8)  # fails
+
+
+class ContextAndMore(nn.Module):
+    """What is added to a context is no mask, whatever its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(24, 24)
+
+    def forward(self, x):
+        q = self.q(x).view(2, 7, 3, 8).transpose(1, 2)
+        context = (q @ q.transpose(-2, -1)).softmax(-1) @ q
+        return context + torch.zeros(2, 8)  # fails
