@@ -12,10 +12,12 @@ from .attention import Found
 from .axes import AxisNames
 from .forward import Pass, Seen
 from .ops import Op, Tensor
-from .replay import CannotReplayError, Replay, leaves_of
+from .replay import CannotReplayError, Replay, leaves_of, takes_shape_only
 
 _BARRED = -1e4
 """A mask that adds this or less leaves no weight, in any dtype."""
+_FAR = 60
+"""Operations after which a walk gives up: a mask is made of less."""
 _FILLS = ("masked_fill", "masked_fill_", "where")
 
 
@@ -78,7 +80,11 @@ def _is_causal(seen: Seen, found: Found, replay: Replay, known: dict[tuple[objec
 def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
     """Whether a tensor is the product of scores, scaled, moved or masked at most."""
     product = found.score_product.output
-    return any(step.tensor.id == product.id for step in seen.graph.back(tensor, seen.graph.carries))
+
+    def through(op: Op) -> bool:
+        return seen.graph.carries(op) and not takes_shape_only(op)
+
+    return any(step.tensor.id == product.id for step in seen.graph.back(tensor, through))
 
 
 def _bars_the_future(seen: Seen, op: Op, found: Found, replay: Replay, queries: int, keys: int) -> bool | None:
@@ -90,14 +96,41 @@ def _bars_the_future(seen: Seen, op: Op, found: Found, replay: Replay, queries: 
         barred = _barred(op, others, replay)
     except CannotReplayError:
         return None
-    if barred is None or barred.is_meta or barred.dim() < 2:
+    if barred is not None and barred.is_meta:
+        # Without content there is only the operation that cuts a triangle out.
+        return any(_is_cut(seen, tensor) for tensor in others)
+    if barred is None or barred.dim() < 2:
         return None
-    if found.key_first:
+    if _keys_before_queries(seen, op, found):
         barred = barred.transpose(-1, -2)
     if tuple(barred.shape[-2:]) != (queries, keys):
         return None
     # Queries and keys begin together; where there are more keys, as with a cache, they end together as well.
     return any(_is_triangle(barred, queries, keys, shift) for shift in {0, max(keys - queries, 0)})
+
+
+def _keys_before_queries(seen: Seen, op: Op, found: Found) -> bool:
+    """Whether the last dimension of what an operation masks is the queries."""
+    dimensions = seen.graph.dimensions
+    rows, columns = dimensions.of(found.score_product.output)[-2:]
+    queries = set(columns if found.key_first else rows)
+    masked = dimensions.of(op.output)
+    return bool(queries & set(masked[-1])) and not queries & set(masked[-2])
+
+
+def _is_cut(seen: Seen, tensor: Tensor) -> bool:
+    """Whether a tensor was made with a triangle."""
+    queue = [tensor]
+    looked_at: set[int] = set()
+    while queue and len(looked_at) < _FAR:
+        op = seen.recording.producer(queue.pop())
+        if op is None or op.index in looked_at:
+            continue
+        if op.base_name.startswith(("tril", "triu")):
+            return True
+        looked_at.add(op.index)
+        queue += op.inputs
+    return False
 
 
 def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> bool:

@@ -29,9 +29,7 @@ from .target_import import in_one_line
 from .target_values import convert, nearest, shown
 
 if TYPE_CHECKING:
-    from .spec import InputSpec
     from .target import Target, TargetSpec
-    from .target_inputs import Plan
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
@@ -79,8 +77,12 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
     model_class = _model_class(transformers, config, kind)
     module = _build(model_class, config, attention, folder, text, spec)
     chosen = settings_of_forward(module, left, [*_names(config_class), _ATTENTION], f"the configuration of {kind}", {})
-    weights = "those in the directory" if folder is not None and _weights(folder) else f"random, from seed {spec.seed}"
-    notes = [f"{type(module).__name__} was built from a configuration of type {kind}; its weights are {weights}."]
+    weights = f"its weights are random, from seed {spec.seed}"
+    if spec.device == "meta":
+        weights = "on meta it has shapes and no weights"
+    elif folder is not None and _weights(folder):
+        weights = "its weights are those in the directory"
+    notes = [f"{type(module).__name__} was built from a configuration of type {kind}; {weights}."]
     if flags:
         notes.append(f"The configuration got {', '.join(flags)}.")
     return Target(module, text, _flat(values), tuple(notes), vars(config), chosen)
@@ -163,8 +165,11 @@ def _config_class(transformers: ModuleType, kind: str, text: str, held: Mapping[
 
 def _names(config_class: Any) -> list[str]:
     """Every name that --set could give a configuration."""
-    own = [f.name for f in dataclasses.fields(config_class)] if dataclasses.is_dataclass(config_class) else []
-    return [name for name in (*own, *getattr(config_class, "attribute_map", {})) if not name.startswith("_")]
+    every = [f.name for f in dataclasses.fields(config_class)] if dataclasses.is_dataclass(config_class) else []
+    own = [name for name in every if name in vars(config_class).get("__annotations__", {})]
+    # What every configuration has is the least of it.
+    names = dict.fromkeys((*own, *getattr(config_class, "attribute_map", {}), *every))
+    return [name for name in names if not name.startswith("_")]
 
 
 def _hints(config_class: Any) -> dict[str, Any]:
@@ -342,86 +347,3 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
-
-
-# -- inputs -----------------------------------------------------------------------------------------------------------
-
-
-def is_hugging_face(module: nn.Module) -> bool:
-    """Whether a module is a whole model of transformers, which says itself what it takes."""
-    return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
-
-
-def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
-    """Plans for the arguments that the configuration tells about: those in `names`, and what has to come with them.
-
-    Args:
-        module: of transformers.
-        names: arguments that are needed.
-        free: arguments that nobody has given.
-        inputs: for batch and lengths.
-    """
-    config: Any = module.config
-    wanted = list(names)
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in free:
-        wanted.append("decoder_input_ids")
-    if hasattr(module, "logit_scale") and "pixel_values" in free:
-        wanted.append("pixel_values")  # a text and an image are held against each other
-    decodes = "decoder_input_ids" in wanted
-    plans = {}
-    for name in dict.fromkeys(wanted):
-        plan = _plan(name, config, inputs, decodes)
-        if plan is not None:
-            plans[name] = plan
-    return plans
-
-
-def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool) -> Plan | None:
-    from .target_inputs import Plan
-
-    batch = inputs.batch
-    key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
-    if name in ("input_ids", "decoder_input_ids"):
-        length = key_len if decodes and name == "input_ids" else inputs.seq_len
-        words = config.get_text_config(decoder=name == "decoder_input_ids")
-        vocabulary = getattr(words, "vocab_size", None)
-        if not isinstance(vocabulary, int):
-            return None
-        return Plan("ids", (batch, length), "int64", vocabulary, _special(words))
-    if name in ("pixel_values", "pixel_values_videos"):
-        return _image(getattr(config, "vision_config", config), batch)
-    if name == "input_values":
-        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
-            return Plan("other", (batch, config.max_length, config.num_mel_bins))
-        return Plan("other", (batch, 400 + 320 * (inputs.seq_len - 1)))
-    if name == "input_features":
-        if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-            return Plan("other", (batch, config.num_mel_bins, 2 * config.max_source_positions))
-        for field, times in (("input_feat_per_channel", 4), ("feature_projection_input_dim", 1), ("num_mel_bins", 1)):
-            if isinstance(getattr(config, field, None), int):
-                return Plan("other", (batch, times * key_len, getattr(config, field)))
-    return None
-
-
-def _special(config: Any) -> tuple[int, ...]:
-    """Tokens that mean something of their own: a padding token would be left out, and its position counted anew."""
-    special: list[int] = []
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = getattr(config, name, None)
-        special += [
-            v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int) and v >= 0
-        ]
-    return tuple(dict.fromkeys(special))
-
-
-def _image(config: Any, batch: int) -> Plan:
-    from .target_inputs import Plan
-
-    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
-    if isinstance(size, Mapping):
-        size = (size["height"], size["width"])
-    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
-    channels = next((getattr(config, n) for n in ("num_channels", "in_channels", "in_chans") if hasattr(config, n)), 3)
-    if hasattr(config, "tubelet_size") or hasattr(config, "num_frames"):
-        return Plan("image", (batch, getattr(config, "num_frames", 8), channels, height, width))
-    return Plan("image", (batch, channels, height, width))

@@ -35,6 +35,11 @@ def leaves_of(recording: Recording, own: Pass) -> dict[int, torch.Tensor]:
     return {number: tensor.detach() for number, tensor in leaves.items()}
 
 
+def takes_shape_only(op: Op) -> bool:
+    """Whether an operation makes its output in the shape of another tensor, whose content it does not read."""
+    return op.base_name.endswith("_like") or op.base_name.startswith("new_")
+
+
 class Replay:
     """Computes tensors of one recording again, each operation once."""
 
@@ -79,7 +84,7 @@ class Replay:
             needed[op.index] = op
             if len(needed) > _LONGEST:
                 raise CannotReplayError("it takes too long")
-            queue += op.inputs
+            queue += () if takes_shape_only(op) else op.inputs
         return [needed[index] for index in sorted(needed)]
 
     def _run(self, op: Op) -> None:
@@ -99,6 +104,8 @@ class Replay:
 
     def _argument(self, value: Any, writes: bool) -> Any:
         if isinstance(value, Tensor):
+            if value.id not in self._known:  # of which the operation takes the shape alone
+                return torch.empty(value.shape, dtype=getattr(torch, value.dtype))
             known = self._known[value.id]
             # What an operation writes into is written once, in the run: here it must stay as it was.
             return known.clone() if writes else known

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .device import resolve
-from .errors import InputError, SpecError
+from .errors import InputError, MhaInspectError, SpecError
 from .target_aliases import Flags, dashed
 from .target_arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .target_import import in_one_line, load_object
@@ -122,7 +122,20 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         )
     name = getattr(found, "__name__", text.rpartition(":")[2])
     bound = bind(found, settings, spec.flags, namespace, name)
-    module = _build(found, bound, name, spec)
+    try:
+        module = _build(found, bound, name, spec)
+    except InputError:
+        if not bound.guessed:
+            raise
+        # What was taken for its config may be another's: it may want a dictionary.
+        other = bind(found, settings, spec.flags, namespace, name, guess=False)
+        try:
+            module = _build(found, other, name, spec)
+        except MhaInspectError:
+            module = None
+        if module is None:
+            raise
+        bound = other
     if not isinstance(module, nn.Module):
         raise InputError(
             f"{name}() returned {_article(type(module).__name__)}, and not a torch.nn.Module: a target is a class of "
@@ -143,6 +156,7 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
 
 
 def _build(found: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
+    seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
     try:
         if spec.device == "meta":
             with torch.device("meta"):
@@ -212,8 +226,9 @@ def _passed(bound: Arguments) -> dict[str, Any]:
         inner = {key: v for key, v in bound.origins.items() if key.startswith(f"{name}.")}
         if isinstance(value, FlagConfig):
             passed |= {f"{name}.{key}": _plain(value[key]) for key in value.origins()}
-        elif inner:
-            passed |= {key: _plain(_get(value, key[len(name) + 1 :])) for key in inner}
+        elif inner or is_dataclass(value):
+            fields_of = vars(value) if hasattr(value, "__dict__") else {key[len(name) + 1 :]: None for key in inner}
+            passed |= {f"{name}.{key}": _plain(_get(value, key)) for key in fields_of if not key.startswith("_")}
         else:
             passed[name] = _plain(value)
     return passed

@@ -14,13 +14,13 @@ _NAMES: dict[str, str] = {
         "features width out_dim d_out dim_out output_dim output_size out_features"
     ),
     "num_heads": (
-        "num_heads n_heads nhead n_head num_attention_heads heads nheads num_head n_attention_heads attention_heads "
+        "num_heads n_heads nhead num_attention_heads heads num_head n_attention_heads attention_heads "
         "head_num heads_num head_count n_attn_heads num_attn_heads h"
     ),
     "num_kv_heads": "num_kv_heads num_key_value_heads n_kv_heads n_kv_head kv_heads num_kv_groups n_kv",
     "head_dim": "head_dim dim_head head_size d_head head_width attention_head_size d_k d_v dim_k dim_v d_q",
-    "kdim": "kdim key_dim key_size k_dim dim_key d_key context_dim cross_attention_dim encoder_dim",
-    "vdim": "vdim value_dim value_size v_dim dim_value d_value",
+    "kdim": "kdim key_dim key_size dim_key d_key context_dim cross_attention_dim encoder_dim",
+    "vdim": "vdim value_dim value_size dim_value d_value",
     "bias": "bias qkv_bias attention_bias use_bias",
     "add_bias_kv": "add_bias_kv",
     "add_zero_attn": "add_zero_attn",

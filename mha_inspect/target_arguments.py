@@ -36,6 +36,8 @@ class Arguments:
     """Every name that --set could give."""
     used: set[str] = field(default_factory=set)
     """The flags that were passed."""
+    guessed: bool = False
+    """Whether a config is of a class that only its file suggests."""
     configs: list[FlagConfig] = field(default_factory=list)
     """Configs that answer by our flags, which say only once they are read what they gave."""
 
@@ -112,9 +114,17 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def bind(
-    function: Callable[..., Any], settings: Mapping[str, str], flags: Flags, namespace: Mapping[str, Any], name: str
+    function: Callable[..., Any],
+    settings: Mapping[str, str],
+    flags: Flags,
+    namespace: Mapping[str, Any],
+    name: str,
+    *,
+    guess: bool = True,
 ) -> Arguments:
     """The arguments for a call of `function`.
+
+    With `guess` a config of no known type is of the only class for it that the target's file defines.
 
     Raises `SpecError` when a value does not fit, or one that is needed was not given.
     """
@@ -129,7 +139,7 @@ def bind(
         else:
             bound.left[key] = text
     _pass_flags(plain, bound, flags)
-    _pass_configs(plain, bound, flags, namespace)
+    _pass_configs(plain, bound, flags, namespace, guess=guess)
     if open_ended:
         for key in [key for key in bound.left if key.isidentifier()]:
             bound.values[key] = convert(key, bound.left.pop(key), Parameter.empty, Parameter.empty, namespace)
@@ -181,7 +191,9 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
             bound.used.add(flag)
 
 
-def _pass_configs(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags, namespace: Mapping[str, Any]) -> None:
+def _pass_configs(
+    plain: Mapping[str, Parameter], bound: Arguments, flags: Flags, namespace: Mapping[str, Any], *, guess: bool
+) -> None:
     """A config object where one is required: of its annotated class, of the one that its file has, or of flags."""
     for name, parameter in plain.items():
         own = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
@@ -191,7 +203,8 @@ def _pass_configs(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags
                 for key in own:
                     del bound.left[f"{name}.{key}"]
             continue
-        kind = _config_class(name, parameter, namespace)
+        kind = _config_class(name, parameter, namespace, guess=guess)
+        bound.guessed = bound.guessed or (kind is not None and kind is not parameter.annotation)
         is_config = name.casefold() in _CONFIG_NAMES or name.casefold().endswith(_CONFIG_ENDINGS)
         if kind is None and not (is_config and parameter.default is Parameter.empty):
             continue
@@ -233,13 +246,13 @@ def _pass_flag_config(
     bound.left = {k: t for k, t in bound.left.items() if k not in others and not k.startswith(f"{name}.")}
 
 
-def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any]) -> type | None:
+def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
     """The class of a config: annotated, or the only one that the target's file defines for it."""
     kind = parameter.annotation
     if kind is not Parameter.empty and isinstance(kind, type) and kind.__module__ != "builtins":
         torch_like = kind.__module__.split(".")[0] in ("torch", "typing", "collections", "enum", "pathlib", "numpy")
         return None if torch_like or not (dataclasses.is_dataclass(kind) or _is_config_name(kind.__name__)) else kind
-    if kind is not Parameter.empty or name.casefold() not in _CONFIG_NAMES:
+    if kind is not Parameter.empty or name.casefold() not in _CONFIG_NAMES or not guess:
         return None
     here = [
         value
@@ -278,5 +291,6 @@ def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapp
 
 def unknown_setting(key: str, names: list[str], owner: str) -> str:
     """The message for a --set that nothing takes."""
-    listed = ", ".join(names) if names else "none"
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    listed = (", ".join(names[:12]) or "none") + more
     return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{nearest(key, names)}"

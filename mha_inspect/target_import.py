@@ -170,9 +170,8 @@ def stdout_for_the_answer() -> Iterator[None]:
     saved = None
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-        if sys.stdout.fileno() == 1:
-            saved = os.dup(1)
-            os.dup2(2, 1)
+        saved = os.dup(1)
+        os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield

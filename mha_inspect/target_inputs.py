@@ -21,6 +21,7 @@ from .spec import InputSpec
 from .target import Target
 from .target_aliases import ALIASES, Flags, dashed, plain
 from .target_arguments import signature_of
+from .target_drawing import Plan, draw
 from .target_masks import masks_of
 from .target_names import Kind, kind_of
 from .target_probe import Evidence, Probed, probe
@@ -33,20 +34,6 @@ _UNUSUAL = 37
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One tensor to draw."""
-
-    kind: Kind
-    shape: tuple[int, ...]
-    dtype: str = ""
-    """Empty: that of the module's parameters; whole numbers for token ids."""
-    below: int = 2
-    """Token ids are drawn below this number."""
-    avoid: tuple[int, ...] = ()
-    """Token ids that mean something of their own, such as padding."""
-
-
-@dataclass(frozen=True)
 class Call:
     """The arguments of one forward, and what was decided about them."""
 
@@ -55,7 +42,9 @@ class Call:
     described: str
     """`x float32 [2, 10, 512]`."""
     drawn: tuple[str, ...] = ()
-    """Names of those that nobody gave."""
+    """Names of those that were drawn from the seed."""
+    guessed: tuple[str, ...] = ()
+    """Names of those among them of whose shape nobody said anything."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,13 @@ class _Maker:
             if parameter.default is Parameter.empty and name not in values:
                 values[name] = None
         self._switch(values)
-        return self._in_order(values, drawn=tuple(plans))
+        call = self._in_order(values)
+        drawn = tuple(name for name in (*call.kwargs, *self.parameters) if name in plans)
+        return replace(
+            call,
+            drawn=tuple(dict.fromkeys(drawn)),
+            guessed=tuple(dict.fromkeys(name for name in drawn if name not in shapes)),
+        )
 
     # -- what was said ------------------------------------------------------------------------------------------------
 
@@ -171,9 +166,9 @@ class _Maker:
             tensors = [n for n in self.parameters if self.kinds[n] not in ("setting", "mask")]
             main = getattr(self.module, "main_input_name", None)
             needed = [main] if main in self.parameters else tensors[:1]
-        if "key_len" in self.asked.flags.given:
+        if "key_len" in self.asked.flags.given and not self._encodes_and_decodes(needed):
             second = [n for n in self.parameters if self.kinds[n] in ("key", "value", "other")]
-            if not second and not self._encodes_and_decodes(needed):
+            if not second:
                 raise SpecError(
                     f"--key-len has nothing to set: {self._owner()} takes one sequence ({', '.join(self.parameters)})."
                 )
@@ -186,7 +181,7 @@ class _Maker:
 
     def _planned(self, names: list[str], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """Plans for the tensors that nobody said anything of."""
-        from .hugging_face import is_hugging_face, plans_of
+        from .hugging_face_inputs import is_hugging_face, plans_of
 
         if is_hugging_face(self.module):
             known = plans_of(self.module, names, set(self.parameters) - set(given) - set(said), self.asked.inputs)
@@ -257,7 +252,8 @@ class _Maker:
                 break
         assert best is not None
         _, chosen, probed = best
-        untold = [n for n in extra if n not in probed.evidence and (n in chosen or probed.error is not None)]
+        firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
+        untold = [n for n in extra if n not in firm and (n in chosen or probed.error is not None)]
         if untold:
             name = untold[0]
             raise InputError(
@@ -328,25 +324,8 @@ class _Maker:
                 ),
                 None,
             )
-            drawn[name] = self._tensor(plan) if like is None else like
+            drawn[name] = draw(plan, self.dtype, self.device, self.generator) if like is None else like
         return drawn
-
-    def _tensor(self, plan: Plan) -> Tensor:
-        dtype = getattr(torch, plan.dtype) if plan.dtype else self.dtype
-        if self.device.type == "meta":
-            return torch.empty(plan.shape, dtype=dtype, device="meta")
-        if dtype == torch.bool:
-            # Both words in every row: never fully masked, whichever of them means masked.
-            tensor = (torch.arange(plan.shape[-1]) % 2 == 0).expand(plan.shape).clone()
-        elif dtype.is_floating_point:
-            tensor = torch.randn(plan.shape, generator=self.generator, dtype=torch.float32)
-        else:
-            tensor = torch.randint(0, max(plan.below, 1), plan.shape, generator=self.generator)
-            free = next((n for n in range(plan.below) if n not in plan.avoid), None)
-            if free is not None:
-                for number in plan.avoid:
-                    tensor[tensor == number] = free
-        return tensor.to(device=self.device, dtype=dtype)
 
     def _switch(self, values: dict[str, Any]) -> None:
         """The two switches of our own that torch's layer has."""
@@ -359,7 +338,7 @@ class _Maker:
             elif flag in flags.typed:
                 raise SpecError(f"{self._owner()} has no argument {name}: {dashed(flag)} is of no use to it. Drop it.")
 
-    def _in_order(self, values: dict[str, Any], drawn: tuple[str, ...] = ()) -> Call:
+    def _in_order(self, values: dict[str, Any]) -> Call:
         ordered = {name: values[name] for name in self.parameters if name in values}
         ordered |= {name: value for name, value in values.items() if name not in ordered}
         places = [n for n, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY and n in ordered]
@@ -373,7 +352,6 @@ class _Maker:
             tuple(ordered[name] for name in places),
             {name: value for name, value in ordered.items() if name not in places},
             described,
-            tuple(name for name in ordered if name in drawn),
         )
 
     def _owner(self) -> str:

@@ -81,7 +81,7 @@ def _padding(
     device: torch.device,
 ) -> dict[str, Any]:
     """`batch key`: True where padded for torch's own modules, 0 where padded for Hugging Face's."""
-    from .hugging_face import is_hugging_face
+    from .hugging_face_inputs import is_hugging_face
 
     key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
     counts = inputs.padding if len(inputs.padding) > 1 else inputs.padding * inputs.batch

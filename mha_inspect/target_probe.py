@@ -24,6 +24,8 @@ class Evidence:
     kind: Literal["width", "ids", "image"]
     size: int
     """Width of the last axis, number of tokens, or channels."""
+    firm: bool = True
+    """Whether it says what the argument is: whatever is added to or multiplied by another tensor may be anything."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class _Watch(TorchFunctionMode):
             wanted = size if size != 1 and id(others[0]) not in self._known else None
         if wanted is None:
             return args, kwargs
-        self._tell(name, Evidence("width", wanted))
+        self._tell(name, Evidence("width", wanted, firm=func not in _ELEMENTWISE))
         if wanted == ours.shape[place]:
             return args, kwargs
         shape = [*ours.shape]

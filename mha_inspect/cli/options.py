@@ -14,7 +14,7 @@ from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
-from .values import completing, counts, one_of, real_number, size_number, whole_number
+from .values import completing, counts, one_of, real_number, shown, size_number, whole_number
 
 if TYPE_CHECKING:
     from ..spec import AttentionSpec, InputSpec, RunSpec, Show
@@ -235,8 +235,8 @@ class Options:
         for name, flag in (("settings", "--set"), ("input_shape", "--input-shape")):
             if getattr(self, name):
                 raise SpecError(
-                    f"{flag} {getattr(self, name)[0]} is for a target, and there is none. Name one: {command} "
-                    f"package.module:Name, path/to/file.py:Name or hf:TYPE."
+                    f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, as "
+                    "in mha-inspect trace path/to/file.py:Name."
                 )
 
     def head_counts(self) -> tuple[int, ...]:
@@ -382,6 +382,8 @@ def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequ
     def flat(**values: Any) -> ExitCode:
         options = Options(**{name: values.pop(name) for name in shared})
         options.given, options.typed = _set_by_somebody()
+        if "target" not in parameters:
+            options.require_no_target_settings(command.__name__.replace("_", "-"))
         return command(options, **values)
 
     flat.__name__ = command.__name__

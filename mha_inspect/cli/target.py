@@ -194,7 +194,7 @@ def _explained(error: Exception, target: "Target", call: "Call") -> BaseExceptio
 
 def _ways(call: "Call") -> str:
     """How to call it with other inputs than those that were drawn."""
-    ways = [f"--input-shape {name}={_shape(call, name)}" for name in call.drawn]
+    ways = [f"--input-shape {name}={_shape(call, name)}" for name in call.guessed]
     return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
 
 

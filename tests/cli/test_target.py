@@ -1,0 +1,215 @@
+"""A module of one's own on the command line: what comes out, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from mha_inspect.schemas import load_schema
+
+STYLES = str(Path(__file__).parents[1] / "targets" / "styles.py")
+SMALL = ("--embed-dim", "14", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
+
+
+def data_of(answer: tuple[int, str, str]) -> dict:
+    code, out, err = answer
+    assert code == 0, err
+    return json.loads(out, parse_constant=pytest.fail)
+
+
+def test_json_of_a_model_has_every_attention(invoke):
+    line = ("trace", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=3", "--format", "json", "--seed", "7")
+    answer = invoke(*line)
+    data = data_of(answer)
+    jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
+    assert [one["module"] for one in data["attentions"]] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert {tuple(one["kind"]) for one in data["attentions"]} == {("self", "causal")}
+    assert {(one["num_heads"], one["head_dim"]) for one in data["attentions"]} == {(2, 7)}
+    assert data["layer"]["name"] == "GPT"
+    assert data["layer"]["spec"]["config.n_embd"] == 14
+    assert data["environment"]["seed"] == 7
+    assert "stages" in data["attentions"][2]
+    assert "chosen" not in data
+    assert "styles is being imported" not in answer.out
+    assert invoke(*line).out == answer.out
+
+
+def test_numbers_are_those_of_a_run_by_hand(invoke):
+    line = ("trace", f"{STYLES}:Tutorial", *SMALL, "--dropout", "0.5", "--values", "--format", "json")
+    data = data_of(invoke(*line))
+    stages = {stage["name"]: torch.tensor(stage["values"]["data"]) for stage in data["attentions"][0]["stages"]}
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(14, 14) for _ in range(4)]
+    heads = [linear(stages["query"]).view(3, 5, 2, 7).transpose(1, 2) for linear in linears[:2]]
+    expected = (heads[0] @ heads[1].mT / 7**0.5).softmax(-1)
+    torch.testing.assert_close(stages["weights"], expected.detach())
+
+
+def test_a_page_shows_each_form_once_and_any_on_request(invoke):
+    line = ("trace", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=4")
+    page = invoke(*line).out
+    assert re.findall(r"^attention (\d+) in (\S+):", page, re.MULTILINE) == [("1", "blocks.0")]
+    assert "Attentions 2–4 are alike" in page
+    assert page.index("4 attentions") < page.index("attention 1 in")
+    chosen = invoke(*line, "--attention", "3").out
+    assert re.findall(r"^attention (\d+) in (\S+):", chosen, re.MULTILINE) == [("3", "blocks.2")]
+    inside = invoke(*line, "--module", "blocks.3").out
+    assert re.findall(r"^attention (\d+) in (\S+):", inside, re.MULTILINE) == [("4", "blocks.3")]
+    every = invoke(*line, "--stats").out
+    assert len(re.findall(r"^attention (\d+) in", every, re.MULTILINE)) == 4
+    data = data_of(invoke(*line, "--attention", "3", "--format", "json"))
+    assert (data["chosen"], len(data["attentions"])) == ([3], 4)
+    jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--attention", "9"), ["attention 9", "1 to 2"]),
+        (("--attention", "0"), ["attention 0"]),
+        (("--module", "blocks.7"), ["module blocks.7", "blocks.0", "Did you mean"]),
+        (("--module", "blocks.1", "--attention", "1"), ["attention 1 is in module blocks.0"]),
+    ],
+)
+def test_an_attention_that_is_not_there(invoke, flags, said):
+    code, out, err = invoke("trace", f"{STYLES}:GPT", *SMALL, *flags)
+    assert (code, out) == (2, "")
+    assert [part for part in said if part not in err] == []
+
+
+def test_it_says_what_was_passed(invoke):
+    out = invoke("trace", f"{STYLES}:Tutorial", *SMALL).out
+    assert "Tutorial was built with d_model=14 (--embed-dim), h=2 (--num-heads)." in out
+    assert "values float32 [3, 5, 14], keys float32 [3, 5, 14], query float32 [3, 5, 14], mask None" in out
+    code, out, err = invoke("params", f"{STYLES}:Tutorial", *SMALL)
+    assert code == 0
+    assert "d_model=14 (--embed-dim)" in err
+    assert "linears.3.weight" in out
+
+
+def test_params_of_lazy_and_of_meta(invoke):
+    lazy = data_of(invoke("params", f"{STYLES}:Lazy", *SMALL, "--format", "json"))
+    assert lazy["total"]["numel"] == 3 * (14 * 14 + 14)
+    jsonschema.Draft202012Validator(load_schema("params")).validate(lazy)
+    meta = data_of(
+        invoke(
+            "params",
+            "torch.nn:Linear",
+            "--set",
+            "in_features=100000",
+            "--set",
+            "out_features=100000",
+            "--device",
+            "meta",
+            "--format",
+            "json",
+        )
+    )
+    assert meta["total"]["numel"] == 100000 * 100000 + 100000
+
+
+def test_train_dtype_and_gradients(invoke):
+    line = ("trace", f"{STYLES}:Configured", *SMALL, "--format", "json")
+    assert data_of(invoke(*line, "--dtype", "float64"))["environment"]["dtype"] == "float64"
+    assert data_of(invoke(*line, "--train", "--grad"))["proof"]["agrees"] is True
+    assert data_of(invoke(*line, "--device", "meta"))["environment"]["device"] == "meta"
+
+
+@pytest.mark.parametrize("command", ["trace", "params"])
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("absent.py:X", "absent.py is not there"),
+        ("no.such.package:X", "no module no"),
+        ("STYLES:Nope", "has no Nope"),
+        ("STYLES", "STYLES:Configured"),
+        ("STYLES:Plain", "not a torch.nn.Module"),
+        ("STYLES:make_nothing", "not a torch.nn.Module"),
+        ("STYLES:attention", "a function of them"),
+        ("512", "is not a target"),
+        ("bert", "--layer bert"),
+    ],
+)
+def test_targets_that_are_none(invoke, command, target, said):
+    code, out, err = invoke(command, target.replace("STYLES", STYLES), *SMALL)
+    assert (code, out) == (2, "")
+    assert said.replace("STYLES", STYLES) in err
+    assert 1 <= err.removeprefix("styles is being imported\n").count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("STYLES:Refusing --embed-dim 5 --num-heads 2", "AssertionError: assert dim % heads == 0"),
+        ("STYLES:Tutorial --set d_modle=3", "Did you mean d_model?"),
+        ("STYLES:Tutorial --set d_model", "NAME=VALUE"),
+        ("STYLES:Tutorial --kdim 3", "--kdim could be"),
+        ("STYLES:Tutorial --layer bert", "two layers"),
+        ("STYLES:Tutorial --num-heads 1,2", "takes one number"),
+        ("STYLES:Tutorial --device cdua", "cpu, meta"),
+        ("STYLES:Tutorial --seed -1", "seed -1"),
+    ],
+)
+def test_constructors_that_cannot_be_called_so(invoke, line, said):
+    for command in ("trace", "params"):
+        code, out, err = invoke(command, *line.replace("STYLES", STYLES).split())
+        assert (code, out) == (2, ""), err
+        assert said in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("STYLES:Needy", ["needs freqs_cis", "--input-shape freqs_cis=", "--input FILE"]),
+        ("STYLES:Stepping", ["needs start_pos", "--set start_pos=VALUE"]),
+        ("STYLES:Matrices --key-len 3", ["takes one sequence"]),
+        ("STYLES:Matrices --input-shape y=3x3", ["names y", "data"]),
+        ("STYLES:Matrices --input-shape data=3z3", ["NAME=SIZExSIZE:DTYPE"]),
+        ("STYLES:Matrices --input absent.pt", ["absent.pt is not there"]),
+        ("STYLES:Matrices --padding 2", ["does not say what its mask means"]),
+    ],
+)
+def test_forwards_that_cannot_be_called_so(invoke, line, said):
+    code, out, err = invoke("trace", *line.replace("STYLES", STYLES).split())
+    assert (code, out) == (2, ""), err
+    assert [part for part in said if part not in err] == []
+
+
+def test_target_settings_without_a_target(invoke):
+    for command in ("trace", "params", "compare-heads"):
+        for flags in (("--set", "d=1"), ("--input-shape", "x=2x3")):
+            code, out, err = invoke(command, *flags)
+            assert (code, out) == (2, "")
+            assert f"{flags[0]} {flags[1]} is for a target" in err
+
+
+def test_a_forward_that_raises_is_a_condition(invoke):
+    code, out, err = invoke("trace", f"{STYLES}:Failing", "--embed-dim", "14")
+    assert code == 1
+    assert "linear" in out
+    assert "about to fail" not in out
+    assert "Traceback" not in err
+
+
+def test_help_says_that_importing_runs_code(invoke):
+    for command in ("trace", "params"):
+        page = " ".join(invoke(command, "--help").out.split())
+        assert "Importing it runs its code" in page
+
+
+def test_through_the_installed_program(program, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\nfrom torch import nn\nprint('hello')\nos.system('echo from a child')\n"
+        "assert sys.argv == ['mine']\n"
+        "Layer = nn.MultiheadAttention\n"
+    )
+    code, out, err = program("trace", "mine:Layer", *SMALL, "--format", "json", cwd=tmp_path)
+    assert code == 0, err
+    assert json.loads(out)["layer"]["spec"] == {"embed_dim": 14, "num_heads": 2}
+    assert "hello" in err
+    assert "from a child" in err

@@ -1,0 +1,138 @@
+"""The kind of an attention: self or cross, causal, grouped, each from evidence and never from a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mha_inspect.layers.registry import LAYERS
+from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.tracing import trace_module, trace_spec
+
+LOW = float("-inf")
+
+
+class Masked(nn.Module):
+    """One head over `batch seq 6`, its scores handed to a function that masks them."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], key_first: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.mask, self.key_first = mask, key_first
+        self.register_buffer("seen", torch.ones(11, 11).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.key_first:
+            weights: Tensor = self.mask((k @ q.mT).mT).mT.softmax(-2)
+            return weights.mT @ v
+        return self.mask(q @ k.mT).softmax(-1) @ v
+
+
+def tril(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+
+
+def in_place(scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-2:])
+    mask.masked_fill_(~tril(scores), LOW)
+    return scores + mask
+
+
+def by_positions(scores: Tensor) -> Tensor:
+    place = torch.arange(scores.shape[-1])
+    return torch.where(place[None, :] <= place[:, None], scores, torch.finfo(scores.dtype).min)
+
+
+def padded(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.arange(scores.shape[-1]) > 2, LOW)
+
+
+def window(scores: Tensor) -> Tensor:
+    place = torch.arange(scores.shape[-1])
+    return scores.masked_fill((place[None, :] - place[:, None]).abs() > 1, LOW)
+
+
+def behind(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).tril(-1).bool(), LOW)
+
+
+CAUSAL = {
+    "masked_fill": lambda s: s.masked_fill(~tril(s), LOW),
+    "where": lambda s: torch.where(tril(s), s, torch.tensor(-1e9)),
+    "where, the other way": lambda s: torch.where(~tril(s), torch.tensor(LOW), s),
+    "added": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), LOW),
+    "subtracted": lambda s: s - 1e9 * (~tril(s)).float(),
+    "written into": in_place,
+    "from positions": by_positions,
+    "and padded": lambda s: padded(s.masked_fill(~tril(s), LOW)),
+}
+OTHER = {
+    "nothing": lambda s: s,
+    "padding": padded,
+    "a window": window,
+    "the past": behind,
+    "a small bias": lambda s: s + torch.ones(s.shape[-2:]).triu(1) * -3.0,
+}
+
+
+def kinds(module: nn.Module, *args: Tensor, **kwargs: object) -> list[tuple[str, ...]]:
+    with torch.no_grad():
+        return [attention.kind for attention in trace_module(module.eval(), *args, **kwargs).attentions]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_mask_that_bars_the_future_is_causal(name):
+    assert kinds(Masked(CAUSAL[name]), torch.randn(2, 5, 6)) == [("self", "causal")]
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_any_other_mask_is_not(name):
+    assert kinds(Masked(OTHER[name]), torch.randn(2, 5, 6)) == [("self",)]
+
+
+def test_a_mask_from_a_buffer_and_from_an_argument():
+    module = Masked(lambda s: s)
+    module.mask = lambda s: s.masked_fill(~module.seen[: s.shape[-2], : s.shape[-1]], LOW)
+    assert kinds(module, torch.randn(2, 5, 6)) == [("self", "causal")]
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    x, above = torch.randn(2, 5, 6), torch.ones(5, 5).triu(1).bool()
+    assert kinds(layer, x, x, x, attn_mask=above) == [("self", "causal")]
+    assert kinds(layer, x, x, x, attn_mask=above.T) == [("self",)]
+
+
+def test_keys_first():
+    assert kinds(Masked(CAUSAL["masked_fill"], key_first=True), torch.randn(2, 5, 6)) == [("self", "causal")]
+
+
+def test_fused_and_on_meta():
+    class Fused(nn.Module):
+        def forward(self, x: Tensor, causal: bool) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, is_causal=causal)
+
+    x = torch.randn(2, 3, 5, 8)
+    assert ["causal" in kind for kind in (*kinds(Fused(), x, True), *kinds(Fused(), x, False))] == [True, False]
+    on_meta = [*kinds(Fused(), x.to("meta"), True), *kinds(Fused(), x.to("meta"), False)]
+    assert ["causal" in kind for kind in on_meta] == [True, False]
+
+
+def test_self_is_one_tensor_and_cross_is_two():
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    x, y = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
+    assert kinds(layer, x, x, x) == [("self",)]
+    assert kinds(layer, x, y, y) == [("cross",)]
+    stack = nn.TransformerDecoderLayer(6, 2, 7, batch_first=True)
+    assert kinds(stack, x, y) == [("self",), ("cross",)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_built_layers(layer):
+    kv_heads = {"num_kv_heads": 2} if "num_kv_heads" in LAYERS[layer].takes else {}
+    spec = AttentionSpec(embed_dim=24, num_heads=4, **kv_heads)
+    trace = trace_spec(spec, InputSpec(batch=3, seq_len=5, causal=True), RunSpec(), layer=layer)
+    grouped = ("grouped",) if kv_heads else ()
+    assert {attention.kind for attention in trace.attentions} == {("self", "causal", *grouped)}
