@@ -71,9 +71,12 @@ class Site:
 
     def named_here(self) -> tuple[tuple[str, torch.Tensor], ...]:
         """The variables that the failing line names, in the order in which it does."""
-        used = [node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)] if self.tree is not None else []
         known = dict(self.variables)
-        return tuple((name, known[name]) for name in dict.fromkeys(used) if name in known)
+        for tree in (self.tree, _statement(self.line)):
+            used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)] if tree is not None else []
+            if found := tuple((name, known[name]) for name in dict.fromkeys(used) if name in known):
+                return found
+        return ()
 
     def texts(self, call: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """How the expression writes the arguments of this call: those by place, and those by name.
@@ -105,6 +108,14 @@ def site_of(error: BaseException, call: str = "") -> Site:
         by_user=bool(own) and bodies[-1][0] is own[-1][0],
         tree=None if frame is None or tb is None else _expression(frame, tb, call),
     )
+
+
+def _statement(line: str) -> ast.AST | None:
+    """A line as it can be read by itself; None for a part of a statement."""
+    try:
+        return ast.parse(line)
+    except SyntaxError:
+        return None
 
 
 def _entries(tb: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:

@@ -160,6 +160,15 @@ def test_heads_are_told_however_a_projection_is_packed(packed: str):
                 q, k, _ = (t.view(2, 7, 5, 8).transpose(1, 2) for t in p.chunk(3, dim=-1))
             return q @ k
 
+    class Unsplit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(24, 120)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.qkv(x).view(2, 7, 3, 5, 8).view(13, -1)
+
+    assert failure_of(Unsplit(), torch.randn(2, 7, 24)).operands[0].axes == "batch sequence 3 heads head_dim"
     failure = failure_of(Packed(), torch.randn(2, 7, 24))
     assert [o.axes for o in failure.operands] == ["batch heads query head_dim", "batch heads key head_dim"]
     assert failure.cause is not None

@@ -190,6 +190,7 @@ OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("Residual", (X,)),
     ("Reused", (X,)),
     ("ContextAndMore", (X,)),
+    ("NoBatch", (floats(7, 24),)),
 ]
 
 
@@ -214,6 +215,8 @@ def test_operands_have_the_names_of_the_users_line(monkeypatch: pytest.MonkeyPat
     def names(cls: type, *args: Any) -> list[str]:
         return [operand.name for operand in failure_of(cls(), *args).operands]
 
+    assert names(OWN.OwnAssert, X) == ["q"]
+    assert names(OWN.NoBatch, floats(7, 24)) == ["x"]
     assert names(HAND.KeyNotTransposed, X) == ["q", "k.transpose(-2, -1)"]
     assert names(HAND.QueryNotTransposed, X) == ["query", "key.transpose(2, 3)"]
     assert names(HAND.ConcatNotContiguous, X) == ["context.transpose(1, 2)"]
