@@ -1,0 +1,101 @@
+"""The names of axes, word for word, in layouts where they are known."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mha_inspect.attention import Graph, find_attentions
+from mha_inspect.axes import AxisNames
+from mha_inspect.recorder import opened, record
+
+B, N, M, E = 7, 11, 13, 15
+
+
+def named(module: nn.Module, *args: Tensor, **kwargs: object) -> tuple[AxisNames, dict[str, str], list[str]]:
+    """The names of the only attention, by stage, and of what is returned."""
+    with torch.no_grad(), opened():
+        recording, _ = record(module, *args, **kwargs)
+    dimensions = Graph(recording).dimensions
+    (found,) = find_attentions(recording)
+    names = AxisNames(found, dimensions)
+    return names, {s: names.of_stage(s) for s in found.stages}, [names.of(out.tensor) for out in recording.outputs]
+
+
+def test_torchs_layer() -> None:
+    x, y = torch.randn(B, N, E), torch.randn(B, M, E)
+    names, stages, returned = named(nn.MultiheadAttention(E, 3, batch_first=True), x, y, y)
+    assert stages == {
+        "query": "batch query embed",
+        "key": "batch key embed",
+        "value": "batch key embed",
+        "q_proj": "query batch (heads head_dim)",
+        "k_proj": "key batch (heads head_dim)",
+        "v_proj": "key batch (heads head_dim)",
+        "q_heads": "(batch heads) query head_dim",
+        "k_heads": "(batch heads) key head_dim",
+        "v_heads": "(batch heads) key head_dim",
+        "scores": "(batch heads) query key",
+        "weights": "(batch heads) query key",
+        "context": "(batch heads) query head_dim",
+        "concat": "(query batch) (heads head_dim)",
+        "output": "batch query embed",
+    }
+    assert returned == ["batch query embed", "batch query key"]
+    assert (names.num_heads, names.num_kv_heads, names.head_dim) == (3, 3, 5)
+
+
+def test_widths_of_their_own_have_names_of_their_own() -> None:
+    layer = nn.MultiheadAttention(E, 3, kdim=17, vdim=19, batch_first=True)
+    _, stages, _ = named(layer, torch.randn(B, N, E), torch.randn(B, M, 17), torch.randn(B, M, 19))
+    assert stages["key"] == "batch key kdim"
+    assert stages["value"] == "batch key vdim"
+    assert stages["query"] == stages["output"] == "batch query embed"
+
+
+def test_the_sequence_first_and_no_batch() -> None:
+    _, first, _ = named(nn.MultiheadAttention(E, 3), *[torch.randn(N, B, E)] * 3)
+    assert first["query"] == first["output"] == "query batch embed"
+    _, alone, returned = named(nn.MultiheadAttention(E, 3), *[torch.randn(N, E)] * 3)
+    assert alone["query"] == alone["output"] == "query embed"
+    assert returned == ["query embed", "query key"]
+
+
+def test_the_weights_of_each_head_are_returned_by_name() -> None:
+    layer = nn.MultiheadAttention(E, 3, batch_first=True)
+    _, _, returned = named(layer, *[torch.randn(B, N, E)] * 3, average_attn_weights=False)
+    assert returned[1] == "batch heads query key"
+
+
+class OwnSizes(nn.Module):
+    """Keys and values of fewer heads, and values of a width of their own; nothing is square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(E, 30), nn.Linear(E, 10), nn.Linear(E, 14), nn.Linear(42, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t(x).unflatten(-1, (h, -1)).transpose(1, 2) for t, h in ((self.q, 6), (self.k, 2), (self.v, 2)))
+        k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_values_of_a_width_of_their_own() -> None:
+    names, stages, _ = named(OwnSizes(), torch.randn(B, N, E))
+    assert stages["q_proj"] == "batch query (heads head_dim)"
+    assert stages["k_proj"] == "batch key (kv_heads head_dim)"
+    assert stages["v_proj"] == "batch key (kv_heads v_head_dim)"
+    assert stages["k_heads"] == "batch heads key head_dim"
+    assert stages["v_heads"] == "batch heads key v_head_dim"
+    assert stages["context"] == "batch heads query v_head_dim"
+    assert stages["concat"] == "batch query (heads v_head_dim)"
+    assert (names.num_heads, names.num_kv_heads, names.head_dim) == (6, 2, 5)
+
+
+def test_names_do_not_hang_on_sizes_that_coincide() -> None:
+    layer = nn.MultiheadAttention(9, 3, batch_first=True)
+    _, odd, returned = named(layer, *[torch.randn(7, 11, 9)] * 3)
+    _, equal, same = named(layer, *[torch.randn(3, 3, 9)] * 3)
+    assert odd == equal
+    assert returned == same
