@@ -252,6 +252,22 @@ class GroupedFused(Grouped):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+class GroupedSliced(nn.Module):
+    """Phi-3: slices of one product, and those of the queries twice as wide as those of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(E, 4 * H * D), nn.Linear(2 * H * D, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, w = self.qkv(x), H * D
+        pieces = qkv[..., : 2 * w], qkv[..., 2 * w : 3 * w], qkv[..., 3 * w :]
+        q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in pieces)
+        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for t in (k, v))
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
 class OneKeyHead(Base):
     """Multi-query as GPT-BigCode has it: the query heads stand in the rows of one product."""
 

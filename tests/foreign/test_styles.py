@@ -40,7 +40,7 @@ def test_a_style_comes_out_right(name: str, batch: int, length: int) -> None:
     (attention,) = find(name, batch, length)
     assert_true(attention, dropped=name == "Dropped")
     names, sizes = attention.names, attention.sizes()
-    heads = (6, 2) if name in GROUPED else (H, 1 if name in MULTI_QUERY else H)
+    heads = (6, 2) if name in GROUPED else (6, 3) if name == "GroupedSliced" else (H, 1 if name in MULTI_QUERY else H)
     assert (names.num_heads, names.num_kv_heads) == heads
     head_dim = HEAD_DIMS.get(name, D)
     assert names.head_dim == head_dim
