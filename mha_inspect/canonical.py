@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,9 +39,20 @@ def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
         like, names = small.attentions[place % len(small.attentions)]
         for stage, tensor in found.stages.items():
             if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape):
-                axes[stage] = names.of_stage(stage)
-    same = len(small.recording.outputs) == len(seen.recording.outputs)
-    return NamedAxes(stages, own_axes(small).returned if same else own.returned)
+                axes[stage] = _at_size(names.of_stage(stage), tensor.shape)
+    if len(small.recording.outputs) != len(seen.recording.outputs):
+        return NamedAxes(stages, own.returned)
+    returned = zip(own_axes(small).returned, seen.recording.outputs, strict=True)
+    return NamedAxes(stages, tuple(_at_size(pattern, named.tensor.shape) for pattern, named in returned))
+
+
+def _at_size(pattern: str, shape: tuple[int, ...]) -> str:
+    """A pattern with the sizes of this shape: a number in it is a size of the run that it was read off.
+
+    A dimension of which only a part has a name is a number as a whole.
+    """
+    dims = re.findall(r"\([^)]*\)|\S+", pattern)
+    return " ".join(str(size) if re.search(r"\b\d", dim) else dim for dim, size in zip(dims, shape, strict=True))
 
 
 def own_axes(seen: Seen) -> NamedAxes:
@@ -87,7 +99,11 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
     own = axes.replace("(", " ").replace(")", " ").split()
     if any(not name.isidentifier() for name in own):
         return None
-    target = [_target(word, own) for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split()]
+    target: list[str] = []
+    for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():
+        found = _target(word, own)
+        # Two names for one axis are a dimension of their own, unless they stand inside of one.
+        target.append(f"( {found} )" if " " in found and target.count("(") == target.count(")") else found)
     if set(" ".join(target).split()) - {"(", ")", "1"} != set(own):
         return None
     return rearrange(value, f"{axes} -> {' '.join(target)}", **{name: sizes[name] for name in own if name in sizes})
