@@ -71,7 +71,7 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         kind, folder = str(held.pop("model_type")), file.parent
     else:
         kind, held, folder = name, {}, None
-    config_class = _config_class(transformers, kind, text, held)
+    config_class = _config_class(transformers, kind, text, None if folder is None else held)
     values, left, flags = _values(config_class, held, own, spec)
     config = _make_config(config_class, {**held, **values}, text)
     model_class = _model_class(transformers, config, kind)
@@ -135,19 +135,20 @@ def _types(transformers: ModuleType) -> list[str]:
     return sorted(transformers.CONFIG_MAPPING.keys())
 
 
-def _config_class(transformers: ModuleType, kind: str, text: str, held: Mapping[str, Any]) -> Any:
+def _config_class(transformers: ModuleType, kind: str, text: str, held: Mapping[str, Any] | None) -> Any:
+    """The class of a type's configuration; `held` is what its file says, where it is out of one."""
     known = _types(transformers)
     if kind in known:
         return transformers.CONFIG_MAPPING[kind]
     spelled = next((name for name in known if plain(name.replace("-", "_")) == plain(kind.replace("-", "_"))), None)
-    if spelled is not None and not held:
+    if spelled is not None and held is None:
         return transformers.CONFIG_MAPPING[spelled]
-    if "auto_map" in held:
+    if held is not None and "auto_map" in held:
         raise UnsafeFileError(
             f"{shown(text)} is of type {shown(kind)}, which transformers does not have: its configuration names code "
             "of its own, and that is not run. Import the class yourself: path/to/file.py:Name."
         )
-    if held:
+    if held is not None:
         raise InputError(
             f"{shown(text)} is of type {shown(kind)}, which transformers {transformers.__version__} does not have."
             f"{nearest(kind, known)}"

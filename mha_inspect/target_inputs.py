@@ -184,7 +184,8 @@ class _Maker:
         from .hugging_face_inputs import is_hugging_face, plans_of
 
         if is_hugging_face(self.module):
-            known = plans_of(self.module, names, set(self.parameters) - set(given) - set(said), self.asked.inputs)
+            free = set(self.parameters) - set(given) - set(said)
+            known = self._with_image(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
         else:
             known = {}
         open_names = [name for name in names if name not in known]
@@ -192,6 +193,19 @@ class _Maker:
         if not plans:
             return dict(known)
         return {**known, **self._probed(plans, given, {**said, **known})}
+
+    def _with_image(
+        self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], free: set[str]
+    ) -> dict[str, Plan]:
+        """The plans, and an image where the model takes one as well and does not do without."""
+        from .hugging_face_inputs import plans_of
+
+        if "input_ids" not in plans or "pixel_values" not in free - set(plans):
+            return plans
+        if self._probe(plans, given, said, whole=True).error is None:
+            return plans
+        both = plans | plans_of(self.module, ["pixel_values"], set(), self.asked.inputs)
+        return both if self._probe(both, given, said, whole=True).error is None else plans
 
     def _first_guess(self, name: str) -> Plan:
         kind = self.kinds.get(name, "unknown")

@@ -1,0 +1,254 @@
+"""Models of Hugging Face transformers: built as the library builds them, off the network; nothing run for a file."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mha_inspect import hugging_face
+from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
+from mha_inspect.hugging_face import NetworkNeededError
+from mha_inspect.spec import InputSpec
+from mha_inspect.target import Target, TargetSpec, load_target
+from mha_inspect.target_aliases import Flags
+from mha_inspect.target_inputs import Asked, Call, make_call
+from mha_inspect.tracing import trace_module
+
+
+def test_without_the_library_the_install_command_is_given(monkeypatch, invoke):
+    monkeypatch.setattr(hugging_face.importlib.util, "find_spec", lambda name: None)
+    code, out, err = invoke("trace", "hf:bert")
+    assert (code, out) == (2, "")
+    assert 'pip install "mha-inspect[hf]"' in err
+
+
+transformers = pytest.importorskip("transformers")
+
+BERT = {"num_hidden_layers": "3", "hidden_size": "14", "num_attention_heads": "2", "vocab_size": "53"}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any use of the network fails the test."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def load(text: str, settings: dict[str, str] | None = None, **spec: Any) -> Target:
+    return load_target(text, settings or {}, TargetSpec(**spec))
+
+
+def call(target: Target, **inputs: Any) -> Call:
+    typed = frozenset(inputs)
+    spec = InputSpec(**{"batch": 3, "seq_len": 5, **inputs})
+    return make_call(target, Asked(spec, Flags({}, typed, typed)))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(11)
+    config = transformers.BertConfig(
+        hidden_size=14, num_hidden_layers=3, num_attention_heads=2, intermediate_size=17, vocab_size=53
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_a_type_is_built_as_the_library_builds_it():
+    target = load("hf:bert", BERT, seed=3)
+    config = transformers.BertConfig(**{name: int(value) for name, value in BERT.items()})
+    torch.manual_seed(3)
+    expected = transformers.BertModel._from_config(config).state_dict()
+    found = target.module.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not target.module.training
+    assert target.passed == {name: int(value) for name, value in BERT.items()}
+
+
+def test_a_directory_gives_its_own_weights(saved):
+    target = load(f"hf:{saved}", seed=3)
+    expected = transformers.BertModel.from_pretrained(saved, local_files_only=True).state_dict()
+    assert all(torch.equal(tensor, target.module.state_dict()[name]) for name, tensor in expected.items())
+    assert "those in the directory" in target.notes[0]
+    shorter = load(f"hf:{saved}", {"num_hidden_layers": "1"})
+    assert len(shorter.module.encoder.layer) == 1
+    name = "encoder.layer.0.attention.self.query.weight"
+    assert torch.equal(shorter.module.state_dict()[name], expected[name])
+    for file in saved.glob("*.safetensors"):
+        file.unlink()
+    assert "random" in load(f"hf:{saved}").notes[0]
+    assert load(f"hf:{saved / 'config.json'}").module.config.hidden_size == 14
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "shapes"),
+    [
+        ("hf:bert", BERT, {"input_ids": (3, 5)}),
+        (
+            "hf:t5",
+            {"num_layers": "1", "d_model": "14", "num_heads": "2", "d_kv": "7", "vocab_size": "53"},
+            {"input_ids": (3, 5), "decoder_input_ids": (3, 5)},
+        ),
+        (
+            "hf:vit",
+            {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "image_size": "32"},
+            {"pixel_values": (3, 3, 32, 32)},
+        ),
+        (
+            "hf:clip",
+            {"num_hidden_layers": "1", "vision_config.image_size": "32", "vision_config.patch_size": "16"},
+            {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)},
+        ),
+        (
+            "hf:vilt",
+            {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "image_size": "32"},
+            {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)},
+        ),
+    ],
+)
+def test_inputs_are_what_the_model_takes(text, settings, shapes):
+    target = load(text, settings)
+    made = call(target)
+    assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes
+    with torch.no_grad():
+        target.module(**made.kwargs)
+
+
+def test_special_tokens_are_not_drawn():
+    target = load("hf:bert", {**BERT, "vocab_size": "3", "pad_token_id": "0"})
+    ids = call(target, seq_len=31).kwargs["input_ids"]
+    assert set(ids.flatten().tolist()) == {1, 2}
+
+
+def test_padding_of_a_model_is_one_where_it_may_look():
+    mask = call(load("hf:bert", BERT), padding=(2,)).kwargs["attention_mask"]
+    assert mask.tolist() == [[1, 1, 1, 0, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "kinds"),
+    [
+        ("hf:bert", BERT, [("self",)] * 3),
+        ("hf:gpt2", {"n_layer": "2", "n_embd": "14", "n_head": "2", "vocab_size": "53"}, [("self", "causal")] * 2),
+        (
+            "hf:llama",
+            {
+                "num_hidden_layers": "2",
+                "hidden_size": "24",
+                "num_attention_heads": "4",
+                "num_key_value_heads": "2",
+                "intermediate_size": "17",
+                "vocab_size": "53",
+            },
+            [("self", "causal", "grouped")] * 2,
+        ),
+        (
+            "hf:t5",
+            {"num_layers": "1", "d_model": "14", "num_heads": "2", "d_kv": "7", "vocab_size": "53"},
+            [("self",), ("self", "causal"), ("cross",)],
+        ),
+    ],
+)
+def test_kinds_of_known_models(text, settings, kinds):
+    target = load(text, settings)
+    with torch.no_grad():
+        trace = trace_module(target.module, **call(target).kwargs)
+    assert [attention.kind for attention in trace.attentions] == kinds
+
+
+def test_flags_reach_the_configuration():
+    flags = Flags(
+        {"embed_dim": 22, "num_heads": 11}, frozenset({"embed_dim", "num_heads"}), frozenset({"embed_dim", "num_heads"})
+    )
+    config = load("hf:gpt2", {"n_layer": "1", "vocab_size": "53"}, flags=flags).module.config
+    assert (config.n_embd, config.n_head) == (22, 11)
+    with pytest.raises(SpecError, match="--kdim could be"):
+        load("hf:bert", BERT, flags=Flags({"kdim": 3}, frozenset({"kdim"}), frozenset({"kdim"})))
+
+
+def test_parts_of_a_configuration():
+    target = load("hf:clip", {"num_hidden_layers": "1", "text_config.num_hidden_layers": "2"}, device="meta")
+    config = target.module.config
+    assert (config.vision_config.num_hidden_layers, config.text_config.num_hidden_layers) == (1, 2)
+    with pytest.raises(SpecError, match=r"text_config.num_hiden_layers.*Did you mean text_config.num_hidden_layers"):
+        load("hf:clip", {"text_config.num_hiden_layers": "2"})
+
+
+def test_what_does_not_fit_is_refused_and_meta_is_not():
+    # The published 671 026 419 200, without the head of 129280 · 7168 and the 58 · 256 corrections that are buffers.
+    with pytest.raises(DoesNotFitError, match=r"670 099 725 312 parameters.*num_hidden_layers=2"):
+        load("hf:deepseek_v3")
+    module = load("hf:llama", device="meta").module
+    assert sum(parameter.numel() for parameter in module.parameters()) == 6_607_343_616
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "kind", "said"),
+    [
+        ("hf:brt", {}, InputError, "Did you mean bert?"),
+        ("hf:", {}, InputError, "hf:TYPE"),
+        ("hf:bert", {"num_layer": "2"}, SpecError, "Did you mean num_hidden_layers?"),
+        ("hf:bert", {"num_hidden_layers": "x"}, SpecError, "a whole number"),
+        ("hf:bert", {"num_attention_heads": "5"}, InputError, "not a multiple"),
+        ("hf:bert-base-uncased", {}, NetworkNeededError, "hf:bert."),
+        ("hf:google/flan-t5-small", {}, NetworkNeededError, "nothing is downloaded"),
+    ],
+)
+def test_what_cannot_be_built(text, settings, kind, said):
+    with pytest.raises(kind) as refused:
+        load(text, settings)
+    assert said in str(refused.value)
+    assert str(refused.value).isprintable()
+    assert refused.value.exit_code == (ExitCode.REFUSED if kind is NetworkNeededError else ExitCode.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "said"),
+    [
+        (None, InputError, "no config.json"),
+        ("{", InputError, "not a configuration"),
+        ('{"a": 1}', InputError, "no model_type"),
+        ("[1]", InputError, "not a configuration"),
+        ('{"model_type": "brt"}', InputError, "type brt"),
+        ('{"model_type": "bert", "num_hidden_layers": "x"}', InputError, "num_hidden_layers"),
+        ('{"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}}', UnsafeFileError, "is not run"),
+    ],
+)
+def test_configurations_that_are_none(tmp_path, monkeypatch, content, kind, said):
+    (tmp_path / "evil.py").write_text("raise SystemExit('it was run')\n")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as refused:
+        load(f"hf:{tmp_path}")
+    assert said in str(refused.value)
+    assert "evil" not in sys.modules
+
+
+def test_code_that_a_configuration_names_is_not_run(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "evil.Model", "AutoConfig": "evil.Config"}
+    (saved / "config.json").write_text(json.dumps(config))
+    (saved / "evil.py").write_text("raise SystemExit('it was run')\n")
+    assert type(load(f"hf:{saved}").module).__name__ == "BertModel"
+
+
+def test_a_refused_download_ends_with_three(invoke):
+    code, out, err = invoke("trace", "hf:google/flan-t5-small")
+    assert (code, out) == (3, "")
+    assert err.count("\n") == 1
+
+
+def test_every_error_is_one_of_ours():
+    assert issubclass(NetworkNeededError, MhaInspectError)
