@@ -76,6 +76,7 @@ OTHER = {
     "padding": padded,
     "a window": window,
     "the past": behind,
+    "everything": lambda s: s.masked_fill(torch.ones(s.shape[-2:]).bool(), LOW),
     "a small bias": lambda s: s + torch.ones(s.shape[-2:]).triu(1) * -3.0,
 }
 
@@ -103,6 +104,17 @@ def test_a_mask_from_a_buffer_and_from_an_argument():
     x, above = torch.randn(2, 5, 6), torch.ones(5, 5).triu(1).bool()
     assert kinds(layer, x, x, x, attn_mask=above) == [("self", "causal")]
     assert kinds(layer, x, x, x, attn_mask=above.T) == [("self",)]
+
+
+def test_a_buffer_that_the_forward_writes_is_written_once():
+    class Written(Masked):
+        def __init__(self) -> None:
+            super().__init__(lambda s: s + self.bias.add_(torch.ones(5, 5).triu(1) * -1e9))
+            self.register_buffer("bias", torch.zeros(5, 5))
+
+    module = Written()
+    assert kinds(module, torch.randn(2, 5, 6)) == [("self", "causal")]
+    assert torch.equal(module.bias, torch.ones(5, 5).triu(1) * -1e9)
 
 
 def test_keys_first():
