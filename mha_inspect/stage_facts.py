@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import isclose
 
 from .attention import Found, Graph
@@ -21,6 +22,8 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "output": ("concat", "context"),
 }
 """Stage to the stages that it is made of, where there are such; a projection is made of what it projects."""
+
+_APPENDING = {"cat", "constant_pad_nd"}
 
 
 class StageFacts:
@@ -69,7 +72,7 @@ class StageFacts:
         made = self._made(stage, tensor)
         if not made:
             return "input"
-        if any(op.kind in ("compute", "write") for op in made):
+        if any(map(_computes, made)):
             return "new"
         return "view" if all(op.kind == "view" for op in made) else "copy"
 
@@ -144,11 +147,25 @@ class StageFacts:
         made = self._made(stage, self._found.stages[stage])
         if self._found.branches and stage == "concat":
             return f"the contexts of {len(self._found.branches)} heads side by side"
-        computed = [op.base_name for op in sorted(made, key=lambda op: op.index) if op.kind in ("compute", "write")]
+        computed = [op.base_name for op in sorted(made, key=lambda op: op.index) if _computes(op)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
-        return source if left == right else f"{left} -> {right}"
+        return (source if left == right else f"{left} -> {right}") + self._grown(source, stage)
+
+    def _grown(self, source: str, stage: str) -> str:
+        """What became more on the way: keys that the layer appends, heads that are repeated."""
+        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        axes = self._axes[stage].split()
+        if after == before:
+            return ""
+        if "key" in axes and any(op.base_name in _APPENDING for op in self._made(stage, self._found.stages[stage])):
+            dims = re.findall(r"\([^)]*\)|\S+", self._axes[stage])
+            one = after // self._found.stages[stage].shape[dims.index("key")]
+            count = (after - before) // one
+            what = "value" if stage == "v_heads" else "key"
+            return f", then {count} {what}{'s' if count > 1 else ''} of the layer's own"
+        return f", each head {after // before} times" if after % before == 0 else ""
 
 
 def scale_text(scale: float | None) -> str:
@@ -157,7 +174,7 @@ def scale_text(scale: float | None) -> str:
         return " · scale"
     if isclose(scale, 1, rel_tol=1e-6):
         return ""
-    square = 1 / scale**2 if scale else 0
+    square = 1 / scale**2 if scale > 0 else 0
     if square > 1 and isclose(square, round(square), rel_tol=1e-4):
         return f" / √{round(square)}"
     return f" · {scale:.4g}"
@@ -169,6 +186,11 @@ def _product_flops(op: Op) -> int:
         weight = op.inputs[1]
         return 2 * op.output.numel * (weight.numel // weight.shape[0])
     return 2 * op.output.numel * op.inputs[-2].shape[-1]
+
+
+def _computes(op: Op) -> bool:
+    """Whether an operation makes other numbers of those that it is given."""
+    return op.kind in ("compute", "write") and bool(op.inputs)
 
 
 def _is_dropout(op: Op) -> bool:
