@@ -235,8 +235,8 @@ class Options:
         for name, flag in (("settings", "--set"), ("input_shape", "--input-shape")):
             if getattr(self, name):
                 raise SpecError(
-                    f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, as "
-                    "in mha-inspect trace path/to/file.py:Name."
+                    f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, "
+                    "as in mha-inspect trace path/to/file.py:Name."
                 )
 
     def head_counts(self) -> tuple[int, ...]:
