@@ -49,9 +49,14 @@ class Roles:
         self.branch_axis = self._branch_axis()
 
     def _outside(self) -> set[Atom]:
-        """The atoms of what comes in, before it is projected."""
-        stages = self._found.stages
-        return {atom for dim in self._dimensions.of(stages["query"]) for atom in dim} if "query" in stages else set()
+        """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
+        stages, projections = self._found.stages, self._found.projections
+        if "query" not in stages:
+            return set()
+        dims = list(self._dimensions.of(stages["query"]))
+        if dims and "query" in projections:
+            del dims[1 if projections["query"].base_name == "convolution" and len(dims) > 2 else -1]
+        return {atom for dim in dims for atom in dim}
 
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""

@@ -99,6 +99,29 @@ def test_latent_projections_are_told_apart_from_the_last() -> None:
     assert attention.names.of_stage("v_heads") == "batch heads key v_head_dim"
 
 
+class GatedBias(nn.Module):
+    """WavLM: what comes in is split into heads too, for a gate on the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(21, H * D) for _ in range(3))
+        self.out = nn.Linear(H * D, 21)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = x.unflatten(-1, (H, 7)).sum(-1).sigmoid().transpose(1, 2)[..., None]
+        q, k, v = (project(x).unflatten(-1, (H, D)).transpose(1, 2) for project in self.qkv)
+        scores = q @ k.transpose(-1, -2) / D**0.5 + gate * torch.linspace(0, 1, x.shape[1])
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_features_that_are_split_on_the_way_in_are_no_batch() -> None:
+    torch.manual_seed(0)
+    (attention,) = attentions(GatedBias(), torch.randn(7, 11, 21))
+    assert_true(attention)
+    assert (attention.names.num_heads, attention.sizes()["batch"]) == (H, 7)
+    assert attention.names.of_stage("query") == attention.names.of_stage("output") == "batch query embed"
+
+
 def test_windows_that_are_unfolded_have_queries_with_keys_of_their_own() -> None:
     (attention,) = find("Unfolded")
     names = attention.names
