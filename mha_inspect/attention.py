@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .branches import merge_branches
-from .found import Found
-from .graph import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+from .dataflow.branches import merge_branches
+from .dataflow.found import Found
+from .dataflow.graph import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+from .dataflow.scoring import multiply, read_scoring
+from .dataflow.softmaxes import masks_on_exponentials
 from .ops import Op, Recording, Tensor
-from .scoring import multiply, read_scoring
-from .softmaxes import masks_on_exponentials
 
 __all__ = ["Found", "Graph", "Step", "find_attentions"]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from math import prod
 
 from .axis_roles import Group, Roles
-from .dimensions import Atom, Dim, Dimensions, resolve
-from .found import Found
+from .dataflow.dimensions import Atom, Dim, Dimensions, resolve
+from .dataflow.found import Found
 from .ops import Tensor
 from .stages import CANONICAL_AXES
 
@@ -117,7 +117,9 @@ class AxisNames:
         self._tell_apart(dims, groups)
         if packed[1]:
             _name_packed(dims, packed, self._roles, value=value)
-        if features_last and dims and dims[-1] and all(isinstance(token, Atom) for token in dims[-1]):
+        if features_last and dims:
+            # What a matrix takes in and gives is one axis, also where something else splits it.
+            dims[-1] = [*self._dimensions.of(tensor)[-1]]
             self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
         self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)

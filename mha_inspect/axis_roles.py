@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from .dimensions import Atom, Dim, Dimensions, resolve
-from .found import Found
+from .dataflow.dimensions import Atom, Dim, Dimensions, resolve
+from .dataflow.found import Found
 
 Group = tuple[str, Dim]
 """A name and the atoms that it stands for, in row-major order."""

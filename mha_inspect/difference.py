@@ -11,12 +11,10 @@ from einops import repeat
 from torch import Tensor
 
 from .device import resolve
-from .difference_words import Blocked, Measured, answer, notes, stage_note
 from .errors import DeviceError, WeightsError
 from .fit import SAFE, need_of, rough_need
 from .layers.weights import read_weights
 from .memory import free_memory, largest, require_memory
-from .parameter_pairs import parameter_pairs
 from .reports.common import Verdict
 from .reports.diff import (
     DiffReport,
@@ -29,9 +27,11 @@ from .reports.diff import (
     SideName,
     StageRow,
 )
-from .shared_weights import draw, finer_dtype
-from .side_run import Rows, SideRun, without
-from .side_settings import Side, make_sides
+from .sides.parameter_pairs import parameter_pairs
+from .sides.run import Rows, SideRun, without
+from .sides.settings import Side, make_sides
+from .sides.shared_weights import draw, finer_dtype
+from .sides.words import Blocked, Measured, answer, notes, stage_note
 from .spec import AttentionSpec, InputSpec, RunSpec
 from .stage_difference import BLOCKED_BELOW, compare_stage
 from .stages import CANONICAL_AXES, STAGES

@@ -13,22 +13,22 @@ from torch import Tensor
 from .device import resolve
 from .errors import SpecError
 from .fit import require_fit
-from .focus import compare_focus
 from .forward import Forward, build_forward
-from .gradients import compare_gradients
-from .head_runs import HeadRun, Noise, walk
-from .head_sentences import answer, reason
-from .head_weights import Carried, carry
+from .head_counts.focus import compare_focus
+from .head_counts.gradients import compare_gradients
+from .head_counts.must_be_equal import claims, confirmed, masked_note
+from .head_counts.runs import HeadRun, Noise, walk
+from .head_counts.sentences import answer, reason
+from .head_counts.training import compare_training
+from .head_counts.weights import Carried, carry
 from .inputs import Inputs
 from .layers.registry import find_layer
 from .layers.settings import check_settings, spec_for
-from .must_be_equal import claims, confirmed, masked_note
 from .noise import judge
 from .reports.common import Environment, LayerInfo, Verdict
 from .reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from .spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 from .stage_difference import distances
-from .training import compare_training
 
 _EXTRAS = ("pairwise", "gradients", "steps", "focus")
 USUAL_COUNTS = (1, 2, 4, 8)

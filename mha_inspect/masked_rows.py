@@ -39,7 +39,8 @@ def masked_rows(
         at_end: Content = "finite" if output is None else _content(output)
         if output is not None and at_end == "finite" and zero_output is not None and torch.equal(output, zero_output):
             at_end = "zero"
-        result.append(MaskedRow(batch, query, first, seen.get("context", "finite"), at_end))
+        # All heads side by side: of a layer that loops over them, context is the first head's.
+        result.append(MaskedRow(batch, query, first, seen.get("concat", seen.get("context", "finite")), at_end))
     return tuple(result)
 
 

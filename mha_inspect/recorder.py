@@ -30,7 +30,9 @@ _PASS_ON = tuple(
     os.sep.join(("torch", *tail))
     for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
 )
-_OWN = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("recorder.py", "attempt.py", "witness.py"))
+_OWN = tuple(
+    os.path.join(os.path.dirname(__file__), name) for name in ("recorder.py", "attempt.py", "failures/witness.py")
+)
 _MODULE_CALL = nn.Module._call_impl.__code__
 _ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
 _WRITTEN_OUT = {_ATTENTION_FORWARD} | {

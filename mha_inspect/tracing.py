@@ -106,7 +106,7 @@ def _run(own: Pass, before: State, show: Show, keep: bool) -> Seen:
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
         return Seen(attempt.recording, attempt.returned)
-    from .failure import forward_error
+    from .failures.failure import forward_error
 
     cause: Exception | None = attempt.error
     failure = forward_error(own, before, attempt, show)

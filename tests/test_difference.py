@@ -14,7 +14,7 @@ from mha_inspect.inputs import make_inputs
 from mha_inspect.layers.registry import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 from mha_inspect.reports.diff import DiffReport, StageRow
-from mha_inspect.shared_weights import within_slices
+from mha_inspect.sides.shared_weights import within_slices
 from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.

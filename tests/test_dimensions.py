@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mha_inspect.atoms import Atom, fresh, reshape, resolve, unify
-from mha_inspect.dimensions import Dimensions
+from mha_inspect.dataflow.atoms import Atom, fresh, reshape, resolve, unify
+from mha_inspect.dataflow.dimensions import Dimensions
 from mha_inspect.recorder import record
 
 SIZES = (2, 3, 5, 7)  # of the tensor that goes in: a b c d

@@ -317,7 +317,7 @@ def test_it_follows_its_schema_and_comes_back_from_its_json(trace: Trace, tmp_pa
 
 
 def test_the_schema_knows_every_cause():
-    from mha_inspect.failure_causes import CAUSES
+    from mha_inspect.failures.causes import CAUSES
 
     assert load_schema("trace")["$defs"]["cause"]["properties"]["name"]["enum"] == list(CAUSES)
 

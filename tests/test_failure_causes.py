@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect import failure_site
 from mha_inspect.errors import ForwardError
-from mha_inspect.failure_causes import CAUSES
+from mha_inspect.failures import site as failure_site
+from mha_inspect.failures.causes import CAUSES
 from mha_inspect.reports.failure import Failure
 from mha_inspect.tracing import trace_module
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mha_inspect.focus import entropy_of, focus_of
+from mha_inspect.head_counts.focus import entropy_of, focus_of
 from mha_inspect.heads import compare_heads
 
 LN2 = math.log(2)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect import hugging_face
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
-from mha_inspect.hugging_face import NetworkNeededError
 from mha_inspect.spec import InputSpec
-from mha_inspect.target import Target, TargetSpec, load_target
-from mha_inspect.target_aliases import Flags
-from mha_inspect.target_inputs import Asked, Call, make_call
+from mha_inspect.targets import hugging_face
+from mha_inspect.targets.aliases import Flags
+from mha_inspect.targets.hugging_face import NetworkNeededError
+from mha_inspect.targets.inputs import Asked, Call, make_call
+from mha_inspect.targets.target import Target, TargetSpec, load_target
 from mha_inspect.tracing import trace_module
 
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.forward import build_forward
-from mha_inspect.gradients import LOSS, gradient_of, loss_of
-from mha_inspect.head_weights import carry, matrices, same_bits
+from mha_inspect.head_counts.gradients import LOSS, gradient_of, loss_of
+from mha_inspect.head_counts.training import LEARNING_RATE, train
+from mha_inspect.head_counts.weights import carry, matrices, same_bits
 from mha_inspect.heads import compare_heads
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.training import LEARNING_RATE, train
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mha_inspect.errors import SpecError
-from mha_inspect.side_settings import SETTINGS, make_sides, parse_settings
+from mha_inspect.sides.settings import SETTINGS, make_sides, parse_settings
 from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
 
 

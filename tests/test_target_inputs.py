@@ -11,10 +11,10 @@ from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
 from mha_inspect.spec import InputSpec
-from mha_inspect.target import Target, TargetSpec, load_target
-from mha_inspect.target_aliases import Flags
-from mha_inspect.target_inputs import Asked, Call, make_call
-from mha_inspect.target_shapes import InputShape, parse_shapes
+from mha_inspect.targets.aliases import Flags
+from mha_inspect.targets.inputs import Asked, Call, make_call
+from mha_inspect.targets.shapes import InputShape, parse_shapes
+from mha_inspect.targets.target import Target, TargetSpec, load_target
 
 STYLES = str(Path(__file__).parent / "targets" / "styles.py")
 SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "batch_first": True, "seq_len": 5}

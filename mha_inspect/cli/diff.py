@@ -78,7 +78,7 @@ def diff(
     that is measured in the same run.
     """
     options.require_no_target_settings("trace")
-    from ..side_settings import make_sides, parse_settings
+    from ..sides.settings import make_sides, parse_settings
 
     ours, theirs = parse_settings("--left-set", left_set or ()), parse_settings("--right-set", right_set or ())
     first, second = chosen_layers(options, left, right, several_settings=bool(ours or theirs))

@@ -18,7 +18,7 @@ from .values import completing, counts, one_of, real_number, shown, size_number,
 
 if TYPE_CHECKING:
     from ..spec import AttentionSpec, InputSpec, RunSpec, Show
-    from ..target_aliases import Flags
+    from ..targets.aliases import Flags
 
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -218,7 +218,7 @@ class Options:
 
         Raises `SpecError` when --num-heads is a list.
         """
-        from ..target_aliases import Flags
+        from ..targets.aliases import Flags
 
         named = ["embed_dim", "num_kv_heads", "head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv"]
         named += ["add_zero_attn", "dropout", "batch_first"]

@@ -14,8 +14,8 @@ from .values import shown
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
-    from ..target import Target
-    from ..target_inputs import Asked, Call
+    from ..targets.inputs import Asked, Call
+    from ..targets.target import Target
 
 FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 HELP = f"A module of your own: {FORMS}. Importing it runs its code. Without one, a layer is built from the options."
@@ -36,9 +36,9 @@ def check_target(text: str, options: Options, command: str) -> None:
 
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
-    from ..target_import import split_target
-    from ..target_shapes import parse_shapes
-    from ..target_values import parse_settings
+    from ..targets.importing import split_target
+    from ..targets.shapes import parse_shapes
+    from ..targets.values import parse_settings
 
     if ":" not in text and not text.endswith(".py"):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
@@ -58,8 +58,8 @@ def check_target(text: str, options: Options, command: str) -> None:
 
 def load(text: str, options: Options) -> "Target":
     """Build the target as the options say."""
-    from ..target import TargetSpec, load_target
-    from ..target_values import parse_settings
+    from ..targets.target import TargetSpec, load_target
+    from ..targets.values import parse_settings
 
     spec = TargetSpec(
         flags=options.flags(),
@@ -85,8 +85,8 @@ def trace_target(text: str, options: Options) -> "Trace":
     import torch
 
     from ..reports.common import LayerInfo
-    from ..target import seed_everything
-    from ..target_import import stdout_for_the_answer
+    from ..targets.importing import stdout_for_the_answer
+    from ..targets.target import seed_everything
     from ..tracing import trace_module
 
     show = options.show()
@@ -128,7 +128,7 @@ def params_target(text: str, options: Options, *, per_head: bool) -> "ParamsRepo
 
     from ..parameters import params
     from ..reports.common import LayerInfo
-    from ..target_import import stdout_for_the_answer
+    from ..targets.importing import stdout_for_the_answer
 
     show = options.show()
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
@@ -157,7 +157,7 @@ def _call(target: "Target", options: Options) -> "Call":
     import torch
     from torch.nn.parameter import is_lazy
 
-    from ..target_inputs import make_call
+    from ..targets.inputs import make_call
 
     call = make_call(target, asked(options))
     if any(map(is_lazy, target.module.parameters())):
@@ -172,15 +172,15 @@ def _call(target: "Target", options: Options) -> "Call":
 
 def asked(options: Options) -> "Asked":
     """What the options say of the inputs."""
-    from ..target_inputs import Asked
-    from ..target_shapes import parse_shapes
+    from ..targets.inputs import Asked
+    from ..targets.shapes import parse_shapes
 
     return Asked(options.inputs(), options.flags(), parse_shapes(options.input_shape or []), options.seed)
 
 
 def _explained(error: Exception, target: "Target", call: "Call") -> BaseException:
     """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
-    from ..target_import import in_one_line
+    from ..targets.importing import in_one_line
     from .failure import is_out_of_memory
 
     if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):

@@ -25,7 +25,7 @@ class Cause:
     """A mistake that the evidence shows, and a way out of it."""
 
     name: str
-    """One of `mha_inspect.failure_causes.CAUSES`: `heads_not_transposed`."""
+    """One of `mha_inspect.failures.causes.CAUSES`: `heads_not_transposed`."""
     explanation: str
     """What is wrong, with the real numbers."""
     fix: str

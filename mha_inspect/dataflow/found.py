@@ -1,0 +1,46 @@
+"""One attention as it stands in a recording: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..ops import Op, Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """One scaled-dot-product computation, as it stands in a recording."""
+
+    softmax: Op
+    score_product: Op
+    value_product: Op
+    stages: dict[str, Tensor]
+    """Stage name to the tensor it is, in the order of `stages.STAGES`; those that there are."""
+    scale: float | None
+    """What q·kᵀ is multiplied by before the softmax, wherever that is done: on q after its projection, on k, on the
+    scores, or together with the mask. None where the number is not known, as with one for each head."""
+    softmax_dim: int
+    key_first: bool
+    """Whether the keys are the left operand of the product of scores."""
+    masks: tuple[Op, ...]
+    """The operations that add, or fill in, a mask or a bias."""
+    projections: dict[str, Op] = field(default_factory=dict)
+    """`query`, `key`, `value`, `output` to the product with the weight matrix that projects it."""
+    scores_scale: float | None = None
+    """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may hold another part."""
+    value_first: bool = False
+    """Whether the values are the left operand of the product with the weights."""
+    softcap: float | None = None
+    """c where scores go through `c · tanh(scores / c)` before the mask."""
+    sinks: Op | None = None
+    """The operation that puts sinks beside the scores: keys that take a part of the weight and have no value."""
+    earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
+    """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
+    branches: tuple[Found, ...] = ()
+    """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
+    those of the first turn, but for what they share: query, key, value, concat and output."""
+
+    @property
+    def module(self) -> str:
+        """Path of the module whose forward computes the scores."""
+        return self.score_product.module

@@ -1,0 +1,102 @@
+"""What stands between the product q·kᵀ and the softmax: scale, mask, soft cap, sinks, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isclose
+
+from ..ops import Op, Tensor
+from .graph import Graph
+from .softmaxes import is_shift
+
+_FILLS = {"masked_fill", "where", "index_put", "copy", "masked_scatter"}
+_BENDS = {"tanh", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "sigmoid", "softplus"}
+
+
+@dataclass
+class Scoring:
+    """The way from the product of queries and keys to the softmax, in the order in which it ran."""
+
+    scores: Tensor
+    """Scaled, before any mask, bias or bend; None of them may be there."""
+    masked: Tensor
+    """What the softmax is taken of, without sinks."""
+    scale: float | None = 1.0
+    """What the scores were multiplied by up to there."""
+    late_scale: float | None = 1.0
+    """What they were multiplied by afterwards, together with the masks."""
+    masks: list[Op] = field(default_factory=list)
+    bent: bool = False
+    """Whether they went through something that is neither a scale nor a mask."""
+    softcap: float | None = None
+    sinks: Op | None = None
+
+
+def multiply(numbers: Iterable[float | None]) -> float | None:
+    """The product; None where one of them is not known."""
+    product = 1.0
+    for number in numbers:
+        if number is None:
+            return None
+        product *= number
+    return product
+
+
+def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input: Tensor) -> Scoring:
+    """Follow `path`, the operations from the product to the softmax in the order in which they ran."""
+    found = Scoring(product.output, softmax_input, scale=float(product.kwargs.get("alpha", 1)))
+    if adds_mask(product):
+        found.masks.append(product)
+    tensor, before_scale, last_scale = product.output, product.output, found.scale
+    waiting: float | None = None  # the soft cap that tanh was divided by, until it is multiplied by it again
+    for op in path:
+        early = not found.masks and not found.bent
+        name = op.base_name.rstrip("_")
+        if name == "cat":
+            found.sinks, found.masked = op, tensor
+            if not found.masks and not found.bent:
+                found.masked = found.scores
+            break
+        if graph.is_scale(op):
+            number = graph.scale_of(op)
+            if early:
+                before_scale, last_scale = tensor, number
+                found.scale, found.scores = multiply((found.scale, number)), op.output
+            elif waiting is not None and number is not None and isclose(number, waiting, rel_tol=1e-5):
+                found.softcap, waiting = waiting, None
+            else:
+                found.late_scale = multiply((found.late_scale, number))
+        elif adds_mask(op) and not is_shift(graph.recording, op):
+            found.masks.append(op)
+        elif name == "tanh":
+            if early and last_scale and found.scale is not None and found.scores.id == tensor.id:
+                waiting = 1 / last_scale
+                found.scale, found.scores = found.scale / last_scale, before_scale
+            found.bent = True
+        elif name in _BENDS:
+            found.bent = True
+        elif name in ("mul", "div"):  # by a number for each head, or by a mask
+            other = min(op.inputs, key=lambda t: t.numel)
+            if any(size > 1 for size in other.shape[-2:]):
+                found.masks.append(op)
+            elif early:
+                found.scale, found.scores = None, op.output
+            else:
+                found.late_scale = None
+        elif early and name != "_to_copy":
+            found.scores = op.output
+        tensor = op.output
+    if waiting is not None:  # a tanh that was not a soft cap: nothing of the scale belonged to it
+        found.late_scale = multiply((found.late_scale, 1 / waiting))
+    return found
+
+
+def adds_mask(op: Op) -> bool:
+    """Whether this adds, or fills in, something that scores do not come from."""
+    name = op.base_name.rstrip("_")
+    if name in ("baddbmm", "addmm"):
+        return bool(op.kwargs.get("beta", 1) != 0)
+    if name in _FILLS:
+        return True
+    return name in ("add", "sub") and sum(t.numel > 1 for t in op.inputs) > 1

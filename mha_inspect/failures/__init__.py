@@ -1,0 +1,1 @@
+"""A forward that raises: where, with what, and why."""

@@ -1,0 +1,1 @@
+"""What compare-heads measures of each head count."""

@@ -1,0 +1,209 @@
+"""Each head count run once as it is; and a look inside, at a few queries, to see where two head counts part ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..forward import Forward
+from ..inputs import Inputs
+from ..layers.registry import find_layer
+from ..noise import first_tensor, rounding_error
+from ..reports.common import Verdict
+from ..stage_contents import StageContents, in_dtype
+from ..stage_difference import compare_stage, stage_noise
+
+QUERIES = 32
+"""Queries that are looked at. A query's attention knows nothing of the others, so a few show what all of them do."""
+
+_GIVEN = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which queries are looked at: `QUERIES` from `start` on, in one sequence of the batch."""
+
+    row: int = 0
+    start: int = 0
+
+
+class HeadRun:
+    """One head count: its plain run, and looks inside as they are asked for."""
+
+    def __init__(self, forward: Forward, like: HeadRun | None = None) -> None:
+        """`like` is another head count of the same layer, whose axes have the same names."""
+        self.forward = forward
+        self._like = like
+        self._looks: dict[Place, StageContents] = {}
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        return self.forward.spec.num_heads
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the plain run returns, as the layer lays it out."""
+        return first_tensor(self.forward.plain()).detach()
+
+    @property
+    def batch_first(self) -> Tensor:
+        """The output as `batch query embed`, of size 1 where there is no batch."""
+        if self.forward.inputs.unbatched:
+            return self.output[None]
+        return self.output if self.forward.spec.batch_first else self.output.transpose(0, 1)
+
+    def look(self, place: Place) -> StageContents:
+        """The stages of these queries, from an opened run of them alone."""
+        if place not in self._looks:
+            forward = at_place(self.forward, place)
+            like = None if self._like is None else self._like.look(place)
+            self._looks[place] = StageContents(forward, forward.recorded(keep=True), like)
+        return self._looks[place]
+
+    def forget(self) -> None:
+        """Let go of what was looked at."""
+        self._looks.clear()
+
+
+def at_place(forward: Forward, place: Place) -> Forward:
+    """The same layer with the queries of one place, every key of that sequence, and the masks that belong to them."""
+    inputs = forward.inputs
+    stop = min(place.start + QUERIES, inputs.query_len)
+    if inputs.batch == 1 and place.start == 0 and stop == inputs.query_len:
+        return forward
+    heads, first_head = forward.spec.num_heads, place.row * forward.spec.num_heads
+
+    def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
+        if inputs.unbatched:
+            return tensor[start:stop]
+        rows = slice(place.row, place.row + 1)
+        part = tensor[rows, start:stop] if forward.spec.batch_first else tensor[start:stop, rows]
+        return part.contiguous()
+
+    whole = (place.start, stop) == (0, inputs.query_len)
+    query = cut(inputs.query, place.start, stop)
+    key = query if inputs.key is inputs.query and whole else cut(inputs.key, 0, inputs.key_len)
+    value = key if inputs.value is inputs.key else cut(inputs.value, 0, inputs.key_len)
+    mask = inputs.attn_mask
+    if mask is not None:
+        mask = mask[first_head : first_head + heads] if mask.dim() == 3 else mask
+        mask = mask[..., place.start : stop, :]
+    padding = inputs.key_padding_mask
+    if padding is not None and not inputs.unbatched:
+        padding = padding[place.row : place.row + 1]
+    few: Inputs = replace(
+        inputs,
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=mask,
+        key_padding_mask=padding,
+        batch=1,
+        query_len=stop - place.start,
+    )
+    args, kwargs = find_layer(forward.layer).load().arguments(few, forward.run)
+    return replace(forward, args=args, kwargs=kwargs, inputs=few)
+
+
+class Noise:
+    """The rounding error of the baseline, measured against the same computation in float64.
+
+    For a baseline in float64 there is nothing finer: a run in float32 is measured against it, and scaled by the ratio
+    of the two dtypes' rounding steps.
+    """
+
+    def __init__(self, baseline: HeadRun) -> None:
+        self._baseline = baseline
+        self._in_float64 = baseline.forward.spec.dtype == "float64"
+        self._others: dict[Place, StageContents] = {}
+
+    @cached_property
+    def _other(self) -> Forward:
+        """The whole run in the dtype that is measured against."""
+        return in_dtype(self._baseline.forward, torch.float32 if self._in_float64 else torch.float64)
+
+    @cached_property
+    def _scale(self) -> float:
+        return torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if self._in_float64 else 1.0
+
+    @cached_property
+    def of_output(self) -> float:
+        """Of the whole output."""
+        return rounding_error(self._baseline.output, first_tensor(self._other.plain())) * self._scale
+
+    def of_stage(self, stage: str, place: Place, other: Tensor) -> float:
+        """Of a stage, in the form in which it is compared with `other`."""
+        mine = self._baseline.look(place)
+        if place not in self._others:
+            module, dtype = self._other.module, torch.float32 if self._in_float64 else torch.float64
+            forward = in_dtype(mine.forward, dtype, module)
+            self._others[place] = StageContents(forward, forward.recorded(keep=True), mine)
+        ours, theirs = mine.get(stage), self._others[place].get(stage)
+        assert ours is not None, stage
+        assert theirs is not None, stage
+        content, exact = (theirs, ours) if self._in_float64 else (ours, theirs)
+        return stage_noise(stage, content, exact, other) * self._scale
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The stages of two runs side by side, in order."""
+
+    same: tuple[str, ...]
+    """Those before the first that differs whose content is the same."""
+    first: str | None
+    """The first whose content differs."""
+    note: str = ""
+    """Why it could not be subtracted, where the shapes differ."""
+    rejoined: str | None = None
+    """The stage after it from which on everything is the same again."""
+    looked_at: int = 0
+    """Queries whose stages were looked at, where they are not all of them; else 0."""
+
+
+def walk(baseline: HeadRun, other: HeadRun, noise: Noise, *, to_the_end: bool) -> Walk:
+    """Compare stage by stage, by content, until one differs; `to_the_end` goes on to see where they meet again.
+
+    The first queries of the first sequence are looked at; where nothing differs there, those where the outputs are
+    furthest apart.
+    """
+    found = _walk(baseline, other, noise, Place(), to_the_end)
+    if found.first is not None or not baseline.output.numel():
+        return found
+    apart = (baseline.batch_first - other.batch_first).abs().amax(dim=-1)
+    row, query = divmod(int(apart.nan_to_num(nan=-1.0).argmax()), apart.shape[1])
+    place = Place(row, query // QUERIES * QUERIES)
+    return found if place == Place() else _walk(baseline, other, noise, place, to_the_end)
+
+
+def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place, to_the_end: bool) -> Walk:
+    mine, theirs = baseline.look(place), other.look(place)
+    same: list[str] = []
+    first = rejoined = None
+    note = ""
+    for stage in mine.stages:
+        left, right = mine.get(stage), theirs.get(stage)
+        if stage in _GIVEN or left is None or right is None:
+            continue
+        verdict, why = _verdict(stage, left, right, noise, place)
+        if first is not None:
+            rejoined = None if verdict == "differs" else rejoined or stage
+        elif verdict == "differs":
+            first, note = stage, why
+        else:
+            same.append(stage)
+        if first is not None and not to_the_end:
+            break
+    few = mine.forward is not baseline.forward
+    return Walk(tuple(same), first, note, rejoined, mine.forward.inputs.query_len if few else 0)
+
+
+def _verdict(stage: str, left: Tensor, right: Tensor, noise: Noise, place: Place) -> tuple[Verdict, str]:
+    found = compare_stage(stage, left, right, lambda: noise.of_stage(stage, place, right))
+    if found.max_abs_difference is None:
+        return "differs", f"{list(right.shape)} instead of {list(left.shape)}"
+    return found.verdict or "same", ""

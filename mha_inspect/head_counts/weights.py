@@ -1,0 +1,127 @@
+"""The same weights under another head count, carried over as far as there is a place for them, and checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..layers.places import places_of
+from ..layers.weights import AttentionWeights, load_weights, read_weights
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_READS_INPUT = ("w_q", "w_k", "w_v")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What became of the baseline's weights in a layer with another head count."""
+
+    same: bool
+    """Whether the layer holds the baseline's numbers, bit for bit, all of them and no others."""
+    carried: tuple[str, ...]
+    """`W_o`: those that are the same, as matrices."""
+    changes: tuple[str, ...]
+    """What cannot be the same: `W_k [32, 64] becomes [16, 64]`."""
+
+
+def carry(baseline: nn.Module, module: nn.Module) -> Carried:
+    """Write the baseline's weights into `module`, and compare what it then holds with the baseline's, bit for bit.
+
+    A matrix `(heads head_dim) embed` does not know where its heads begin: where its size is the same it is carried over
+    whole. Where each head reads its own slice of the embedding, what lies outside of the slices has no place. A matrix
+    of another size keeps the numbers that it was built with.
+    """
+    if _same_parameters(baseline, module):
+        return Carried(True, (), ())
+    theirs, mine = read_weights(baseline), read_weights(module)
+    sliced = places_of(module).sliced
+    taken: dict[str, Tensor] = {}
+    carried, changes = [], []
+    for name, own in mine.tensors().items():
+        given = theirs.tensors()[name]
+        label = _label(name)
+        if _flat(name, given).shape != _flat(name, own).shape:
+            changes.append(f"{label} {list(_flat(name, given).shape)} becomes {list(_flat(name, own).shape)}")
+            continue
+        cut = given.reshape(own.shape)
+        if sliced and name in _READS_INPUT:
+            kept = _within_slices(cut)
+            if not torch.equal(kept, cut):
+                heads, width = own.shape[0], own.shape[1]
+                changes.append(f"{label} keeps {heads} blocks of {[width, width]} and loses the rest")
+                taken[name] = kept
+                continue
+            cut = kept
+        taken[name] = cut
+        carried.append(label)
+    load_weights(module, replace(mine, **taken))
+    whole = not changes and _numel(baseline) == _numel(module) and _equal_as_matrices(theirs, read_weights(module))
+    if not whole and not changes:
+        changes.append(f"{_numel(baseline):,} parameters become {_numel(module):,}")
+    return Carried(whole, tuple(carried), tuple(changes))
+
+
+def matrices(module: nn.Module, numbers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The module's weights as whole matrices, `W_q` to `b_o`, whatever parameters it keeps them in.
+
+    With `numbers`, by the parameter's name, those stand for what the parameters hold: gradients, for instance.
+    """
+    if numbers is not None:
+        module = copy.deepcopy(module)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(numbers[name])
+    return {_label(name): _flat(name, tensor).detach() for name, tensor in read_weights(module).tensors().items()}
+
+
+def _label(name: str) -> str:
+    return f"W{name[1:]}" if name[0] == "w" else name
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equal down to the sign of a zero, a NaN equal to itself."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not left.numel():
+        return True
+    bits = _BITS[left.element_size()]
+    one, other = (side.detach().contiguous().view(bits) for side in (left, right))
+    low, high = torch.aminmax(one - other)
+    return int(low) == 0 == int(high)
+
+
+def _same_parameters(left: nn.Module, right: nn.Module) -> bool:
+    mine, theirs = dict(left.named_parameters()), dict(right.named_parameters())
+    return mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
+
+
+def _equal_as_matrices(left: AttentionWeights, right: AttentionWeights) -> bool:
+    mine, theirs = left.tensors(), right.tensors()
+    return mine.keys() == theirs.keys() and all(
+        same_bits(_flat(name, mine[name]), _flat(name, theirs[name])) for name in mine
+    )
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    """By head to the matrix, or bias, that it was cut from."""
+    if name == "w_o":
+        return tensor.flatten(1)
+    return tensor if name == "b_o" else tensor.flatten(0, 1)
+
+
+def _within_slices(matrices: Tensor) -> Tensor:
+    """`heads head_dim embed` with zeros where head i reads outside of slice i of the embedding."""
+    heads = matrices.shape[0]
+    columns = rearrange(matrices, "heads head_dim (slices width) -> heads slices head_dim width", slices=heads)
+    own = torch.eye(heads, dtype=torch.bool, device=matrices.device)[:, :, None, None]
+    kept = torch.where(own, columns, torch.zeros((), dtype=matrices.dtype, device=matrices.device))
+    return rearrange(kept, "heads slices head_dim width -> heads head_dim (slices width)")
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,1 @@
+"""Modules that a user brings along: how they are imported, built, and what goes into their forward."""

@@ -1,0 +1,43 @@
+"""The tensors that a target is called with: what each is to be, and how it is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .names import Kind
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One tensor to draw."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str = ""
+    """Empty: that of the module's parameters; whole numbers for token ids."""
+    below: int = 2
+    """Token ids are drawn below this number."""
+    avoid: tuple[int, ...] = ()
+    """Token ids that mean something of their own, such as padding."""
+
+
+def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    """The tensor that a plan asks for: in the module's own dtype where it asks for none, on meta without content."""
+    dtype = getattr(torch, plan.dtype) if plan.dtype else own
+    if device.type == "meta":
+        return torch.empty(plan.shape, dtype=dtype, device="meta")
+    if dtype == torch.bool:
+        # Both words in every row: never fully masked, whichever of them means masked.
+        tensor = (torch.arange(plan.shape[-1]) % 2 == 0).expand(plan.shape).clone()
+    elif dtype.is_floating_point:
+        tensor = torch.randn(plan.shape, generator=generator, dtype=torch.float32)
+    else:
+        tensor = torch.randint(0, max(plan.below, 1), plan.shape, generator=generator)
+        free = next((n for n in range(plan.below) if n not in plan.avoid), None)
+        if free is not None:
+            for number in plan.avoid:
+                tensor[tensor == number] = free
+    return tensor.to(device=device, dtype=dtype)

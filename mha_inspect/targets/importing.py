@@ -1,0 +1,238 @@
+"""Import what a target names. Importing runs its code: that is what was asked for, and nothing else is ever imported.
+
+A file may say what it likes: no name that stands in a config or a weight file is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import InputError
+from .values import nearest, shown
+
+FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
+
+_LOADED: dict[Path, str] = {}
+"""Files that were imported by their path, to the name under which they are in sys.modules."""
+
+
+def split_target(text: str) -> tuple[str, str]:
+    """The module or file of a target, and the name in it.
+
+    Raises `InputError` when it is not of a form that a target has.
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon:
+        where, name = text, ""
+    if where.endswith(".py") or (colon and (os.sep in where or "/" in where)):
+        if name:
+            return where, name
+        found = ", ".join(f"{where}:{n}" for n in _names_in_file(Path(where))[:6])
+        there = f"There are {found}." if found else f"Write {shown(where)}:Name."
+        raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
+    if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
+        raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
+    return where, name
+
+
+def load_object(text: str) -> tuple[Any, ModuleType]:
+    """What a target names, and the module that it is in.
+
+    Raises `InputError` when the module cannot be imported, or has no such name.
+    """
+    where, name = split_target(text)
+    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    found: Any = module
+    for place, part in enumerate(name.split(".")):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            owner = ".".join([where, *name.split(".")[:place]])
+            raise InputError(f"{shown(owner)} has no {shown(part)}. {_there_is(found, part)}") from None
+    return found, module
+
+
+def _there_is(owner: Any, name: str) -> str:
+    from torch import nn
+
+    own = [n for n, value in vars(owner).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    own += [n for n, value in vars(owner).items() if isinstance(value, nn.Module)]
+    if not own:
+        return "There is no torch.nn.Module in it."
+    listed = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
+    return f"Modules in it: {listed}.{nearest(name, own)}"
+
+
+def _names_in_file(path: Path) -> list[str]:
+    """The classes that a file defines, read and not run."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _load_module(name: str) -> ModuleType:
+    """Import a module by its name, with the current folder on the path as `python -m` has it."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        with _arguments_of(name):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            as_file = Path(*name.split(".")).with_suffix(".py")
+            hint = f" For the file write {as_file}:Name." if as_file.exists() else ""
+            raise InputError(
+                f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
+                f"that {shown(name.split('.')[0])} lies in, or give the file: path/to/file.py:Name.{hint}"
+            ) from None
+        raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+
+
+def _load_file(where: str) -> ModuleType:
+    """Import a file by its path, with its folder on the path as `python file.py` has it.
+
+    A file of a package is imported as a part of that package, so that its relative imports work.
+    """
+    path = Path(where)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise InputError(f"{shown(where)} {what}. Give the path of a Python file: path/to/file.py:Name.")
+    path = path.resolve()
+    if path in _LOADED and _LOADED[path] in sys.modules:
+        return sys.modules[_LOADED[path]]
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").exists() and root.name.isidentifier():
+        root, parts = root.parent, [root.name, *parts]
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    try:
+        with _arguments_of(str(path)):
+            if len(parts) > 1 and path.stem.isidentifier():
+                module = importlib.import_module(".".join(parts))
+                if module.__file__ is not None and Path(module.__file__).resolve() == path:
+                    _LOADED[path] = module.__name__
+                    return module
+            return _execute(path)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+def _execute(path: Path) -> ModuleType:
+    name = path.stem
+    if name in sys.modules or not name.isidentifier() or name in sys.stdlib_module_names:
+        name = f"_target_{len(_LOADED)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    _LOADED[path] = name
+    return module
+
+
+@contextmanager
+def _arguments_of(name: str) -> Iterator[None]:
+    """Hide our command line from code that reads its own as it is imported."""
+    before = sys.argv
+    sys.argv = [name]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def stdout_for_the_answer() -> Iterator[None]:
+    """Send what the target prints to stderr, whether Python or a library in C prints it."""
+    saved = None
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The one line of an error that matters, and the line of code that it came from where that is not our own."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    place = _place(error)
+    if isinstance(error, SyntaxError):
+        text = error.msg
+        if error.filename and error.lineno:
+            place = f"{_short(error.filename)}:{error.lineno}"
+    if isinstance(error, SystemExit):
+        text = f"it ends the program, with {error.code!r}"
+    if not text and place:
+        text = _line_of(error)
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return shown_long(f"{told} ({place})" if place and place not in told else told)
+
+
+def shown_long(text: str, most: int = 400) -> str:
+    """A text as a message may hold it: nothing in it moves the cursor, and it ends somewhere."""
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return clean if len(clean) <= most else clean[: most - 1] + "…"
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error that are neither ours, nor torch's, nor Python's own."""
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    torch = sys.modules.get("torch")
+    skipped = [here, os.path.dirname(os.__file__) + os.sep, "<frozen"]
+    if torch is not None and torch.__file__:
+        skipped.append(os.path.dirname(torch.__file__) + os.sep)
+    frames = traceback.extract_tb(error.__traceback__)
+    # A virtual environment may lie anywhere, also below the folder of the standard library's files.
+    return [f for f in frames if not any(f.filename.startswith(s) for s in skipped) or _is_packaged(f.filename, torch)]
+
+
+def _is_packaged(filename: str, torch: ModuleType | None) -> bool:
+    own = torch is not None and torch.__file__ and filename.startswith(os.path.dirname(torch.__file__) + os.sep)
+    return "site-packages" in filename and not own
+
+
+def _place(error: BaseException) -> str:
+    frames = _frames(error)
+    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def _line_of(error: BaseException) -> str:
+    frames = _frames(error)
+    return linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip() if frames else ""
+
+
+def _short(filename: str) -> str:
+    with suppress(ValueError):
+        return str(Path(filename).relative_to(Path.cwd()))
+    if "site-packages" + os.sep in filename:
+        return filename.rpartition("site-packages" + os.sep)[2]
+    return filename

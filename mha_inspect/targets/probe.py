@@ -1,0 +1,225 @@
+"""What a module does first with each of its arguments, seen by running it once.
+
+A matrix that multiplies an argument tells its width, an embedding that it holds token ids, a convolution that it is
+an image. Where the width is not what was tried, the run goes on with one that fits, so that one run tells of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..forward import Pass
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one argument is."""
+
+    kind: Literal["width", "ids", "image"]
+    size: int
+    """Width of the last axis, number of tokens, or channels."""
+    firm: bool = True
+    """Whether it says what the argument is: whatever is added to or multiplied by another tensor may be anything."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What one run told."""
+
+    evidence: Mapping[str, Evidence]
+    error: Exception | None
+    """What ended the run, where it did not end by itself."""
+
+
+class _EnoughError(BaseException):
+    """Every argument is known: the rest of the run tells nothing more."""
+
+
+_ELEMENTWISE = frozenset(
+    {"add", "sub", "mul", "div", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "__sub__", "__truediv__"}
+)
+_MOVES = _ELEMENTWISE | {
+    "transpose", "permute", "swapaxes", "swapdims", "movedim", "contiguous", "clone", "detach", "unsqueeze", "squeeze",
+    "expand", "expand_as", "chunk", "split", "__getitem__", "to", "float", "half", "bfloat16", "double", "type_as",
+    "long", "int", "dropout", "relu", "gelu", "masked_fill", "layer_norm", "rms_norm",
+}  # fmt: skip
+"""Functions that leave the width of a tensor what it is."""
+_PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
+
+
+def probe(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    named: Mapping[str, Any],
+    *,
+    whole: bool = False,
+) -> Probed:
+    """Run the module once, and say what its arguments turned out to be.
+
+    Args:
+        module: left as it was: its buffers and every generator are put back.
+        args: of its forward; kwargs as well.
+        kwargs: of its forward.
+        named: the tensors among them that are asked about, by name.
+        whole: whether to run to the end also when all of them are known.
+    """
+    own = Pass(module, args, dict(kwargs))
+    before = own.state()
+    watch = _Watch(named, whole=whole)
+    error: Exception | None = None
+    try:
+        with torch.no_grad(), watch:
+            module(*args, **kwargs)
+    except _EnoughError:
+        pass
+    except Exception as raised:
+        error = raised
+    finally:
+        before.restore()
+    return Probed(watch.evidence, error)
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at every function of torch that is called with one of the arguments."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor], *, whole: bool) -> None:
+        super().__init__()
+        self.evidence: dict[str, Evidence] = {}
+        self._open = set(named)
+        self._whole = whole
+        self._alive: list[torch.Tensor] = list(named.values())
+        # Each tensor that is an argument, or one only moved: its name, and the dimension that holds its width.
+        self._known: dict[int, tuple[str, int]] = {}
+        for name, tensor in named.items():
+            self._known.setdefault(id(tensor), (name, tensor.dim() - 1))
+        self._same = {
+            name: [other for other, held in named.items() if held is tensor] for name, tensor in named.items()
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take the evidence of one call, and make the call with arguments that fit."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        flat = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        ours = next((value for value in flat if id(value) in self._known), None)
+        if ours is None:
+            return func(*args, **kwargs)
+        args, kwargs = self._look(name, args, kwargs, ours)
+        result = func(*args, **kwargs)
+        if name in _MOVES:
+            self._follow(ours, result)
+        return result
+
+    def _follow(self, source: torch.Tensor, result: Any) -> None:
+        known, place = self._known[id(source)]
+        width = source.shape[place]
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._known:
+                places = [at for at, size in enumerate(tensor.shape) if size == width]
+                if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
+                    self._known[id(tensor)] = (known, places[-1])
+                    self._alive.append(tensor)
+
+    def _look(
+        self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take the evidence; the arguments with a fitting tensor in the place of ours."""
+        if func == "multi_head_attention_forward":
+            return self._whole_attention(args, kwargs)
+        name, place = self._known[id(ours)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        others = [value for value in tensors if value is not ours]
+        last = place == ours.dim() - 1
+        wanted: int | None = None
+        if func == "embedding" and others:
+            table = others[0] if others[0].dim() == 2 else None
+            if table is not None:
+                self._tell(name, Evidence("ids", table.shape[0]))
+                ids = torch.zeros(ours.shape[: 2 if ours.dim() > 2 else None], dtype=torch.long, device=ours.device)
+                return _replaced(args, kwargs, ours, ids)
+        elif func == "linear" and others and last:
+            wanted = others[0].shape[-1]
+        elif func in ("layer_norm", "rms_norm") and last:
+            shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
+            wanted = shape[-1] if shape else None
+        elif func in _PRODUCTS and others and last and args and args[0] is ours:
+            wanted = others[0].shape[-2] if others[0].dim() > 1 else others[0].shape[-1]
+        elif func == "einsum":
+            wanted = _einsum_width(args, ours) if last else None
+        elif func in ("conv1d", "conv2d", "conv3d") and others:
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            channels = others[0].shape[1] * int(groups)
+            if func == "conv1d" and ours.dim() == 3 and place == 1:
+                wanted = channels
+            else:
+                self._tell(name, Evidence("image", channels))
+        elif func in _ELEMENTWISE and others and last and others[0].dim() > 0:
+            size = others[0].shape[-1]
+            wanted = size if size != 1 and id(others[0]) not in self._known else None
+        if wanted is None:
+            return args, kwargs
+        self._tell(name, Evidence("width", wanted, firm=func not in _ELEMENTWISE))
+        if wanted == ours.shape[place]:
+            return args, kwargs
+        shape = [*ours.shape]
+        shape[place] = wanted
+        fitting = torch.zeros(shape, dtype=ours.dtype, device=ours.device)
+        self._known[id(fitting)] = (name, place)
+        self._alive.append(fitting)
+        return _replaced(args, kwargs, ours, fitting)
+
+    def _whole_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """torch.nn.MultiheadAttention: its weights say all three widths."""
+        embed_dim = args[3]
+        apart = kwargs.get("use_separate_proj_weight", False)
+        widths = [embed_dim] * 3
+        if apart:
+            widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
+        fitting = list(args)
+        for at, width in enumerate(widths):
+            tensor = args[at]
+            if id(tensor) in self._known:
+                self._tell(self._known[id(tensor)][0], Evidence("width", width))
+            if tensor.shape[-1] != width:
+                fitting[at] = torch.zeros(*tensor.shape[:-1], width, dtype=tensor.dtype, device=tensor.device)
+        return tuple(fitting), kwargs
+
+    def _tell(self, name: str, evidence: Evidence) -> None:
+        for other in self._same[name]:
+            self.evidence.setdefault(other, evidence)
+            self._open.discard(other)
+        if not self._open and not self._whole:
+            raise _EnoughError
+
+
+def _einsum_width(args: tuple[Any, ...], ours: torch.Tensor) -> int | None:
+    """The size that the other operands give to the letter of our last dimension."""
+    if not args or not isinstance(args[0], str):
+        return None
+    operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+    terms = args[0].replace(" ", "").partition("->")[0].split(",")
+    own = next((term for term, operand in zip(terms, operands, strict=False) if operand is ours), "")
+    for term, operand in zip(terms, operands, strict=False):
+        if own and operand is not ours and own[-1] in term:
+            return int(operand.shape[term.index(own[-1]) - len(term)])
+    return None
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], ours: torch.Tensor, other: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def swap(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(item is ours for item in value):
+            return type(value)(swap(item) for item in value)
+        return other if value is ours else value
+
+    return tuple(swap(value) for value in args), {name: swap(value) for name, value in kwargs.items()}

@@ -1,0 +1,209 @@
+"""Text that was typed for an argument, turned into the value that its annotation or its default asks for."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Mapping
+from difflib import get_close_matches
+from enum import Enum
+from inspect import Parameter
+from typing import Any, Literal, Union, get_args, get_origin
+
+from ..errors import SpecError
+
+_TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+_MISSING: Any = Parameter.empty
+
+
+def parse_settings(typed: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """`NAME=VALUE` texts as a mapping; the last one of a name counts.
+
+    Raises `SpecError` for a text without a name or an equals sign.
+    """
+    settings = {}
+    for text in typed:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise SpecError(f"--set {shown(text)} is not NAME=VALUE. Write it as in --set embed_dim=512.")
+        settings[name.strip()] = value.strip()
+    return settings
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """` Did you mean X?`, or nothing where none is near."""
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any]) -> Any:
+    """The value that was typed for the argument `name`.
+
+    Args:
+        name: of the argument, for messages.
+        text: as typed.
+        annotation: a type, or `Parameter.empty`.
+        default: what it is where nobody says, or `Parameter.empty`; its type stands in for an annotation.
+        namespace: where names of classes and objects are looked up: the target's own module.
+
+    Raises `SpecError` when the text is no such value.
+    """
+    if annotation is _MISSING or annotation is Any or isinstance(annotation, str):
+        if default is _MISSING or default is None:
+            return _free(text, namespace)
+        annotation = _like(default)
+    try:
+        return _typed(text, annotation, namespace)
+    except (ValueError, TypeError, SyntaxError):
+        raise SpecError(
+            f"--set {shown(name)}={shown(text)} does not fit: {name} is {_described(annotation)}. "
+            f"Write it as in --set {name}={_example(annotation)}."
+        ) from None
+
+
+def _typed(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _one_of(text, parts, namespace)
+    if origin is Literal:
+        return next(value for value in _all_or_fail(parts, text) if str(value) == text)
+    if annotation is None or annotation is type(None):
+        return _word(text, dict.fromkeys(_NONE))
+    if annotation is bool:
+        return _word(text, {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)})
+    if annotation in (int, float):
+        return annotation(text.replace("_", "") if annotation is int else text)
+    if annotation is str:
+        return text
+    kind = origin or annotation
+    if isinstance(kind, type):
+        if issubclass(kind, Enum):
+            return _word(text, {**{str(m.value): m for m in kind}, **{m.name: m for m in kind}}, exact=True)
+        if issubclass(kind, (list, tuple)) or kind.__name__ in ("Sequence", "Iterable", "Collection"):
+            return _sequence(text, kind, parts, namespace)
+        if kind.__module__ == "torch" and kind.__name__ == "dtype":
+            return _dtype(text)
+        if issubclass(kind, Mapping):
+            return _checked(_lookup_or_literal(text, namespace), Mapping)
+    return _lookup_or_literal(text, namespace)
+
+
+def _one_of(text: str, kinds: tuple[Any, ...], namespace: Mapping[str, Any]) -> Any:
+    # A text fits str whatever it says: the others are asked first.
+    for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind is str)):
+        try:
+            return _typed(text, kind, namespace)
+        except (ValueError, TypeError, SyntaxError):
+            continue
+    raise ValueError
+
+
+def _all_or_fail(values: tuple[Any, ...], text: str) -> tuple[Any, ...]:
+    if text not in map(str, values):
+        raise ValueError
+    return values
+
+
+def _word(text: str, words: Mapping[str, Any], *, exact: bool = False) -> Any:
+    typed = text if exact else text.casefold()
+    if typed not in words:
+        raise ValueError
+    return words[typed]
+
+
+def _sequence(text: str, kind: type, parts: tuple[Any, ...], namespace: Mapping[str, Any]) -> Any:
+    inner = text.strip()
+    if inner[:1] in ("(", "[") and inner[-1:] in (")", "]"):
+        inner = inner[1:-1]
+    pieces = [piece.strip() for piece in inner.split(",") if piece.strip()]
+    kinds = [part for part in parts if part is not Ellipsis]
+    if len(kinds) > 1 and len(kinds) != len(pieces):
+        raise ValueError
+    values = [
+        _typed(piece, kinds[min(place, len(kinds) - 1)], namespace) if kinds else _free(piece, namespace)
+        for place, piece in enumerate(pieces)
+    ]
+    return values if issubclass(kind, list) else tuple(values)
+
+
+def _dtype(text: str) -> Any:
+    torch = sys.modules["torch"]
+    value = getattr(torch, text.removeprefix("torch."), None)
+    return _checked(value, torch.dtype)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+def _free(text: str, namespace: Mapping[str, Any]) -> Any:
+    """A value of which nothing is known: a number, a word for true, false or none, a name, and else the text."""
+    lowered = text.casefold()
+    if lowered in _NONE:
+        return None
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    try:
+        return _lookup_or_literal(text, namespace)
+    except (ValueError, SyntaxError, TypeError):
+        return text
+
+
+def _lookup_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
+    """What the text names in the target's module or in torch, or the literal that it is. Nothing is evaluated."""
+    first, *rest = text.split(".")
+    known = {**{name: sys.modules[name] for name in ("torch",) if name in sys.modules}, **namespace}
+    if first in known:
+        value = known[first]
+        for name in rest:
+            if not hasattr(value, name):
+                break
+            value = getattr(value, name)
+        else:
+            if not isinstance(value, types.ModuleType):
+                return value
+    return ast.literal_eval(text)
+
+
+def _like(default: Any) -> Any:
+    """The annotation that a default stands for."""
+    if isinstance(default, (list, tuple)) and default:
+        return list[type(default[0])] if isinstance(default, list) else tuple[type(default[0]), ...]  # type: ignore[misc]
+    return type(default)
+
+
+def _described(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_described, parts)))
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, parts))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return "one of " + ", ".join(member.name for member in annotation)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    if annotation in words:
+        return words[annotation]
+    if parts and (origin or annotation) in (list, tuple):
+        return f"a list of {len(parts)} values" if len(parts) > 1 and Ellipsis not in parts else "a list of values"
+    return f"a {getattr(annotation, '__name__', annotation)}"
+
+
+def _example(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType, Literal):
+        return _example(parts[0]) if origin is not Literal else str(parts[0])
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return next(member.name for member in annotation)
+    if (origin or annotation) in (list, tuple):
+        return "2,3"
+    examples = {int: "8", float: "0.1", bool: "true", type(None): "none"}
+    return examples.get(annotation, "NAME, a name in its own file")
+
+
+def shown(text: str) -> str:
+    """A text as a message may hold it: nothing in it moves the cursor, and not too much of it."""
+    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return clean if len(clean) <= 60 else clean[:59] + "…"
