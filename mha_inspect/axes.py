@@ -89,9 +89,14 @@ class AxisNames:
             side,
             expected,
             self._packed(stage),
-            features_last=stage in ("query", *_OWN_WIDTH),
+            features_last=self._is_width(stage),
             value=stage == "v_proj",
         )
+
+    def _is_width(self, stage: str) -> bool:
+        """Whether the last dimension of a stage is what a matrix takes in or gives; a convolution has it elsewhere."""
+        op = self._found.projections.get(stage)
+        return op is not None and op.base_name != "convolution" and stage in ("query", "key", "value", "output")
 
     def _packed(self, stage: str) -> tuple[str, int]:
         """Name and size of the axis that counts projections, where a stage is one product for several of them."""

@@ -60,8 +60,11 @@ class Roles:
 
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""
-        tensor = self._found.stages.get("query")
-        dims = self._dimensions.of(tensor) if tensor is not None else ()
+        stages = self._found.stages
+        dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
+        keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
+        if keys & {atom for atom in self._source_key if atom.size > 1}:
+            return ()  # the keys are all there for every query: there is only one
         return tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
 
     def _features(self) -> set[Atom]:

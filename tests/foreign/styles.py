@@ -478,6 +478,29 @@ class Unfolded(Base):
         return (weights @ v.transpose(-1, -2)).squeeze(-2)
 
 
+class Pooled(nn.Module):
+    """A learned query for each sequence, with the sequence first: the head of SigLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, E))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(E, H * D),
+            nn.Linear(E, H * D),
+            nn.Linear(E, H * D),
+            nn.Linear(H * D, E),
+        )
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], -1, D).transpose(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, probe = x.transpose(0, 1), self.probe.repeat(1, x.shape[0], 1)
+        q, k, v = (self.split(t) for t in (self.q(probe), self.k(x), self.v(x)))
+        context = (q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v
+        return self.o(context.transpose(0, 1).reshape(1, -1, H * D))
+
+
 class Image(Base):
     """Rows and columns stay apart until the product."""
 

@@ -48,7 +48,8 @@ def test_a_style_comes_out_right(name: str, batch: int, length: int) -> None:
     assert attention.found.scale is None if scale is None else isclose(attention.found.scale or 0, scale, rel_tol=1e-5)
     positions = {"Windows": 4, "Image": 3 * length}.get(name, length)
     assert sizes.get("batch", batch) == batch
-    assert sizes.get("query", positions) == positions == sizes.get("key", positions)
+    assert sizes.get("key", positions) == positions
+    assert name == "Pooled" or sizes.get("query", positions) == positions
     assert sizes["embed"] == E
     wanted = {"query", "key", "value", "q_proj", "k_proj", "v_proj", "q_heads", "k_heads", "v_heads", "scores"}
     wanted |= {"weights", "context", "concat"} | ({"output"} if name != "NoOutput" else set())
