@@ -12,6 +12,12 @@ from .spec import AttentionSpec, InputSpec, RunSpec
 
 SAFE = 8
 """A rough estimate that fits this many times is not looked at more closely."""
+_HELD = 1.5
+"""What a layer's own names hold on to after its last use, measured over the layers: up to half as much again."""
+_IN_FLOAT64 = 3 * 8
+"""Bytes an element of a tensor that statistics are worked out of."""
+_CHUNK = 1 << 20
+"""Elements that they are worked out of at a time."""
 
 
 def require_fit(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str, *, keep: bool) -> None:
@@ -50,11 +56,14 @@ def need_of(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str, *,
     """Bytes that a trace takes at its peak: the opened run, and the reference in float64 beside what is held."""
     opened = _on_meta(spec, inputs, run, layer)
     exact = _on_meta(replace(spec, dtype="float64"), inputs, run, layer)
-    held = given_bytes(opened)
     results = sum(named.tensor.nbytes for named in opened.outputs)
-    running = kept_bytes(opened) if keep else peak_bytes(opened)
-    beside = (kept_bytes(opened) if keep else 2 * results) + given_bytes(exact) + peak_bytes(exact)
-    return held + max(results + running, beside)
+    # What a run leaves behind: its results, all tensors where they are kept, and what a backward pass would need.
+    left = kept_bytes(opened) if run.grad else results
+    shown = kept_bytes(opened) if keep else left
+    statistics = _IN_FLOAT64 * min(_CHUNK, max((t.numel for t in opened.tensors()), default=0)) if keep else 0
+    running = _HELD * peak_bytes(opened)
+    reference = given_bytes(exact) + _HELD * peak_bytes(exact)
+    return int(given_bytes(opened) + left + max(running, shown + reference, shown + statistics))
 
 
 def _on_meta(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Recording:
