@@ -46,7 +46,7 @@ class _Finder:
     def attention(self, softmax: Op, masked: Tensor, dim: int) -> Found | None:
         """The attention around one softmax; None where it is a softmax of something else."""
         graph = self.graph
-        behind = self._score_product(masked)
+        behind = self._score_product(masked, dim)
         ahead = self._value_product(softmax.output, dim)
         if behind is None or ahead is None:
             return None
@@ -91,21 +91,36 @@ class _Finder:
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         )
 
-    def _score_product(self, masked: Tensor) -> tuple[Op, tuple[Op, ...]] | None:
+    def _score_product(self, masked: Tensor, dim: int) -> tuple[Op, tuple[Op, ...]] | None:
         """The product that made the scores, and the operations from it to the softmax, in the order they ran.
 
         Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
         """
-        best: tuple[tuple[bool, bool, int], Op, tuple[Op, ...]] | None = None
+        best: tuple[tuple[bool, bool, bool, int], Op, tuple[Op, ...]] | None = None
         for step in self.graph.back(masked, self.graph.carries):
             op = self.recording.producer(step.tensor)
-            if op is not None and self.graph.is_product(op):
+            learned = op is not None and self._has_learned_query(op, masked, dim)
+            if op is not None and (self.graph.is_product(op) or learned):
                 gathered = any(passed.base_name in GATHERING for passed in step.path)
                 of_positions = not all(map(self.graph.comes_from_inputs, self.graph.operands(op) or ()))
-                rank = (gathered, of_positions, len(step.path))
+                rank = (learned, gathered, of_positions, len(step.path))
                 if best is None or rank < best[0]:
                     best = (rank, op, tuple(reversed(step.path)))
         return None if best is None else best[1:]
+
+    def _has_learned_query(self, op: Op, masked: Tensor, dim: int) -> bool:
+        """Whether this is a product of keys with a parameter that stands for the queries, batch by batch.
+
+        A projection has no batch; and where a router's weights stand, the softmax runs over what they give.
+        """
+        factors = self.graph.operands(op)
+        if factors is None or op.base_name not in ("bmm", "baddbmm"):
+            return False
+        keys = [tensor for tensor in factors if not self.graph.is_weight(tensor)]
+        if len(keys) != 1 or not masked.shape:
+            return False
+        over = {atom for atom in self.graph.dimensions.of(masked)[dim] if atom.size > 1}
+        return bool(over & {atom for axis in self.graph.dimensions.of(keys[0])[-2:] for atom in axis})
 
     def _value_product(self, weights: Tensor, dim: int) -> tuple[Op, Tensor, tuple[Op, ...]] | None:
         """The product of weights and values, the operand of it that is the weights, and what was done to them."""

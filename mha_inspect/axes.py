@@ -79,7 +79,8 @@ class AxisNames:
         side = self._sides[_side(stage)]
         if stage in ("k_heads", "v_heads") and self._roles.own_keys:
             side = [*side, ("query", self._roles.own_keys)]
-        width = next((_product(resolve(atoms)) for name, atoms in self._sides["q"] if name == "embed"), 0)
+        given = self._found.stages.get("query", self._found.stages.get("output"))
+        width = given.shape[-1] if given is not None and given.shape else 0
         if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
             expected[-1] = _OWN_WIDTH[stage]
         if self._roles.own_value_width and _side(stage) in "vo":

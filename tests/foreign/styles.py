@@ -501,6 +501,19 @@ class Pooled(nn.Module):
         return self.o(context.transpose(0, 1).reshape(1, -1, H * D))
 
 
+class LearnedQuery(Base):
+    """AIMv2's head: the queries are a parameter, which nothing projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 2, H, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query.expand(x.shape[0], -1, -1, -1).transpose(1, 2) * D**-0.5
+        k, v = self.split(self.k(x)), self.split(self.v(x))
+        return self.o(self.join((q @ k.transpose(-1, -2)).softmax(-1) @ v))
+
+
 class Image(Base):
     """Rows and columns stay apart until the product."""
 

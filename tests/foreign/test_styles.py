@@ -16,6 +16,7 @@ from .truth import Attention, assert_true, attentions
 
 GROUPED = {"Grouped", "GroupedExpand", "GroupedBroadcast", "GroupedFused"}
 MULTI_QUERY = {"FusedGrouped", "RepeatInterleave", "OneKeyHead"}
+OWN_TESTS = ("LoopChunks", "Unfolded", "LearnedQuery")
 SIZES = ((7, 12), (2, 16))
 STYLES = sorted(
     name
@@ -35,7 +36,7 @@ def find(name: str, batch: int = 7, length: int = 12, **kwargs: object) -> list[
 
 
 @pytest.mark.parametrize(("batch", "length"), SIZES)
-@pytest.mark.parametrize("name", [name for name in STYLES if name not in ("LoopChunks", "Unfolded")])
+@pytest.mark.parametrize("name", [name for name in STYLES if name not in OWN_TESTS])
 def test_a_style_comes_out_right(name: str, batch: int, length: int) -> None:
     (attention,) = find(name, batch, length)
     assert_true(attention, dropped=name == "Dropped")
@@ -131,6 +132,14 @@ def test_windows_that_are_unfolded_have_queries_with_keys_of_their_own() -> None
     assert names.of_stage("k_heads") == "batch heads query head_dim key"
     assert names.of_stage("k_proj") == "batch key (heads head_dim)"
     assert attention.found.stages["scores"].shape == (7, H, 12, 1, 5)
+
+
+def test_a_learned_query_has_no_projection() -> None:
+    (attention,) = find("LearnedQuery")
+    assert_true(attention)
+    assert not {"query", "q_proj"} & set(attention.found.stages)
+    assert attention.names.of_stage("key") == "batch key embed"
+    assert (attention.names.num_heads, attention.found.stages["scores"].shape) == (H, (7, H, 2, 12))
 
 
 def test_pieces_of_the_queries_stay_apart() -> None:
