@@ -1,0 +1,157 @@
+"""Imports point one way, and torch is imported by what needs it: read from the sources, not from what is run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import mha_inspect
+
+ROOT = Path(mha_inspect.__file__).parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
+    for path in ROOT.rglob("*.py")
+}
+"""Module below the package, to its file: `layers.torch_mha`; the package itself is empty."""
+
+BEFORE_TORCH = ("errors", "spec", "ops", "stages", "formulas", "layers.registry", "layers.settings", "__main__", "")
+"""With cli, render, reports and schemas: what an answer without torch goes through."""
+
+
+def nodes(tree: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements; with `at_import` those alone that run when the module is imported."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+            continue
+        if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if for_types:
+            assert isinstance(node, ast.If)
+            for other in node.orelse:
+                yield from nodes(other, at_import=at_import)
+            continue
+        yield from nodes(node, at_import=at_import)
+
+
+@cache
+def imports(module: str, *, at_import: bool = False) -> frozenset[str]:
+    """What a module imports: `torch`, `rich.table`; of the package itself with a point in front: `.errors`."""
+    found: set[str] = set()
+    for node in nodes(ast.parse(FILES[module].read_text(encoding="utf-8")), at_import=at_import):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+            continue
+        if not node.level:
+            found |= {f"{node.module}"} | {f"{node.module}.{name.name}" for name in node.names}
+            continue
+        here = module.split(".") if module else []
+        package = here if FILES[module].name == "__init__.py" else here[:-1]
+        base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+        for name in node.names:
+            inner = f"{base}.{name.name}".lstrip(".")
+            found.add("." + (inner if inner in FILES else base))
+    return frozenset(found)
+
+
+def own(module: str, *, at_import: bool = False) -> set[str]:
+    return {name[1:] for name in imports(module, at_import=at_import) if name.startswith(".") and name != "."}
+
+
+def inside(module: str, *places: str) -> bool:
+    return any(module == place or module.startswith(place + ".") for place in places)
+
+
+def test_the_sources_are_read_right() -> None:
+    assert {"ops"} <= own("recorder")
+    assert own("layers.registry") == {"errors"}  # spec and inputs are for types only
+    assert "torch" in imports("recorder", at_import=True)
+    assert "torch" in imports("memory")
+    assert "torch" not in imports("memory", at_import=True)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    order = list(TopologicalSorter({module: own(module, at_import=True) for module in FILES}).static_order())
+    assert set(order) | {""} == set(FILES)
+
+
+RULES = {
+    "errors": (),
+    "ops": (),
+    "stages": (),
+    "spec": ("errors",),
+    "reports": ("reports", "errors"),
+    "schemas": (),
+    "render": ("render", "reports", "errors", "spec", "stages", "schemas", ""),
+    "recorder": ("ops", "errors"),
+    "dataflow": ("dataflow", "ops", "stages"),
+    "attention": ("dataflow", "ops", "stages"),
+    "axes": ("axis_roles", "attention", "dataflow", "ops", "stages"),
+    "layers": ("layers", "errors", "spec", "inputs", "reports"),
+    "footprint": ("ops",),
+    "kernels": ("forward", "ops", "reports", "attention", "dataflow", "recorder"),
+}
+"""What a module, or all in a folder, may import from the package; nothing else."""
+
+
+@pytest.mark.parametrize("place", RULES)
+def test_what_is_below_does_not_know_what_is_above(place: str) -> None:
+    for module in FILES:
+        if inside(module, place):
+            above = {name for name in own(module) if not inside(name, *RULES[place]) and name != place}
+            assert not above, module
+
+
+ABOVE_TRACING = ("heads", "head_counts", "difference", "sides", "library", "testing", "cli", "render")
+
+
+def test_tracing_stands_below_what_is_made_of_traces() -> None:
+    for module in ("tracing", "forward", "canonical", "proof", "stage_facts", "masked_rows", "fit", "noise"):
+        assert not [name for name in own(module) if inside(name, *ABOVE_TRACING)], module
+
+
+def test_nothing_imports_the_command_line() -> None:
+    users = {module for module in FILES if any(inside(name, "cli") for name in own(module))}
+    assert {module for module in users if not inside(module, "cli")} == {"__main__"}
+
+
+def test_what_answers_without_torch_does_not_import_it() -> None:
+    heavy = ("torch", "numpy", "einops", "rich", "safetensors")
+    for module in FILES:
+        if inside(module, "cli", "render", "reports", "schemas") or module in BEFORE_TORCH:
+            allowed = ("rich",) if module == "render.terminal" else ()
+            found = {name for name in imports(module, at_import=True) if inside(name, *heavy)}
+            assert not [name for name in found if not inside(name, *allowed)], module
+
+
+def test_one_module_each_knows_torchs_modes_and_rich() -> None:
+    assert [module for module in FILES if any("_python_dispatch" in name for name in imports(module))] == ["recorder"]
+    assert [module for module in FILES if any(inside(name, "rich") for name in imports(module))] == ["render.terminal"]
+
+
+def test_no_file_bears_the_name_of_a_public_function() -> None:
+    public = set(mha_inspect._HOMES)
+    assert {"trace", "params", "compare_heads"} <= public
+    assert not public & {module.split(".")[0] for module in FILES}
+
+
+def test_importing_the_package_or_its_command_line_imports_no_torch() -> None:
+    script = (
+        "import sys, mha_inspect, mha_inspect.cli, mha_inspect.cli.app, mha_inspect.reports.trace, mha_inspect.render\n"
+        "mha_inspect.AttentionSpec, mha_inspect.__version__, dir(mha_inspect)\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "mha_inspect" in loaded
+    assert not loaded & {"torch", "numpy", "rich", "einops", "safetensors", "pydantic"}
