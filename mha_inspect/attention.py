@@ -275,13 +275,12 @@ class _Finder:
     def _combine(self, stages: dict[str, Tensor], projections: dict[str, Op], module: str) -> None:
         """Add the heads side by side, and the output, after the context."""
         context = stages["context"]
+        apart = len(context.shape) > 2 and context.shape != stages.get("query", context).shape
 
         def through(op: Op) -> bool:
             added = op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1
             # What is added while heads are still apart belongs to the attention.
-            residual = added and not (
-                op.module == module and len(context.shape) > 3 and op.output.shape == context.shape
-            )
+            residual = added and not (op.module == module and apart and op.output.shape == context.shape)
             return (
                 not self.graph.operands(op)
                 and not residual
