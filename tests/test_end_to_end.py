@@ -1,0 +1,149 @@
+"""The commands' real answers: JSON held to its schema, and the cases that the program began with read off the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from mha_inspect.schemas import load_schema
+
+LINES = {
+    "trace": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5",
+    "trace everything": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5 --causal --ops --stats --values",
+    "trace masked rows": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --padding 5 --stats --values",
+    "trace cross": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --key-len 7 --kdim 11 --vdim 13 --per-head-weights",
+    "trace meta": "trace --embed-dim 22 --num-heads 2 --device meta --ops --stats --values",
+    "trace training": "trace --embed-dim 22 --num-heads 2 --train --dropout 0.5 --grad --add-bias-kv --add-zero-attn",
+    "trace unbatched": "trace --embed-dim 22 --num-heads 2 --unbatched --no-need-weights --dtype bfloat16",
+    "trace loop": "trace --layer per-head --embed-dim 22 --num-heads 2",
+    "trace shared": "trace --layer grouped-query --embed-dim 24 --num-heads 6 --num-kv-heads 2 --rope",
+    "params": "params --embed-dim 22 --num-heads 2 --stats --values --per-head",
+    "params columns": "params --embed-dim 22 --num-heads 1,2,11",
+    "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11 --pairwise",
+    "compare-heads one key": "compare-heads --embed-dim 22 --heads 1,2 --key-len 1",
+}
+
+
+def answer(invoke: Callable[..., Any], line: str) -> Any:
+    code, out, err = invoke(*line.split(), "--format", "json")
+    assert (code, err) == (0, "")
+    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_json_follows_its_schema_and_comes_out_the_same_again(invoke: Callable[..., Any], name: str) -> None:
+    first = invoke(*LINES[name].split(), "--format", "json")
+    assert (first.code, first.err) == (0, "")
+    data = json.loads(first.out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    jsonschema.Draft202012Validator(load_schema(LINES[name].split()[0])).validate(data)
+    assert data["schema_version"] == 1
+    torch.manual_seed(5)  # nothing hangs on what ran before
+    torch.randn(7)
+    assert invoke(*LINES[name].split(), "--format", "json").out == first.out
+
+
+def test_json_is_the_same_in_another_process(invoke: Callable[..., Any], program: Callable[..., Any]) -> None:
+    line = [*LINES["trace everything"].split(), "--format", "json"]
+    assert program(*line).out == invoke(*line).out
+
+
+def test_another_seed_is_another_answer(invoke: Callable[..., Any]) -> None:
+    line = "trace --embed-dim 22 --num-heads 2 --values"
+    assert answer(invoke, f"{line} --seed 1")["returns"] != answer(invoke, f"{line} --seed 2")["returns"]
+
+
+def rows(page: str) -> dict[str, tuple[list[int], str]]:
+    """The first table of stages on a plain page, and that of what is returned: name to shape and axes."""
+    found: dict[str, tuple[list[int], str]] = {}
+    returned = False
+    for line in page.splitlines():
+        returned = returned or line.startswith("returned")
+        if row := re.match(r"(\w+)(?: \*)? +\[([\d, ]+)\] +(.+?)(?:  |$)", line):
+            shape = [int(size) for size in row[2].split(",")]
+            found[f"returned {row[1]}" if returned else row[1]] = (shape, row[3])
+    return found
+
+
+def page(invoke: Callable[..., Any], line: str) -> str:
+    code, out, err = invoke(*line.split(), "--format", "plain")
+    assert (code, err) == (0, "")
+    return out
+
+
+def test_the_case_it_began_with(invoke: Callable[..., Any]) -> None:
+    text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12")
+    seen = rows(text)
+    assert seen["q_proj"] == ([12, 1, 512], "query batch (heads head_dim)")
+    assert seen["k_proj"] == seen["v_proj"] == ([12, 1, 512], "key batch (heads head_dim)")
+    assert seen["q_heads"] == ([2, 12, 256], "(batch heads) query head_dim")
+    assert seen["scores"] == seen["weights"] == ([2, 12, 12], "(batch heads) query key")
+    assert seen["context"] == ([2, 12, 256], "(batch heads) query head_dim")
+    assert seen["concat"] == ([12, 512], "(query batch) (heads head_dim)")
+    assert seen["output"] == seen["returned output"] == ([1, 12, 512], "batch query embed")
+    assert seen["returned weights"] == ([1, 12, 12], "batch query key")
+    assert "q_heads · k_headsᵀ / √256" in text
+    assert text.splitlines()[-1].startswith("plain and opened outputs agree: largest difference ")
+    text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --per-head-weights")
+    assert rows(text)["returned weights"] == ([1, 2, 12, 12], "batch heads query key")
+
+
+def test_sequence_first(invoke: Callable[..., Any]) -> None:
+    seen = rows(page(invoke, "trace --seq-first --embed-dim 256 --num-heads 8 --seq-len 10"))
+    assert seen["query"] == ([10, 1, 256], "query batch embed")
+    assert seen["context"] == ([8, 10, 32], "(batch heads) query head_dim")
+    assert seen["output"] == seen["returned output"] == ([10, 1, 256], "query batch embed")
+    assert seen["returned weights"] == ([1, 10, 10], "batch query key")
+
+
+def weights_of(data: Any) -> list[torch.Tensor]:
+    """The stage, `batch heads query key`, and what the layer returns."""
+    stage = next(stage for stage in data["attentions"][0]["stages"] if stage["name"] == "weights")
+    assert stage["axes"] == "(batch heads) query key"
+    returned = next(returned for returned in data["returns"] if returned["name"] == "weights")
+    return [torch.tensor(thing["values"]["data"], dtype=torch.float64) for thing in (stage, returned)]
+
+
+def test_masked_weights_are_exactly_zero(invoke: Callable[..., Any]) -> None:
+    size = "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 7 --values"
+    for weights in weights_of(answer(invoke, f"{size} --causal")):
+        assert bool((weights.triu(1) == 0).all())
+        assert bool((weights.tril() > 0).sum() == len(weights) * 28)
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=1e-6, atol=1e-6)
+    for weights in weights_of(answer(invoke, f"{size} --padding 3")):
+        assert bool((weights[..., -3:] == 0).all())
+        assert bool((weights[..., :-3] > 0).all())
+    stage, returned = weights_of(answer(invoke, f"{size} --padding 0,1,6"))
+    for weights in (stage.unflatten(0, (3, 2)).mean(1), returned):
+        assert [int((row == 0).all(0).sum()) for row in weights] == [0, 1, 6]
+
+
+def test_the_values_are_those_of_torchs_own_layer(invoke: Callable[..., Any], tmp_path: Path) -> None:
+    """The input comes from a file, the parameters from torch's initialisation under the seed."""
+    query = torch.randn(3, 5, 22, generator=torch.Generator().manual_seed(3))
+    torch.save(query, tmp_path / "query.pt")
+    line = f"trace --embed-dim 22 --num-heads 2 --seed 11 --input {tmp_path / 'query.pt'} --values"
+    data = answer(invoke, f"{line} --per-head-weights")
+    torch.manual_seed(11)
+    layer = torch.nn.MultiheadAttention(22, 2, batch_first=True)
+    output, weights = layer(query, query, query, average_attn_weights=False)
+    returned = [torch.tensor(thing["values"]["data"]) for thing in data["returns"]]
+    torch.testing.assert_close(returned[0], output.detach())
+    torch.testing.assert_close(returned[1], weights.detach())
+
+
+def test_a_size_that_no_machine_has_is_refused_with_the_one_that_fits(invoke: Callable[..., Any]) -> None:
+    line = "trace --embed-dim 64 --num-heads 8 --seq-len 3000000"
+    code, out, err = invoke(*line.split())
+    assert (code, out) == (3, "")
+    assert len(err.splitlines()) <= 2
+    found = re.search(r"needs about ([\d.]+ \wiB) and ([\d.]+ \wiB) are free on cpu\. .*fits is (\d+)\.", err)
+    assert found is not None
+    assert 1 <= int(found[3]) < 3_000_000
+    assert invoke(*line.split(), "--device", "meta").code == 0
