@@ -147,11 +147,20 @@ class StageFacts:
         made = self._made(stage, self._found.stages[stage])
         if self._found.branches and stage == "concat":
             return f"the contexts of {len(self._found.branches)} heads side by side"
-        computed = [op.base_name for op in sorted(made, key=lambda op: op.index) if _computes(op)]
+        computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
         return (source if left == right else f"{left} -> {right}") + self._grown(source, stage)
+
+    def _done_to(self, tensor: Tensor, made: list[Op]) -> list[Op]:
+        """Those operations that read what came of the tensor: positions and masks went in too, and are not done to it."""
+        derived, done = {tensor.id}, []
+        for op in sorted(made, key=lambda op: op.index):
+            if any(read.id in derived for read in op.inputs):
+                derived |= {written.id for written in op.outputs}
+                done.append(op)
+        return done
 
     def _grown(self, source: str, stage: str) -> str:
         """What became more on the way: keys that the layer appends, heads that are repeated."""
