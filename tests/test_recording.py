@@ -138,6 +138,19 @@ def test_each_input_is_what_the_last_writer_of_it_left() -> None:
     assert values["mul_"] == [3, 3, 0, 0]
 
 
+def test_what_an_in_place_operation_returns_is_what_is_read_afterwards() -> None:
+    recording, _ = record(lambda x: (x * 2).add_(1).mul_(3) - 5, drawn(7))
+    assert [op.base_name for op in recording.ops] == ["mul", "add_", "mul_", "sub"]
+    for writer, reader in zip(recording.ops, recording.ops[1:], strict=False):
+        assert reader.inputs[0].id == writer.output.id
+        assert recording.consumers[writer.output.id] == (reader,)
+
+
+def test_each_call_of_a_loop_over_modules_is_a_call_of_its_own() -> None:
+    recording, _ = record(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), drawn(7))
+    assert len({op.call for op in recording.ops}) == len(recording.ops) == 3
+
+
 def test_what_is_written_into_and_not_returned_is_new_all_the_same() -> None:
     def forward() -> torch.Tensor:
         a, b = torch.ones(3), torch.ones(5)
@@ -150,6 +163,7 @@ def test_what_is_written_into_and_not_returned_is_new_all_the_same() -> None:
     writers = [recording.producer(tensor).base_name for tensor in joined.inputs]  # type: ignore[union-attr]
     assert writers == ["mul", "_foreach_add_"]
     assert result.tolist() == [6, 6, 6, 2, 2, 2, 2, 2]
+    assert joined.inputs[1] in ops_named(recording, "_foreach_add_")[0].outputs
     assert [recording.values[tensor.id].tolist() for tensor in joined.inputs] == [[6, 6, 6], [2] * 5]
     norm = nn.BatchNorm1d(EMBED)
 
