@@ -23,8 +23,6 @@ _BEFORE: dict[str, tuple[str, ...]] = {
 }
 """Stage to the stages that it is made of, where there are such; a projection is made of what it projects."""
 
-_APPENDING = {"cat", "constant_pad_nd"}
-
 
 class StageFacts:
     """Formula, operations and memory of the stages of one attention."""
@@ -108,17 +106,22 @@ class StageFacts:
         letter, source = (
             ("o", "concat") if stage == "output" else (stage[0], {"q": "query", "k": "key"}.get(stage[0], "value"))
         )
-        op = self._found.projections["output" if stage == "output" else source]
+        found = self._found
+        op = found.projections["output" if stage == "output" else source]
         if stage == "output" and "concat" not in self._found.stages:
             source = "context"
-        if source in self._found.stages and self._graph.projected(op).numel < self._found.stages[source].numel:
+        if not found.earlier and self._graph.projected(op).numel < getattr(found.stages.get(source), "numel", 0):
             source = f"a part of {source}"  # the input itself was split, before any projection
         bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
-        return f"{source} · W_{letter}ᵀ{bias}"
+        before = len(found.earlier.get(source, ())) if stage != "output" else 0
+        through = f", through {before} narrower projection{'s' if before > 1 else ''}" if before else ""
+        return f"{source}{through} · W_{letter}ᵀ{bias}"
 
     def _scores(self, stage: str) -> str:
         found = self._found
-        product = f"q_heads · k_headsᵀ{scale_text(found.scale)}"
+        product = f"q_heads · k_headsᵀ{scale_text(found.scores_scale)}"
+        if found.softcap is not None:
+            product = f"{found.softcap:g} · tanh({product} / {found.softcap:g})"
         if stage == "scores":
             return product
         if "scores" not in found.stages:
@@ -154,7 +157,7 @@ class StageFacts:
         return (source if left == right else f"{left} -> {right}") + self._grown(source, stage)
 
     def _done_to(self, tensor: Tensor, made: list[Op]) -> list[Op]:
-        """Those operations that read what came of the tensor: positions and masks went in too, and are not done to it."""
+        """Those operations that read what came of the tensor; positions and masks went in too, and are another thing."""
         derived, done = {tensor.id}, []
         for op in sorted(made, key=lambda op: op.index):
             if any(read.id in derived for read in op.inputs):
@@ -164,17 +167,17 @@ class StageFacts:
 
     def _grown(self, source: str, stage: str) -> str:
         """What became more on the way: keys that the layer appends, heads that are repeated."""
-        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
-        axes = self._axes[stage].split()
-        if after == before:
-            return ""
-        if "key" in axes and any(op.base_name in _APPENDING for op in self._made(stage, self._found.stages[stage])):
-            dims = re.findall(r"\([^)]*\)|\S+", self._axes[stage])
-            one = after // self._found.stages[stage].shape[dims.index("key")]
-            count = (after - before) // one
+        more = self._length(stage, "key") - self._length(source, "key")
+        if more > 0:
             what = "value" if stage == "v_heads" else "key"
-            return f", then {count} {what}{'s' if count > 1 else ''} of the layer's own"
-        return f", each head {after // before} times" if after % before == 0 else ""
+            return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
+        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        return f", each head {after // before} times" if after > before and after % before == 0 else ""
+
+    def _length(self, stage: str, axis: str) -> int:
+        """Size of an axis that has a dimension to itself; 0 where it has none."""
+        dims = re.findall(r"\([^)]*\)|\S+", self._axes[stage])
+        return self._found.stages[stage].shape[dims.index(axis)] if axis in dims else 0
 
 
 def scale_text(scale: float | None) -> str:

@@ -259,6 +259,8 @@ def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if found.sinks is not None:
+        notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:
         notes.append(
             f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
