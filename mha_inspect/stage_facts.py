@@ -157,7 +157,7 @@ class StageFacts:
         return (source if left == right else f"{left} -> {right}") + self._grown(source, stage)
 
     def _done_to(self, tensor: Tensor, made: list[Op]) -> list[Op]:
-        """Those operations that read what came of the tensor; positions and masks went in too, and are another thing."""
+        """Those operations that read what came of the tensor, and not what positions and masks are made of."""
         derived, done = {tensor.id}, []
         for op in sorted(made, key=lambda op: op.index):
             if any(read.id in derived for read in op.inputs):
