@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -70,3 +71,24 @@ def test_recorded_model(side_by_side):
             at_most=1.10,
             rounds=5,
         )
+
+
+@pytest.mark.parametrize("tool", ["torch's DebugMode", "torchinfo", "torchlens"])
+def test_other_tools(side_by_side, tool):
+    """What others take for the same model; those that are not installed are passed over."""
+    layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
+    x = torch.randn(4, 256, 768)
+
+    def run() -> None:
+        if tool == "torchinfo":
+            pytest.importorskip("torchinfo").summary(model, input_data=x, verbose=0)
+        elif tool == "torchlens":
+            pytest.importorskip("torchlens").trace(model, x)
+        else:
+            debug_mode = pytest.importorskip("torch.utils._debug_mode")
+            with debug_mode.DebugMode():
+                model(x)
+
+    with torch.no_grad(), opened():
+        side_by_side(f"{tool}, 12 layers of 768", run, "plain model", lambda: model(x), at_most=math.inf, rounds=3)
