@@ -94,7 +94,7 @@ def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]
     return content
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(settings_of())
 def test_each_formula_gives_the_stage(setting: Setting) -> None:
     case = Case(setting)
@@ -177,7 +177,7 @@ def test_memory_is_what_pointers_say(setting: Setting) -> None:
                 assert not bool(moved) or content.numel() < 5 or case.sizes["key"] == 1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(settings_of(layers=("torch", "split-heads", "fold-heads", "bert", "grouped-query", "wide")))
 def test_the_flops_of_all_stages_are_torchs_count(setting: Setting) -> None:
     case = Case(setting)

@@ -17,7 +17,7 @@ from mha_inspect.tracing import trace_spec
 from .drawn import Case, Setting, dims_of, settings_of
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(settings_of())
 def test_stages_hold_what_the_formulas_give_in_the_axes_that_they_say(setting: Setting) -> None:
     case = Case(setting)
@@ -44,7 +44,7 @@ def test_stages_hold_what_the_formulas_give_in_the_axes_that_they_say(setting: S
         torch.testing.assert_close(content, expected, rtol=1e-9, atol=1e-9, msg=lambda text, at=stage: f"{at}: {text}")
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(settings_of())
 def test_what_is_returned_has_the_axes_that_are_said(setting: Setting) -> None:
     case = Case(setting)
@@ -54,7 +54,7 @@ def test_what_is_returned_has_the_axes_that_are_said(setting: Setting) -> None:
     assert len(case.axes.returned) == (2 if isinstance(case.seen.returned[1], torch.Tensor) else 1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(settings_of(("float32", "bfloat16", "float64")))
 def test_the_report_of_any_setting_is_proved(setting: Setting) -> None:
     forward = setting.build()
