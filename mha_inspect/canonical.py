@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 
 from .attention import Found
+from .axes import AxisNames
 from .forward import Forward, Seen, tiny
 from .stages import CANONICAL_AXES
 
@@ -83,6 +84,35 @@ def canonical_stage(seen: Seen, found: Found, stage: str, axes: str, sizes: Mapp
     The run must have been recorded with its tensors kept.
     """
     return canonical(seen.recording.values[found.stages[stage].id], stage, axes, sizes)
+
+
+def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.Tensor]:
+    """The stages of an attention in canonical axes, the turns of a loop over heads side by side.
+
+    Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
+    """
+    turns = found.branches or (found,)
+    each = {"heads": names.num_heads // len(turns), "kv_heads": names.num_kv_heads // len(turns) or 1}
+    whole = {"heads": names.num_heads, "kv_heads": names.num_kv_heads}
+    # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
+    alone = {
+        name: size
+        for stage in ("query", "output", "weights")
+        if stage in found.stages and "(" not in names.of_stage(stage)
+        for name, size in zip(names.of_stage(stage).split(), found.stages[stage].shape, strict=False)
+        if name in ("batch", "query")
+    }
+    contents: dict[str, torch.Tensor] = {}
+    for stage in found.stages:
+        words = CANONICAL_AXES[stage].split()
+        by_turn = len(turns) > 1 and ("heads" in words or stage in ("q_proj", "k_proj", "v_proj"))
+        sizes = {**alone, "head_dim": names.head_dim, **(each if by_turn else whole)}
+        axes = names.of_stage(stage)
+        parts = [canonical_stage(seen, turn, stage, axes, sizes) for turn in (turns if by_turn else (found,))]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in words else -1)
+    return contents
 
 
 def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Found
-from .axes import AxisNames
-from .canonical import canonical_stage
+from .canonical import contents_of
 from .forward import Pass, Seen
 from .library import LiveAttention, trace
 from .noise import cast_tensors
 from .stage_difference import StageDifference, compare_stage, stage_noise
-from .stages import CANONICAL_AXES, STAGES
+from .stages import STAGES
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -86,9 +85,9 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     exact = _in_float64(left, args, kwargs)
     for place, (mine, other) in enumerate(zip(ours.attentions, theirs.attentions, strict=True)):
         held, also, truth = (
-            _contents(ours, *mine),
-            _contents(theirs, *other),
-            _contents(exact, *exact.attentions[place]),
+            contents_of(ours, *mine),
+            contents_of(theirs, *other),
+            contents_of(exact, *exact.attentions[place]),
         )
         rows = [
             compare_stage(stage, held[stage], also[stage], stage_noise(stage, held[stage], truth[stage]))
@@ -104,32 +103,6 @@ def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Seen:
     seen: dict[int, Tensor] = {}
     cast = [cast_tensors(given, torch.float64, None, seen) for given in (args, kwargs)]
     return Pass(exact, cast[0], cast[1]).recorded(keep=True)
-
-
-def _contents(seen: Seen, found: Found, names: AxisNames) -> dict[str, Tensor]:
-    """The stages in canonical axes, the turns of a loop over heads side by side."""
-    turns = found.branches or (found,)
-    each = {"heads": names.num_heads // len(turns), "kv_heads": names.num_kv_heads // len(turns) or 1}
-    whole = {"heads": names.num_heads, "kv_heads": names.num_kv_heads}
-    # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
-    alone = {
-        name: size
-        for stage in ("query", "output", "weights")
-        if stage in found.stages and "(" not in names.of_stage(stage)
-        for name, size in zip(names.of_stage(stage).split(), found.stages[stage].shape, strict=False)
-        if name in ("batch", "query")
-    }
-    contents: dict[str, Tensor] = {}
-    for stage in found.stages:
-        words = CANONICAL_AXES[stage].split()
-        by_turn = len(turns) > 1 and ("heads" in words or stage in ("q_proj", "k_proj", "v_proj"))
-        sizes = {**alone, "head_dim": names.head_dim, **(each if by_turn else whole)}
-        axes = names.of_stage(stage)
-        parts = [canonical_stage(seen, turn, stage, axes, sizes) for turn in (turns if by_turn else (found,))]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in words else -1)
-    return contents
 
 
 def _table(rows: list[StageDifference], found: Found, place: int) -> str:

@@ -24,7 +24,7 @@ COMMANDS = {
     "trace": "Show every stage of one forward pass: its shape, its axes, what is computed.",
     "params": "Show every parameter, what it is for, and which part belongs to which head.",
     "compare-heads": "Show what the number of heads changes in the output, with the same weights.",
-    "diff": "Show where two layers, or one under two settings, part ways with the same weights.",
+    "diff": "Show where two layers, or modules of your own, part ways with the same weights.",
     "layers": "List the ways to write attention that --layer and diff take.",
 }
 """Each command with its line in the help; its file in this folder bears its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
+from .target import FORMS, is_target
 
 app = typer.Typer(add_completion=False)
 
@@ -18,7 +20,7 @@ EPILOG = """Examples:
 
 mha-inspect diff torch fold-heads --embed-dim 512 --num-heads 8
 
-mha-inspect diff torch --left-set dtype=bfloat16 --right-set need_weights=false"""
+mha-inspect diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16"""
 
 PANEL = "Comparison"
 USUAL = ("torch", "per-head")
@@ -37,7 +39,7 @@ def diff(
         str,
         typer.Argument(
             metavar="[LEFT]",
-            help=f"A layer: {', '.join(LAYERS)}.",
+            help=f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.",
             autocompletion=_names,
             rich_help_panel=PANEL,
             show_default="--layer",
@@ -47,19 +49,29 @@ def diff(
         str,
         typer.Argument(
             metavar="[RIGHT]",
-            help="Another layer.",
+            help="Another layer, or another module of your own.",
             autocompletion=_names,
             rich_help_panel=PANEL,
-            show_default="LEFT under other settings, or else per-head",
+            show_default="LEFT under other settings, or else per-head; --layer beside a module of your own",
         ),
     ] = "",
     left_set: Annotated[
         list[str] | None,
-        option("--left-set", PANEL, "A setting of the left side alone, any number of times.", metavar="KEY=VALUE"),
+        option(
+            "--left-set",
+            PANEL,
+            "A setting, or an argument, of the left side alone; again for another.",
+            metavar="KEY=VALUE",
+        ),
     ] = None,
     right_set: Annotated[
         list[str] | None,
-        option("--right-set", PANEL, "A setting of the right side alone, any number of times.", metavar="KEY=VALUE"),
+        option(
+            "--right-set",
+            PANEL,
+            "A setting, or an argument, of the right side alone; again for another.",
+            metavar="KEY=VALUE",
+        ),
     ] = None,
     fail_if: Annotated[
         str | None,
@@ -76,7 +88,12 @@ def diff(
 
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
+
+    A side may be a module of your own, as in trace. Its weights go into the other side where that can hold them, and it
+    says where not; the attentions of two models are paired in order.
     """
+    if is_target(left) or is_target(right):
+        return _of_targets(options, left, right, (left_set or (), right_set or ()), fail_if)
     options.require_no_target_settings("trace")
     from ..sides.settings import make_sides, parse_settings
 
@@ -97,6 +114,24 @@ def diff(
     resume()
     report = diff_spec(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
     give(report, options, target)
+    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+
+
+def _of_targets(
+    options: Options, left: str, right: str, own: tuple[Sequence[str], Sequence[str]], fail_if: str | None
+) -> ExitCode:
+    """A diff of which a side at least is a target; where the other is not named, it is --layer, or the target under
+    other settings."""
+    from .answer import give, prepare
+    from .diff_target import check_sides, diff_target
+
+    named = bool(left and right)
+    texts = (left or options.layer, right or (left if any(own) and "layer" not in options.typed else options.layer))
+    check_sides(options, texts, own, beside_layer=not named)
+    export = prepare(options)
+    resume()
+    report = diff_target(options, texts, own)
+    give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 

@@ -382,7 +382,7 @@ def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequ
     def flat(**values: Any) -> ExitCode:
         options = Options(**{name: values.pop(name) for name in shared})
         options.given, options.typed = _set_by_somebody()
-        if "target" not in parameters:
+        if "target" not in parameters and "left" not in parameters:
             options.require_no_target_settings(command.__name__.replace("_", "-"))
         return command(options, **values)
 

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: Typer reads these annotations at run time.
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,8 +32,13 @@ class TargetFailedError(MhaInspectError):
     exit_code = ExitCode.CONDITION
 
 
-def check_target(text: str, options: Options, command: str) -> None:
-    """Look at everything that can be judged before torch is imported.
+def is_target(text: str) -> bool:
+    """Whether a text has the form of a target, and not that of a layer's name."""
+    return ":" in text or text.endswith(".py")
+
+
+def check_target(text: str, options: Options, command: str, *, beside_layer: bool = False) -> None:
+    """Look at everything that can be judged before torch is imported; with `beside_layer` --layer names another side.
 
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
@@ -40,14 +46,14 @@ def check_target(text: str, options: Options, command: str) -> None:
     from ..targets.shapes import parse_shapes
     from ..targets.values import parse_settings
 
-    if ":" not in text and not text.endswith(".py"):
+    if not is_target(text):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
         raise SpecError(
             f"{shown(text)} is not a target: write {FORMS}. Sizes go by name, as in --embed-dim 512.{way_out}"
         )
     if not text.startswith("hf:"):
         split_target(text)
-    if "layer" in options.typed:
+    if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers: drop one of them.")
     if options.seed not in SEEDS:
         raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
@@ -56,8 +62,8 @@ def check_target(text: str, options: Options, command: str) -> None:
     options.flags()
 
 
-def load(text: str, options: Options) -> "Target":
-    """Build the target as the options say."""
+def load(text: str, options: Options, own: Sequence[str] = ()) -> "Target":
+    """Build the target as the options say, and with settings of its own that come before those of --set."""
     from ..targets.target import TargetSpec, load_target
     from ..targets.values import parse_settings
 
@@ -68,7 +74,7 @@ def load(text: str, options: Options) -> "Target":
         training=options.train,
         seed=options.seed,
     )
-    return load_target(text, parse_settings(options.settings or []), spec)
+    return load_target(text, parse_settings([*(options.settings or []), *own]), spec)
 
 
 def trace_target(text: str, options: Options) -> "Trace":
@@ -92,7 +98,7 @@ def trace_target(text: str, options: Options) -> "Trace":
     show = options.show()
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
-        call = _call(target, options)
+        call = call_of(target, options)
         seed_everything(options.seed)
         hint = ""
         try:
@@ -100,8 +106,8 @@ def trace_target(text: str, options: Options) -> "Trace":
         except ForwardError as failed:
             report, hint = failed.trace, _ways(call)
         except Exception as error:
-            raise _explained(error, target, call) from error
-    notes = (*target.notes, _called(call), hint)
+            raise explained(error, target, call) from error
+    notes = (*target.notes, called(call), hint)
     return replace(
         report,
         environment=replace(report.environment, seed=options.seed),
@@ -110,7 +116,7 @@ def trace_target(text: str, options: Options) -> "Trace":
     )
 
 
-def _called(call: "Call") -> str:
+def called(call: "Call") -> str:
     """What the forward was called with, in a sentence."""
     if not call.described:
         return ""
@@ -134,7 +140,7 @@ def params_target(text: str, options: Options, *, per_head: bool) -> "ParamsRepo
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
         if any(map(is_lazy, target.module.parameters())):
-            _call(target, options)
+            call_of(target, options)
         report = params(target.module, show=show, per_head=per_head)
     for note in target.notes:
         tell(note)
@@ -152,7 +158,7 @@ def tell(note: str) -> None:
     say(note)
 
 
-def _call(target: "Target", options: Options) -> "Call":
+def call_of(target: "Target", options: Options) -> "Call":
     """The arguments of its forward; lazy parameters get their shapes from one call with them."""
     import torch
     from torch.nn.parameter import is_lazy
@@ -166,7 +172,7 @@ def _call(target: "Target", options: Options) -> "Call":
             with torch.no_grad():
                 target.module(*call.args, **call.kwargs)
         except Exception as error:
-            raise _explained(error, target, call) from error
+            raise explained(error, target, call) from error
     return call
 
 
@@ -178,7 +184,7 @@ def asked(options: Options) -> "Asked":
     return Asked(options.inputs(), options.flags(), parse_shapes(options.input_shape or []), options.seed)
 
 
-def _explained(error: Exception, target: "Target", call: "Call") -> BaseException:
+def explained(error: Exception, target: "Target", call: "Call") -> BaseException:
     """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
     from ..targets.importing import in_one_line
     from .failure import is_out_of_memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from math import isinf
 
@@ -19,7 +20,7 @@ from ..reports.diff import (
 )
 from . import numbers
 from .common import VERDICT_TONES, notes, shape_cell, sizes
-from .document import Cell, Column, Document, Facts, Paragraph, Section, Table, table
+from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
 
 OPENED_MARK = "*"
 
@@ -63,8 +64,11 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     )
     floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
     against = "reckoned from that of float32" if report.noise.dtype == "float64" else "measured against float64"
+    blocks: list[Block] = []
+    for rows in _by_attention(report):
+        blocks += (_stages(rows), *_stage_notes(rows))
     yield Section(
-        (_stages(report), *_stage_notes(report)),
+        tuple(blocks),
         "stages",
         f"in canonical axes; noise floor: {floor}, {against}",
     )
@@ -87,10 +91,18 @@ def _run(side: DiffSide) -> str:
     return "; ".join(parts)
 
 
-def _stages(report: DiffReport) -> Table:
-    opened = any(side is not None and side.opened for row in report.stages for side in (row.left, row.right))
+def _by_attention(report: DiffReport) -> list[tuple[StageRow, ...]]:
+    """The rows of each attention; all of them where each side has one."""
+    rows = [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)]
+    return rows or [()]
+
+
+def _stages(rows: tuple[StageRow, ...]) -> Table:
+    opened = any(side is not None and side.opened for row in rows for side in (row.left, row.right))
+    number = rows[0].attention if rows else None
+    first = STAGE_COLUMNS[0] if number is None else replace(STAGE_COLUMNS[0], title=f"attention {number}")
     return table(
-        STAGE_COLUMNS,
+        (first, *STAGE_COLUMNS[1:]),
         (
             (
                 row.name,
@@ -101,7 +113,7 @@ def _stages(report: DiffReport) -> Table:
                 "" if row.times_noise is None else numbers.times(row.times_noise),
                 _verdict(row.verdict),
             )
-            for row in report.stages
+            for row in rows
         ),
         legend=f"{OPENED_MARK} hidden in a kernel of the plain forward, and opened to be seen" if opened else "",
     )
@@ -116,17 +128,19 @@ def _stage_side(side: StageSide | None) -> tuple[Cell, Cell]:
     return Cell(text, shape.tone, axes, OPENED_MARK if side.opened else ""), Cell(side.axes)
 
 
-def _stage_notes(report: DiffReport) -> tuple[Facts, ...]:
-    items = tuple((row.name, row.note) for row in report.stages if row.note)
+def _stage_notes(rows: tuple[StageRow, ...]) -> tuple[Facts, ...]:
+    items = tuple((row.name, row.note) for row in rows if row.note)
     return (Facts(items),) if items else ()
 
 
 def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
-    row = next((row for row in report.stages if row.name == report.first_differing_stage), None)
+    # Of several attentions each has a stage of this name: the first that differs is meant.
+    first = report.first_differing_stage
+    row = next((row for row in report.stages if row.name == first and row.verdict == "differs"), None)
     if row is None:
         yield "stage", "none: every stage that both have is the same"
         return
-    yield "stage", _distance(row)
+    yield "stage", _distance(row) + (f", in attention {row.attention}" if row.attention else "")
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:
             yield name, "given" if side.op is None else f"{side.op.name} at {side.op.source}"

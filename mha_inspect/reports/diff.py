@@ -66,6 +66,8 @@ class StageRow:
     verdict: Verdict | None
     """None where one side does not have the stage."""
     note: str = ""
+    attention: int | None = None
+    """Which of several attentions, from 1; None where each side has one."""
 
 
 @dataclass(frozen=True)

@@ -78,16 +78,17 @@ def _notes(measured: Measured) -> Iterator[str]:
 
 def answer(measured: Measured) -> tuple[str, ...]:
     """The answer: whether both compute the same, and what makes or does not make the difference."""
-    return (_whether(measured), *_why(measured))
+    return (whether(measured.report, measured.names), *_why(measured))
 
 
-def _whether(measured: Measured) -> str:
-    report, (left, right) = measured.report, measured.names
+def whether(report: DiffReport, names: tuple[str, str], given: str = "with the same weights and the same input") -> str:
+    """Whether both compute the same, in a sentence; `given` says what both were given."""
+    left, right = names
     output, floor = report.output, f"the rounding of {report.noise.dtype}"
     if report.verdict == "same":
         exactly = output.max_abs_difference == 0
         times = "bit for bit" if exactly else f"within rounding ({_times(output.times_noise)} times {floor})"
-        return f"The same: with the same weights and the same input, {left} and {right} return the same, {times}."
+        return f"The same: {given}, {left} and {right} return the same, {times}."
     if report.verdict == "inconclusive":
         return (
             f"Open: the outputs of {left} and {right} are {_times(output.times_noise)} times {floor} apart, more than "
@@ -95,11 +96,10 @@ def _whether(measured: Measured) -> str:
         )
     rest = report.elsewhere
     if rest is not None and rest.verdict == "same":
-        return (
-            f"The same wherever there is a key to look at, and not where every key is masked: {_masked_rows(measured)}."
-        )
+        masked = _masked_rows(report, names)
+        return f"The same wherever there is a key to look at, and not where every key is masked: {masked}."
     if report.masked_rows and rest is None:
-        return f"Not the same: every key of every query is masked, and then {_masked_rows(measured)}."
+        return f"Not the same: every key of every query is masked, and then {_masked_rows(report, names)}."
     if output.max_abs_difference is None:
         return (
             f"Not the same: {left} returns {list(report.left.output_shape)} and {right} "
@@ -110,7 +110,7 @@ def _whether(measured: Measured) -> str:
     if relative is None or isinf(relative):
         return f"Not the same: the outputs of {left} and {right} are not finite in the same places{parts}."
     return (
-        f"Not the same: with the same weights and the same input, the outputs of {left} and {right} are "
+        f"Not the same: {given}, the outputs of {left} and {right} are "
         f"{_times(output.times_noise)} times {floor} apart, {_percent(relative)} of their size{parts}."
     )
 
@@ -136,7 +136,7 @@ def _why(measured: Measured) -> Iterator[str]:
             f"to look at, {zero} ({blocked.count:,} weights)."
         )
     if report.elsewhere is not None and report.elsewhere.verdict != "same" and report.verdict == "differs":
-        yield f"Where every key is masked they differ as well: {_masked_rows(measured)}."
+        yield f"Where every key is masked they differ as well: {_masked_rows(report, measured.names)}."
     yield from _accuracy(measured)
 
 
@@ -194,8 +194,8 @@ def _places(pair: ParameterPair) -> tuple[int, int]:
     return left, right
 
 
-def _masked_rows(measured: Measured) -> str:
-    rows, (left, right) = measured.report.masked_rows, measured.names
+def _masked_rows(report: DiffReport, names: tuple[str, str]) -> str:
+    rows, (left, right) = report.masked_rows, names
     kinds = {_kind(row) for row in rows}
     where = f"batch {rows[0].batch} query {rows[0].query}"
     count = f"{len(rows):,} queries, the first {where}" if len(rows) > 1 else where

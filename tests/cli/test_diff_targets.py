@@ -1,0 +1,325 @@
+"""`mha-inspect diff` with modules of one's own: the same weights, the same input, the stage where they part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from mha_inspect.schemas import load_schema
+
+SIZES = ("--embed-dim", "22", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
+
+CODE = '''
+import math
+
+import torch
+from torch import nn
+
+
+class Packed(nn.Module):
+    """One product for query, key and value, cut in one view."""
+
+    def __init__(self, dim, num_heads=2, qkv_bias=True, whole_width=False):
+        super().__init__()
+        self.heads, self.width = num_heads, dim if whole_width else dim // num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q @ k.mT / math.sqrt(self.width)).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class Interleaved(nn.Module):
+    """Query, key and value of a head beside each other."""
+
+    def __init__(self, dim, num_heads=2):
+        super().__init__()
+        self.heads = num_heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).view(b, n, self.heads, 3 * c // self.heads).transpose(1, 2).chunk(3, dim=-1)
+        out = ((q @ k.mT / math.sqrt(c // self.heads)).softmax(-1) @ v).transpose(1, 2).reshape(b, n, c)
+        return self.proj(out)
+
+
+class Separate(nn.Module):
+    """Three arguments, fused attention."""
+
+    def __init__(self, d_model, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, query, key, value):
+        given = zip((self.q, self.k, self.v), (query, key, value))
+        q, k, v = (linear(t).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear, t in given)
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Transposed(nn.Module):
+    """Matrices of its own, `in out`, as GPT-2 has them."""
+
+    def __init__(self, dim, num_heads=2):
+        super().__init__()
+        self.heads = num_heads
+        self.w = nn.Parameter(torch.randn(4, dim, dim) / dim**0.5)
+
+    def forward(self, x):
+        q, k, v = ((x @ self.w[n]).unflatten(-1, (self.heads, -1)).transpose(1, 2) for n in range(3))
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2) @ self.w[3]
+
+
+class Causal(Packed):
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(torch.ones(n, n).triu(1) > 0, float("-inf"))
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class Normed(nn.Module):
+    """Weights that are no parameter as they stand."""
+
+    def __init__(self, dim, num_heads=1):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, dim, dim))
+
+    def forward(self, x):
+        q, k, v = (x @ (w * 1.5 + 0.25) for w in self.w)
+        return (q @ k.mT / math.sqrt(x.shape[-1])).softmax(-1) @ v
+
+
+class Stack(nn.Module):
+    def __init__(self, dim, depth=2, num_heads=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Packed(dim, num_heads) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Ids(nn.Module):
+    def __init__(self, dim, num_heads=2, vocab_size=13):
+        super().__init__()
+        self.table, self.attention = nn.Embedding(vocab_size, dim), Packed(dim)
+
+    def forward(self, input_ids):
+        return self.attention(self.table(input_ids))
+
+
+class Broken(nn.Module):
+    def __init__(self, dim, num_heads=2):
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.linear(x) @ self.linear(x)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path) -> str:
+    path = Path(tmp_path) / "mine.py"
+    path.write_text(CODE)
+    return str(path)
+
+
+def report_of(invoke, mine: str, line: str, *more: str) -> dict:
+    code, out, err = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES, "--format", "json", *more)
+    assert code == 0, err
+    data = json.loads(out, parse_constant=pytest.fail)
+    jsonschema.Draft202012Validator(load_schema("diff")).validate(data)
+    return data
+
+
+def verdicts(data: dict) -> dict[str, str | None]:
+    return {row["name"]: row["verdict"] for row in data["stages"]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mine:Packed torch",
+        "torch mine:Interleaved",
+        "mine:Separate split-heads",
+        "mine:Separate torch --key-len 7",
+        "mine:Transposed per-head",
+        "mine:Packed grouped-query",
+        "mine:Packed mine:Separate",
+        "mine:Separate mine:Interleaved",
+        "mine:Transposed mine:Packed",
+        "torch.nn:MultiheadAttention mine:Packed",
+        "torch.nn:MultiheadAttention torch --unbatched",
+        "mine:Packed",
+    ],
+)
+def test_ways_to_write_the_same_attention_are_the_same(invoke, mine, line):
+    if line == "torch.nn:MultiheadAttention mine:Packed":
+        line += " --left-set batch_first=true"
+    if "unbatched" in line:
+        data = json.loads(invoke("diff", *line.split(), *SIZES[:4], "--format", "json").out)
+    else:
+        data = report_of(invoke, mine, line)
+    assert data["weights"]["whole"] is True
+    assert data["verdict"] == "same"
+    assert data["first_differing_stage"] is None
+    found = verdicts(data)
+    assert {found[stage] for stage in ("query", "q_heads", "k_heads", "v_heads", "scores", "weights")} == {"same"}
+    # The weights are not all zeros, and the outputs not either.
+    assert data["output"]["noise_floor"] is None or data["output"]["noise_floor"] > 0
+
+
+def test_the_weights_are_those_of_the_left(invoke, mine):
+    """The oracle: torch's layer with the target's own numbers, put in by hand."""
+    data = report_of(invoke, mine, "mine:Separate torch")
+    namespace: dict = {}
+    exec(CODE, namespace)
+    torch.manual_seed(0)
+    own = namespace["Separate"](22)
+    layer = torch.nn.MultiheadAttention(22, 2, batch_first=True).eval()
+    with torch.no_grad():
+        layer.in_proj_weight.copy_(torch.cat([own.q.weight, own.k.weight, own.v.weight]))
+        layer.in_proj_bias.copy_(torch.cat([own.q.bias, own.k.bias, own.v.bias]))
+        layer.out_proj.load_state_dict(own.o.state_dict())
+        x = torch.randn(3, 5, 22, generator=torch.Generator().manual_seed(2))
+        torch.testing.assert_close(own(x, x, x), layer(x, x, x)[0])
+    assert data["output"]["verdict"] == "same"
+    assert {pair["mapping"] for pair in data["parameters"]} == {"the same numbers"}
+    assert data["parameters"][0]["left"]["where"] == "q.weight"
+    assert data["parameters"][0]["right"]["where"] == "a part of in_proj_weight"
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        ("mine:Packed torch --left-set whole_width=true", "scores"),
+        ("mine:Packed mine:Packed --right-set num_heads=11", "scores"),
+        ("mine:Causal torch", "weights"),
+        ("mine:Causal mine:Packed", "weights"),
+        ("mine:Packed torch --right-set causal=true", "weights"),
+    ],
+)
+def test_where_two_part(invoke, mine, line, stage):
+    data = report_of(invoke, mine, line)
+    assert (data["verdict"], data["first_differing_stage"]) == ("differs", stage)
+    assert data["weights"]["whole"] is True
+    assert verdicts(data)["q_heads"] == "same"
+
+
+def test_one_state_dict_that_two_cut_otherwise(invoke, mine):
+    """Names and shapes agree: what a checkpoint of the one does in the other is the answer."""
+    data = report_of(invoke, mine, "mine:Interleaved mine:Packed")
+    assert data["weights"]["sentence"].startswith("one state dict in both")
+    assert (data["verdict"], data["first_differing_stage"]) == ("differs", "q_heads")
+
+
+def test_the_page_has_both_source_lines_and_what_was_called(invoke, mine):
+    out = invoke("diff", f"{mine}:Packed", f"{mine}:Separate", "--left-set", "whole_width=true", *SIZES).out
+    first = out.partition("first stage that differs\n")[2].splitlines()
+    assert first[0].startswith("stage  scores, ")
+    lines = CODE.splitlines()
+    numbers = [1 + next(n for n, text in enumerate(lines) if part in text) for part in ("(q @ k.mT", "scaled_dot")]
+    assert f"mine.py:{numbers[0]}" in first[1]
+    assert f"mine.py:{numbers[1]}" in first[2]
+    assert "Separate.forward was called with query float32 [3, 5, 22]" in " ".join(out.split())
+    assert "Packed with whole_width true" in out
+
+
+def test_several_attentions_are_paired_in_order(invoke, mine):
+    data = report_of(invoke, mine, "mine:Stack mine:Stack --right-set num_heads=11")
+    assert [row["attention"] for row in data["stages"] if row["name"] == "scores"] == [1, 2]
+    assert data["weights"]["whole"] is True
+    assert {row["verdict"] for row in data["stages"] if row["attention"] == 1 and row["name"] == "v_heads"} == {"same"}
+    page = invoke("diff", f"{mine}:Stack", f"{mine}:Stack", "--right-set", "num_heads=11", *SIZES).out
+    assert "attention 2" in page
+    assert ", in attention 1" in page
+
+
+def test_other_counts_of_attentions_and_weights_that_stay(invoke, mine):
+    data = report_of(invoke, mine, "mine:Stack mine:Stack --right-set depth=3")
+    assert any("has 2 attentions and Stack with depth 3 has 3" in note for note in data["notes"])
+    last = [row for row in data["stages"] if row["attention"] == 3]
+    assert {row["left"] for row in last} == {None}
+    assert data["weights"]["whole"] is False
+    assert "not carried" in data["weights"]["sentence"]
+    assert "weights of its own on each side" in data["answer"][0]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("mine:Normed torch", "is made in the forward, and is no parameter"),
+        ("mine:Stack torch", "Stack has 2 attentions, and torch holds one"),
+    ],
+)
+def test_weights_that_cannot_be_carried_say_why(invoke, mine, line, said):
+    data = report_of(invoke, mine, line)
+    assert "seed 0" in data["weights"]["sentence"]
+    assert said in data["weights"]["left_out"][0]
+    assert "The weights could not be carried" in data["answer"][-1]
+
+
+def test_what_a_layer_has_no_place_for_is_left_out(invoke, mine):
+    data = report_of(invoke, mine, "mine:Packed bert")
+    assert data["weights"]["whole"] is False
+    assert "W_o and b_o are left out" in data["weights"]["left_out"][0]
+    assert verdicts(data)["concat"] == "same"
+
+
+def test_a_bias_on_one_side_goes_as_zeros_into_the_other(invoke, mine):
+    for line in ("mine:Packed mine:Packed --right-set qkv_bias=false", "mine:Packed torch --set qkv_bias=false"):
+        data = report_of(invoke, mine, line)
+        assert (data["weights"]["whole"], data["verdict"]) == (True, "same")
+
+
+def test_dtypes_fail_if_and_one_head_count_more(invoke, mine):
+    assert report_of(invoke, mine, "mine:Packed torch", "--dtype", "float64")["noise"]["dtype"] == "float64"
+    line = ("diff", f"{mine}:Packed", "torch", *SIZES)
+    assert [invoke(*line, "--fail-if", verdict).code for verdict in ("same", "differs")] == [1, 0]
+    data = report_of(invoke, mine, "mine:Packed torch --right-set num_heads=11")
+    assert data["first_differing_stage"] == "scores"
+    assert data["weights"]["whole"] is True
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("mine:Pakced torch", 2, "has no Pakced"),
+        ("mine:Packed trch", 2, "Did you mean torch?"),
+        ("mine:Packed torch --layer bert", 2, "two layers"),
+        ("mine:Packed torch --left-set whole=1", 2, "whole_width"),
+        ("mine:Packed torch --left-set whole_width", 2, "NAME=VALUE"),
+        ("mine:Packed torch --right-set dtyp=float16", 2, "Did you mean dtype?"),
+        ("mine:Packed mine:Packed --right-set dim=44", 2, "takes x [3, 5, 44] and Packed.forward takes x [3, 5, 22]"),
+        ("mine:Ids torch", 2, "Ids.forward takes input_ids [3, 5]"),
+        ("mine:Broken torch", 1, "Broken failed on x float32 [3, 5, 22]"),
+        ("mine:Packed mine:Broken", 1, "Broken failed on x float32 [3, 5, 22]"),
+        ("mine:Packed torch --device meta", 2, "no numbers"),
+        ("mine:Packed narrow --right-set kdim=7", 2, "no use for kdim 7"),
+        ("mine:Packed per-head mine", 2, "mine"),
+    ],
+)
+def test_bad_input(invoke, mine, line, code, said):
+    answer = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES)
+    assert (answer.code, answer.out) == (code, "")
+    assert said in answer.err
+    assert "Traceback" not in answer.err
+    assert answer.err.count("\n") <= 2
+
+
+def test_help_says_that_a_side_may_be_a_target(invoke):
+    page = " ".join(invoke("diff", "--help").out.split())
+    assert "a module of your own: package.module:Name" in page
+    assert "Importing it runs its code" in page
