@@ -84,6 +84,7 @@ def test_other_tools(side_by_side, tool):
         if tool == "torchinfo":
             pytest.importorskip("torchinfo").summary(model, input_data=x, verbose=0)
         elif tool == "torchlens":
+            pytest.importorskip("graphviz")  # torchlens does not start without it
             pytest.importorskip("torchlens").trace(model, x)
         else:
             debug_mode = pytest.importorskip("torch.utils._debug_mode")
