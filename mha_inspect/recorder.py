@@ -7,13 +7,11 @@ wrapped or replaced, so what is recorded runs as it runs without the recorder, t
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from types import CodeType, FrameType
+from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -23,25 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import RecordingError
+from .operations import about
 from .ops import Kind, Named, Op, Recording, Tensor
+from .source_lines import ATTENTION_FORWARD, place_of
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PASS_ON = tuple(
-    os.sep.join(("torch", *tail))
-    for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
-)
-_OWN = tuple(
-    os.path.join(os.path.dirname(__file__), name) for name in ("recorder.py", "attempt.py", "failures/witness.py")
-)
 _MODULE_CALL = nn.Module._call_impl.__code__
-_ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
-_WRITTEN_OUT = {_ATTENTION_FORWARD} | {
-    function.__code__
-    for name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed")
-    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private: they may go
-}
-"""Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
-
 _COPIES = {"clone", "_to_copy", "copy", "repeat", "cat", "stack", "constant_pad_nd", "roll", "flip", "index_select"}
 
 
@@ -201,14 +185,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operation and write it down."""
         kwargs = kwargs or {}
-        about = _about(func)
-        if about.composite and torch.is_inference_mode_enabled():
+        known = about(func)
+        if known.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs, sys._getframe(1))
         inputs: list[Tensor] = []
         plain_args = tuple(self._plain(arg, inputs) for arg in args)
         plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()}
-        written = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in about.written]
+        written = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         if written and self._keep:
             self._preserve(written)
         result = func(*args, **kwargs)
@@ -218,19 +202,19 @@ class Recorder(TorchDispatchMode):
         left = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
         outputs = outputs or left
         source, module, call = self._where(self._asking or sys._getframe(1))
-        kind: Kind = "copy" if about.base_name in _COPIES else "compute"
+        kind: Kind = "copy" if known.base_name in _COPIES else "compute"
         if outputs and all(output.storage in storages for output in outputs):
             kind = "write" if written else "view"
         self._ops.append(
             Op(
                 index=index,
-                name=about.name,
+                name=known.name,
                 args=plain_args,
                 kwargs=plain_kwargs,
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
                 kind=kind,
-                pointwise=about.pointwise,
+                pointwise=known.pointwise,
                 source=source,
                 module=module,
                 call=call,
@@ -245,7 +229,7 @@ class Recorder(TorchDispatchMode):
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(views)
         # Outside of a mode a view requires gradients where its base does, and that decides which kernels a product
         # takes. What comes out of an operation that makes views itself is made one on the way out.
-        torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded and _about(func).makes_views)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded and about(func).makes_views)
         super().__enter__()
         try:
             # Not func.decompose: it prefers Python's kernels, which round otherwise than those of a plain run.
@@ -348,12 +332,12 @@ class Recorder(TorchDispatchMode):
                 module = module if module is not None else outermost
                 stack = hash((stack, id(outermost)))
             elif source is None:
-                place = _place(code)
+                place = place_of(code)
                 if place.written_out or not place.library:
                     source = f"{place.file}:{frame.f_lineno}"
                 elif library is None and place.file:
                     library = f"{place.file}:{frame.f_lineno}"
-            if code is _ATTENTION_FORWARD:
+            if code is ATTENTION_FORWARD:
                 called = frame.f_locals
                 self._refusals[id(called["self"])] = called.get("why_not_fast_path", "")
             frame = frame.f_back
@@ -403,80 +387,3 @@ def _owner(tensor: torch.Tensor) -> StorageWeakRef | ref[torch.Tensor]:
         return StorageWeakRef(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return ref(tensor)
-
-
-@dataclass(frozen=True)
-class _About:
-    """What does not change from one use of an operation to the next."""
-
-    name: str
-    base_name: str
-    pointwise: bool
-    composite: bool
-    makes_views: bool
-    written: tuple[tuple[int, str], ...]
-    """Place and name of each argument that it writes into."""
-
-
-@cache
-def _about(func: Any) -> _About:
-    name = str(func)
-    if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
-        return _About(f"higher_order.{name}", name, pointwise=False, composite=False, makes_views=False, written=())
-
-    def has_kernel(operation: str, key: str) -> bool:
-        try:
-            return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
-        except RuntimeError:  # one that the dispatcher does not know: prim.device, asked of a fake tensor
-            return False
-
-    return _About(
-        name=name,
-        base_name=name.split(".")[1],
-        pointwise=torch.Tag.pointwise in func.tags,
-        composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
-        makes_views=has_kernel(func.name(), "ADInplaceOrView"),
-        written=tuple(
-            (place, argument.name)
-            for place, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-    )
-
-
-def place_of(code: CodeType) -> tuple[str, bool]:
-    """The file of a function's code as sources show it, and whether it belongs to torch or to the recorder."""
-    place = _place(code)
-    return place.file, place.library
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a function's code stands."""
-
-    file: str
-    """Path to show; empty for code that only passes calls on."""
-    library: bool
-    """Whether it belongs to torch or to this recorder."""
-    written_out: bool
-    """Whether it is a function of torch that writes attention out."""
-
-
-@cache
-def _place(code: CodeType) -> _Place:
-    path = code.co_filename
-    if path in _OWN or path.endswith(_PASS_ON):
-        return _Place("", library=True, written_out=False)
-    if path.startswith(_TORCH):
-        return _Place(
-            "torch/" + path[len(_TORCH) :].replace(os.sep, "/"), library=True, written_out=code in _WRITTEN_OUT
-        )
-    for root in sorted(sys.path, key=len, reverse=True):
-        if root and "packages" in root and path.startswith(root + os.sep):
-            path = path[len(root) + 1 :]
-            break
-    else:
-        here = os.getcwd() + os.sep
-        own = os.path.dirname(os.path.dirname(__file__)) + os.sep
-        path = path.removeprefix(own) if path.startswith(own + "mha_inspect") else path.removeprefix(here)
-    return _Place(path.replace(os.sep, "/"), library=False, written_out=False)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..recorder import place_of, tensors_in
+from ..recorder import tensors_in
+from ..source_lines import place_of
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -126,7 +127,8 @@ def _entries(tb: TracebackType | None) -> Iterator[tuple[FrameType, TracebackTyp
 
 def _file(frame: FrameType) -> tuple[str, bool]:
     """The file of a frame as sources show it, empty for code that passes calls on; and whether it is a library's."""
-    path, library = place_of(frame.f_code)
+    place = place_of(frame.f_code)
+    path, library = place.file, place.library
     stdlib = frame.f_code.co_filename.startswith(_STDLIB) and "-packages" not in frame.f_code.co_filename
     return ("", True) if stdlib or path.startswith(_PASSES_ON) else (path, library)
 

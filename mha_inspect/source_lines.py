@@ -1,0 +1,62 @@
+"""Where code stands: which file a line is shown in, and whose line it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+
+import torch
+from torch import nn
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PASS_ON = tuple(
+    os.sep.join(("torch", *tail))
+    for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
+)
+_OWN = tuple(
+    os.path.join(os.path.dirname(__file__), name) for name in ("recorder.py", "attempt.py", "failures/witness.py")
+)
+ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
+"""The function that decides on the fast path."""
+_WRITTEN_OUT = {ATTENTION_FORWARD} | {
+    function.__code__
+    for name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed")
+    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private: they may go
+}
+"""Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a function's code stands."""
+
+    file: str
+    """Path to show; empty for code that only passes calls on."""
+    library: bool
+    """Whether it belongs to torch or to this recorder."""
+    written_out: bool
+    """Whether it is a function of torch that writes attention out."""
+
+
+@cache
+def place_of(code: CodeType) -> Place:
+    """Where a function's code stands."""
+    path = code.co_filename
+    if path in _OWN or path.endswith(_PASS_ON):
+        return Place("", library=True, written_out=False)
+    if path.startswith(_TORCH):
+        return Place(
+            "torch/" + path[len(_TORCH) :].replace(os.sep, "/"), library=True, written_out=code in _WRITTEN_OUT
+        )
+    for root in sorted(sys.path, key=len, reverse=True):
+        if root and "packages" in root and path.startswith(root + os.sep):
+            path = path[len(root) + 1 :]
+            break
+    else:
+        here = os.getcwd() + os.sep
+        own = os.path.dirname(os.path.dirname(__file__)) + os.sep
+        path = path.removeprefix(own) if path.startswith(own + "mha_inspect") else path.removeprefix(here)
+    return Place(path.replace(os.sep, "/"), library=False, written_out=False)
