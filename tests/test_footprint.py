@@ -39,6 +39,8 @@ def test_lifetimes_by_hand() -> None:
     # In place nothing is added, and an expanded view takes no more than what it shows.
     recording, _ = record(lambda x: (x * 2).mul_(3).add_(1).expand(1000, 10), torch.ones(10))
     assert peak_bytes(recording) == kept_bytes(recording) == 40
+    recording, _ = record(lambda x: x.view(2, 5), torch.ones(10))
+    assert peak_bytes(recording) == kept_bytes(recording) == 0
     recording, _ = record(lambda: torch.zeros(0, 3))
     assert peak_bytes(recording) == 0
 

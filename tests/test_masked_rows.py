@@ -91,6 +91,8 @@ def test_one_head_without_keys_is_enough(layer: str, tmp_path: Path) -> None:
     assert shown[2][3] == "nan"
     (row,) = trace.masked_rows
     assert (row.batch, row.query, row.opened, row.plain) == (2, 3, shown[2][3], plain[2][3])
+    # A loop over heads shows the stages of the first: what becomes of the second is seen beside it.
+    assert row.stage == ("concat" if layer in ("per-head", "narrow") else "weights")
 
 
 def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
