@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -11,7 +12,8 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
-from .values import counts
+from .target import TargetArgument, check_target
+from .values import counts, shown
 
 app = typer.Typer(add_completion=False)
 
@@ -29,6 +31,7 @@ USUAL = (1, 2, 4, 8, 16)
 @shares_options
 def compare_heads(
     options: Options,
+    target: TargetArgument = None,
     heads: Annotated[
         str,
         option(
@@ -69,7 +72,13 @@ def compare_heads(
     """Run the same weights and the same input through several head counts, and say what differs, where and why.
 
     A difference counts when it is above the rounding error that is measured in the same run.
+
+    TARGET is a class, or a function that returns a module, which takes a number of heads: it is built once for each.
     """
+    if target is not None:
+        extras = {"--gradients": gradients, "--steps": steps, "--focus": focus}
+        return _of_target(options, target, counts("heads", heads), extras, pairwise, fail_if)
+    options.require_no_target_settings("compare-heads")
     compared = chosen_counts(options, counts("heads", heads))
     spec, *_ = [options.attention(count) for count in compared]
     inputs, run = options.inputs(), options.run()
@@ -82,7 +91,7 @@ def compare_heads(
     options.show()
     from .answer import give, prepare
 
-    target = prepare(options)
+    export = prepare(options)
 
     from ..heads import compare_heads_spec
 
@@ -98,7 +107,32 @@ def compare_heads(
         steps=steps or 0,
         focus=focus,
     )
-    give(report, options, target)
+    give(report, options, export)
+    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+
+
+def _of_target(
+    options: Options,
+    text: str,
+    heads: tuple[int, ...],
+    extras: Mapping[str, object],
+    pairwise: bool,
+    fail_if: str | None,
+) -> ExitCode:
+    from .answer import give, prepare
+    from .compare_heads_target import check_counts, compare_heads_target
+
+    check_target(text, options, "compare-heads")
+    if not heads and "embed_dim" not in options.given:
+        raise SpecError(
+            f"heads is empty, and {shown(text)} has sizes of its own: give the counts, as in --heads 1,2,4."
+        )
+    compared = chosen_counts(options, heads)
+    check_counts(options, compared, extras)
+    export = prepare(options)
+    resume()
+    report = compare_heads_target(text, options, compared, pairwise=pairwise)
+    give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DeviceError
 from ..layers.registry import find_layer
 from .options import Options
-from .target import call_of, called, check_target, explained, is_target, load
+from .target import call_of, called, check_target, is_target, load, try_once
 
 if TYPE_CHECKING:
     from ..reports.diff import DiffReport, SideName
@@ -66,10 +66,10 @@ def diff_target(options: Options, texts: tuple[str, str], own: tuple[Texts, Text
         left, right = targets
         if left is not None and right is not None and calls[0] is not None and calls[1] is not None:
             calls[1] = with_the_same(calls[1], right.module, calls[0], left.module)
-        try:
-            report = diff_modules(*_sides(options, texts, own, targets, calls))
-        except Exception as error:
-            raise _of_side(error, targets, calls) from error
+        for target, call in zip(targets, calls, strict=True):
+            if target is not None and call is not None:
+                try_once(target, call, options)
+        report = diff_modules(*_sides(options, texts, own, targets, calls))
     said = [
         sentence
         for target, call in zip(targets, calls, strict=True)
@@ -98,17 +98,6 @@ def _sides(
         assert call is not None
         sides[place] = _layer_side(place, texts[place], own[place], options, (target, call, sides[1 - place]))
     return sides[0], sides[1]
-
-
-def _of_side(error: Exception, targets: Sequence[Target | None], calls: Sequence[Call | None]) -> BaseException:
-    """What to raise for an exception of one of the forwards: the target's whose class was running."""
-    built = [(t, c) for t, c in zip(targets, calls, strict=True) if t is not None and c is not None]
-    owners, step = [], error.__traceback__
-    while step is not None:
-        owners.append(step.tb_frame.f_locals.get("self"))
-        step = step.tb_next
-    target, call = next(((t, c) for t, c in built if any(owner is t.module for owner in owners)), built[0])
-    return explained(error, target, call)
 
 
 def _name(place: int) -> SideName:

@@ -176,6 +176,24 @@ def call_of(target: "Target", options: Options) -> "Call":
     return call
 
 
+def try_once(target: "Target", call: "Call", options: Options, how: str = "") -> None:
+    """Run its forward once, and leave no trace of that: what it does wrong is told with the line that did it.
+
+    Raises `TargetFailedError`; `how` says how the target was built.
+    """
+    import torch
+
+    from ..forward import Pass
+
+    own = Pass(target.module, call.args, call.kwargs)
+    with torch.no_grad(), own.replaying(own.state()):
+        torch.manual_seed(options.seed)
+        try:
+            target.module(*call.args, **call.kwargs)
+        except Exception as error:
+            raise explained(error, target, call, how) from error
+
+
 def asked(options: Options) -> "Asked":
     """What the options say of the inputs."""
     from ..targets.inputs import Asked
@@ -184,7 +202,7 @@ def asked(options: Options) -> "Asked":
     return Asked(options.inputs(), options.flags(), parse_shapes(options.input_shape or []), options.seed)
 
 
-def explained(error: Exception, target: "Target", call: "Call") -> BaseException:
+def explained(error: Exception, target: "Target", call: "Call", how: str = "") -> BaseException:
     """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
     from ..targets.importing import in_one_line
     from .failure import is_out_of_memory
@@ -194,7 +212,7 @@ def explained(error: Exception, target: "Target", call: "Call") -> BaseException
     ways = _ways(call)
     hint = f" {ways}" if ways else ""
     return TargetFailedError(
-        f"{target.name} failed on {call.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
+        f"{target.name}{how} failed on {call.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
     )
 
 

@@ -1,0 +1,98 @@
+"""compare-heads of a target: it is built once for each head count."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import DeviceError, SpecError
+from .options import Options
+from .target import call_of, called, load, tell, try_once
+
+if TYPE_CHECKING:
+    from ..reports.compare_heads import CompareHeadsReport
+    from ..targets.inputs import Call
+    from ..targets.target import Target
+
+
+def check_counts(options: Options, counts: tuple[int, ...], extras: Mapping[str, object]) -> None:
+    """Look at everything that can be judged before torch is imported.
+
+    Raises `MhaInspectError` when an option is of no use to a target, or contradicts another.
+    """
+    from ..targets.aliases import flag_of
+    from ..targets.values import parse_settings
+
+    options.inputs()
+    options.show()
+    asked = next((flag for flag, value in extras.items() if value), None)
+    if asked is not None:
+        raise SpecError(f"{asked} is for the layers that can be built, and not for a target: drop it, or take --layer.")
+    if options.device == "meta":
+        raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
+    fixed = next(
+        (n for n in parse_settings(options.settings or []) if flag_of(n.rpartition(".")[2]) == "num_heads"), None
+    )
+    if fixed is not None:
+        raise SpecError(f"--set {fixed} is one number of heads for all: drop it. --heads gives the counts to compare.")
+    if min(counts) < 1:
+        raise SpecError(f"heads {min(counts)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+
+
+def compare_heads_target(text: str, options: Options, counts: tuple[int, ...], *, pairwise: bool) -> CompareHeadsReport:
+    """Build the target with each number of heads, and compare.
+
+    Raises:
+        MhaInspectError: it cannot be built or called as asked, or takes no number of heads.
+        TargetFailedError: its forward raised.
+    """
+    import torch
+
+    from ..forward import Pass
+    from ..head_counts.modules import Counted, compare_modules
+    from ..reports.common import LayerInfo
+    from ..sides.module_run import ModuleSide
+    from ..targets.importing import stdout_for_the_answer
+    from ..targets.same_inputs import with_the_same
+
+    built: list[Counted] = []
+    made: list[tuple[Target, Call]] = []
+    with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+        for count in counts:
+            target = load(text, _with_heads(options, count))
+            _require_head_count(target)
+            call = call_of(target, options)
+            if made:
+                call = with_the_same(call, target.module, made[0][1], made[0][0].module)
+            try_once(target, call, options, f" with num_heads {count}")
+            made.append((target, call))
+            own = Pass(target.module, call.args, call.kwargs)
+            side = ModuleSide("left", target.name, own, LayerInfo(target.name, target.passed), options.seed)
+            built.append(Counted(count, side))
+        report = compare_modules(built, pairwise=pairwise)
+    for note in (*made[0][0].notes, called(made[0][1])):
+        if note:
+            tell(note)
+    return report
+
+
+def _with_heads(options: Options, count: int) -> Options:
+    """The options with this head count, as if it had been set by a variable: the target need not have a use for it."""
+    changed = copy.copy(options)
+    changed.num_heads = str(count)
+    changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
+    return changed
+
+
+def _require_head_count(target: Target) -> None:
+    """Raise `SpecError` where no argument of the target is a number of heads."""
+    from ..targets.aliases import flag_of
+
+    if any(flag_of(name) == "num_heads" for name in target.arguments):
+        return
+    names = ", ".join(target.arguments) or "none"
+    raise SpecError(
+        f"{target.name} takes no number of heads (its arguments: {names}), and compare-heads builds it once for each. "
+        "Name a class or a function that takes one, as num_heads, n_head or nhead."
+    )

@@ -1,0 +1,195 @@
+"""`mha-inspect compare-heads` of a module of one's own: built once for each head count, with the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from mha_inspect.schemas import load_schema
+
+SIZES = ("--batch", "3", "--seq-len", "5")
+
+CODE = '''
+import math
+
+import torch
+from torch import nn
+
+
+class Tutorial(nn.Module):
+    def __init__(self, d_model, nhead=2, scaled=True):
+        super().__init__()
+        self.heads, self.scaled = nhead, scaled
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class PerHead(nn.Module):
+    """A scale for each head: its parameters change with the head count."""
+
+    def __init__(self, dim, heads=1):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.scale = nn.Linear(dim, 3 * dim), nn.Parameter(torch.rand(heads, 1, 1))
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return ((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class Headless(nn.Module):
+    def __init__(self, size=6):
+        super().__init__()
+        self.q = nn.Linear(size, size)
+
+    def forward(self, x):
+        return (self.q(x) @ x.mT).softmax(-1) @ x
+
+
+class Widening(Tutorial):
+    """Every head as wide as the whole: another output for each head count."""
+
+    def __init__(self, head_size, n_head):
+        super().__init__(head_size * n_head, n_head)
+
+    def forward(self, x):
+        return super().forward(x.repeat(1, 1, self.heads))
+
+
+class Deaf(Tutorial):
+    """Takes a number of heads, and has two all the same."""
+
+    def __init__(self, dim, heads=2):
+        super().__init__(dim, 2)
+
+
+class Drawing(Tutorial):
+    """Draws as many numbers as it has heads before its weights: each head count is built with others."""
+
+    def __init__(self, dim, heads=2):
+        torch.rand(heads)
+        super().__init__(dim, heads)
+
+
+ready = Tutorial(6)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path) -> str:
+    path = Path(tmp_path) / "mine.py"
+    path.write_text(CODE)
+    return str(path)
+
+
+def report_of(invoke, target: str, *line: str) -> dict:
+    code, out, err = invoke("compare-heads", target, *line, *SIZES, "--format", "json")
+    assert code == 0, err
+    data = json.loads(out, parse_constant=pytest.fail)
+    jsonschema.Draft202012Validator(load_schema("compare-heads")).validate(data)
+    return data
+
+
+def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
+    """The oracle: the same class with the same weights and its number of heads changed from outside."""
+    data = report_of(invoke, f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2,11", "--pairwise")
+    namespace: dict = {}
+    exec(CODE, namespace)
+    torch.manual_seed(0)
+    module = namespace["Tutorial"](22, 1)
+    code, out, err = invoke(
+        *["trace", f"{mine}:Tutorial", "--embed-dim", "22", "--num-heads", "1", *SIZES, "--values", "--format", "json"]
+    )
+    assert code == 0, err
+    x = torch.tensor(json.loads(out)["attentions"][0]["stages"][0]["values"]["data"])
+    with torch.no_grad():
+        outputs = {}
+        for module.heads in (1, 2, 11):
+            outputs[module.heads] = module(x)
+    rows = {row["num_heads"]: row for row in data["counts"]}
+    assert list(rows) == [1, 2, 11]
+    for count, row in rows.items():
+        assert row["max_abs_difference"] == pytest.approx(float((outputs[count] - outputs[1]).abs().max()), rel=1e-4)
+        assert (row["head_dim"], row["same_parameters"]) == (22 // count, True)
+    assert [rows[count]["first_differing_stage"] for count in rows] == [None, "scores", "scores"]
+    assert (data["verdict"], data["baseline"]) == ("differs", 1)
+    last = data["pairs"][-1]
+    assert (last["left"], last["right"]) == (2, 11)
+    assert last["max_abs_difference"] == pytest.approx(float((outputs[2] - outputs[11]).abs().max()), rel=1e-4)
+
+
+def test_one_key_makes_all_the_same(invoke, mine):
+    code, out, _ = invoke(
+        *["compare-heads", f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", "--seq-len", "1"],
+        *["--format", "json", "--fail-if", "same"],
+    )
+    data = json.loads(out)
+    assert (code, data["verdict"]) == (1, "same")
+    # A single query and a single key leave no trace in the shapes: what has them for axes cannot be named.
+    assert "not compared, for an axis has no name: " in data["counts"][1]["reason"]
+
+
+def test_parameters_of_another_shape_are_named(invoke, mine):
+    data = report_of(invoke, f"{mine}:PerHead", "--embed-dim", "22", "--heads", "1,2")
+    assert [row["same_parameters"] for row in data["counts"]] == [True, False]
+    assert "scale [1, 1, 1] becomes [2, 1, 1]" in data["answer"][1]
+    assert data["counts"][1]["numel"] - data["counts"][0]["numel"] == 1
+
+
+def test_the_baselines_weights_are_carried(invoke, mine):
+    data = report_of(invoke, f"{mine}:Drawing", "--embed-dim", "22", "--heads", "1,2")
+    assert data["counts"][1]["first_differing_stage"] == "scores"
+    assert data["counts"][1]["reason"].startswith("q_proj, k_proj, v_proj and the split hold the same numbers")
+
+
+def test_torchs_own_layers_under_their_own_names(invoke):
+    data = report_of(
+        invoke, "torch.nn:TransformerEncoderLayer", "--embed-dim", "22", "--heads", "2,11", "--set", "dim_feedforward=7"
+    )
+    assert data["layer"]["spec"]["nhead"] == 2
+    assert data["counts"][1]["same_parameters"] is True
+    assert data["counts"][1]["first_differing_stage"] == "scores"
+
+
+def test_it_says_what_was_passed(invoke, mine):
+    code, out, err = invoke("compare-heads", f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", *SIZES)
+    assert code == 0
+    assert "nhead=1 (--num-heads)" in err
+    assert "x float32 [3, 5, 22]" in err
+    assert out.rstrip().endswith("only which of them belong to which head changes.")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("mine:Headless --heads 1,2", 2, "Headless takes no number of heads (its arguments: size)"),
+        ("mine:ready --heads 1,2", 2, "its arguments: none"),
+        ("mine:Deaf --embed-dim 22 --heads 2,11", 2, "its attention has 2"),
+        ("mine:Widening --set head_size=6 --heads 1,2 --input-shape x=3x5x6", 2, "[3, 5, 12]"),
+        ("mine:Tutorial --embed-dim 22 --heads 1,3", 1, "Tutorial with num_heads 3 failed on x float32 [1, 12, 22]"),
+        ("mine:Tutorial --embed-dim 22 --heads 2", 2, "nothing to compare"),
+        ("mine:Tutorial --embed-dim 22 --heads 0,2", 2, "0"),
+        ("mine:Tutorial", 2, "--heads 1,2,4"),
+        ("mine:Tutorial --heads 1,2 --set nhead=2", 2, "--set nhead is one number of heads for all"),
+        ("mine:Tutorial --heads 1,2 --gradients", 2, "--gradients is for the layers"),
+        ("mine:Tutorial --heads 1,2 --device meta", 2, "no numbers"),
+        ("mine:Tutorial --heads 1,2 --layer bert", 2, "two layers"),
+        ("mine:Tutorail --heads 1,2", 2, "Did you mean"),
+        ("bert --heads 1,2", 2, "--layer bert"),
+        ("512", 2, "is not a target"),
+    ],
+)
+def test_bad_input(invoke, mine, line, code, said):
+    answer = invoke("compare-heads", *line.replace("mine:", f"{mine}:").split())
+    assert (answer.code, answer.out) == (code, "")
+    assert said in answer.err
+    assert "Traceback" not in answer.err
+    assert answer.err.count("\n") <= 2
