@@ -295,7 +295,9 @@ class _Finder:
         for op, step in self.graph.forward(context, through):
             if self.graph.is_projection(op):
                 projections["output"] = op
-                stages["concat"] = self.graph.before_flattening(self.graph.before_call(op, step.tensor), op.module)
+                concat = self.graph.before_call(op, step.tensor)
+                # In the attention's own code the reshape that puts heads side by side may flatten rows as well.
+                stages["concat"] = concat if op.module == module else self.graph.before_flattening(concat, op.module)
                 stages["output"] = self._onward(self.graph.after_projection(op), module)
                 return
         stages["concat"] = self._onward(context, module)
