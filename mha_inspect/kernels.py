@@ -19,6 +19,10 @@ _FUSED: tuple[tuple[str, str, frozenset[str]], ...] = (
 """Start of a kernel's name, what it is, and the stages that it hides."""
 
 
+_UNSAID = "torch names none; its fast path asks for biases"
+"""It goes on without a word where there is no in_proj_bias."""
+
+
 def fused_kernels(recording: Recording) -> list[Op]:
     """The operations that hide stages of an attention, in order."""
     return [op for op in recording.ops if any(op.name.startswith(name) for name, _, _ in _FUSED)]
@@ -34,6 +38,9 @@ def hidden_stages(plain: Seen) -> list[frozenset[str]]:
 def describe(plain: Seen) -> Path:
     """The kernels of the plain forward, why it is not the fast path in torch's own words, and what was opened."""
     refusals = dict.fromkeys(reason for reason in plain.recording.fast_path_refusals if reason)
+    fast = any(op.name.startswith(_FUSED[0][0]) for op in plain.recording.ops)
+    if plain.recording.fast_path_refusals and not refusals and not fast:
+        refusals[_UNSAID] = None
     return Path(
         plain=_in_one_phrase(plain),
         reason="; ".join(" ".join(reason.split()) for reason in refusals) or None,

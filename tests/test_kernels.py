@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.forward import build_forward
-from mha_inspect.kernels import fused_kernels
+from mha_inspect.forward import Seen, build_forward
+from mha_inspect.kernels import describe, fused_kernels
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.recorder import record
 from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
@@ -193,3 +193,15 @@ def test_the_fast_path_is_refused_in_torchs_own_words(name: str) -> None:
     assert words in expected[0]
     taken = any(op.base_name == "_native_multi_head_attention" for op in recording.ops)
     assert taken == (name in ("none", "two masks", "autocast"))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_fast_path_that_is_left_without_a_word_is_said_to_be(bias: bool) -> None:
+    layer = nn.MultiheadAttention(6, 2, bias=bias, batch_first=True).eval()
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        seen = Seen(*record(layer, x, x, x))
+    took_it = any("_native_multi_head_attention" in op.name for op in seen.recording.ops)
+    assert took_it is bias
+    assert seen.recording.fast_path_refusals == ("",)
+    assert describe(seen).reason == (None if bias else "torch names none; its fast path asks for biases")

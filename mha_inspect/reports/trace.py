@@ -19,7 +19,7 @@ class Path:
     plain: str
     """The attention kernel that the plain forward takes, in one phrase."""
     reason: str | None
-    """Why it is not the fast path, in torch's own words; None where it is, or where there is none."""
+    """Why it is not the fast path, in torch's own words, or that it names none; None where it is, or there is none."""
     opened: tuple[str, ...]
     """Operations of the plain run that hide stages, and that were opened to show them."""
 
