@@ -15,11 +15,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import testing as testing
-    from .heads import compare_heads as compare_heads
+    from .library import compare_heads as compare_heads
+    from .library import diff as diff
     from .library import load as load
+    from .library import params as params
     from .library import recording as recording
     from .library import trace as trace
-    from .parameters import params as params
     from .spec import AttentionSpec as AttentionSpec
     from .spec import InputSpec as InputSpec
     from .spec import RunSpec as RunSpec
@@ -29,8 +30,9 @@ _HOMES = {
     "trace": "library",
     "recording": "library",
     "load": "library",
-    "params": "parameters",
-    "compare_heads": "heads",
+    "params": "library",
+    "compare_heads": "library",
+    "diff": "library",
     "AttentionSpec": "spec",
     "InputSpec": "spec",
     "RunSpec": "spec",

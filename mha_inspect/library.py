@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -67,24 +69,22 @@ class LiveAttention:
         return "\n".join([head, *(f"  {stage!r}" for stage in self.stages)])
 
 
-class LiveTrace:
-    """A trace that prints itself: the fields of `reports.trace.Trace`, and its tensors where they were kept."""
+class LiveReport:
+    """A report that prints itself: the fields of a report of `mha_inspect.reports`, read as they are there."""
 
-    def __init__(self, trace: Trace, tensors: tuple[dict[str, Tensor], ...] = ()) -> None:
-        self.report = trace
-        self.attentions = tuple(
-            LiveAttention(attention, tensors[place] if place < len(tensors) else {})
-            for place, attention in enumerate(trace.attentions)
-        )
+    def __init__(self, report: Any) -> None:
+        self.report = report
 
     def __getattr__(self, name: str) -> Any:
+        if name == "report":  # asked for before it is there, as copying does
+            raise AttributeError(name)
         return getattr(self.report, name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *vars(self.report)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LiveTrace) and self.report == other.report
+        return isinstance(other, LiveReport) and self.report == other.report
 
     __hash__ = None  # type: ignore[assignment]  # equal reports are equal, and lists inside them cannot be hashed
 
@@ -113,6 +113,17 @@ class LiveTrace:
         return to_text(self.report, format)
 
 
+class LiveTrace(LiveReport):
+    """A trace that prints itself, and holds its tensors where they were kept."""
+
+    def __init__(self, trace: Trace, tensors: tuple[dict[str, Tensor], ...] = ()) -> None:
+        super().__init__(trace)
+        self.attentions = tuple(
+            LiveAttention(attention, tensors[place] if place < len(tensors) else {})
+            for place, attention in enumerate(trace.attentions)
+        )
+
+
 def load(path: str | PathLike[str]) -> LiveTrace:
     """A trace that was saved as .json, without its tensors.
 
@@ -137,6 +148,42 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     show = show or Show()
     found, seen = traced(Pass(module, args, kwargs), show, keep=keep or show.stats or show.values)
     return LiveTrace(found, _stage_tensors(seen) if keep else ())
+
+
+def params(module: nn.Module, *, show: Show | None = None, per_head: bool = False) -> LiveReport:
+    """Every parameter tensor of a module: `mha_inspect.parameters.params`, in a report that prints itself."""
+    from .parameters import params as report_of
+
+    return LiveReport(report_of(module, show=show, per_head=per_head))
+
+
+def compare_heads(heads: Sequence[int], layer: str = "torch", **settings: Any) -> LiveReport:
+    """The same weights and input through several head counts: `mha_inspect.heads.compare_heads`.
+
+    Settings are those of `AttentionSpec`, `InputSpec` and `RunSpec`, by name:
+    `compare_heads((1, 2, 4), embed_dim=64, seq_len=7, causal=True)`.
+    """
+    from .heads import compare_heads as report_of
+
+    return LiveReport(report_of(heads, layer=layer, **settings))
+
+
+def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:
+    """Where two modules part ways: both run on the same arguments, and compared stage by stage in canonical axes.
+
+    Each keeps the weights that it has, as when a port is checked. With `same_weights` those of the one are carried into
+    a copy of the other, however each packs them. Neither module is changed.
+
+    Raises `InputError` where a side cannot be run in float64, against which rounding is measured.
+    """
+    from .module_difference import diff_modules
+    from .sides.module_run import ModuleSide
+
+    def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
+        own = Pass(copy.deepcopy(module), args, kwargs)
+        return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
+
+    return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
 
 
 class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`

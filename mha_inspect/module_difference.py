@@ -8,23 +8,35 @@ from dataclasses import replace
 import torch
 
 from .reports.common import Verdict
-from .reports.diff import DiffReport, NoiseSource, OutputDifference, SideName, StageRow, StageSide
+from .reports.diff import (
+    DiffReport,
+    NoiseSource,
+    OutputDifference,
+    SharedWeights,
+    SideName,
+    StageRow,
+    StageSide,
+)
 from .sides.module_run import ModuleRun, ModuleSide
 from .sides.module_weights import carried, pairs, share
 from .sides.words import stage_note, whether
 from .stage_difference import compare_stage
 from .stages import CANONICAL_AXES, STAGES
 
+_AS_THEY_ARE = SharedWeights(False, "not carried: each side has the weights that it came with.", (), None)
 
-def diff_modules(left: ModuleSide, right: ModuleSide) -> DiffReport:
+
+def diff_modules(left: ModuleSide, right: ModuleSide, *, carry: bool = True) -> DiffReport:
     """Compare two modules that get the same input, with the same weights as far as those can be carried.
+
+    Without `carry` each keeps the weights that it has.
 
     The attentions of both are paired in the order in which they are computed. Stages are compared in canonical axes,
     and judged by the larger rounding error of the two, measured against float64 in this run.
 
     Raises `InputError` where a side cannot be run in float64.
     """
-    weights = share(left, right)
+    weights = share(left, right) if carry else _AS_THEY_ARE
     ours, theirs = ModuleRun(left), ModuleRun(right)
     counts = [len(run.opened.attentions) for run in (ours, theirs)]
     several = max(counts) > 1

@@ -173,3 +173,38 @@ def test_a_block_that_raises_lets_the_error_through_and_keeps_what_ran(layer, x)
 def test_a_trace_inside_its_block_is_refused():
     with mha_inspect.recording() as seen, pytest.raises(ValueError, match="still under way"):
         _ = seen.trace
+
+
+def test_params_and_compare_heads_print_themselves(layer):
+    params = mha_inspect.params(layer)
+    assert params.total.numel == sum(parameter.numel() for parameter in layer.parameters())
+    assert "in_proj_weight" in repr(params)
+    heads = mha_inspect.compare_heads((1, 3), embed_dim=15, seq_len=7)
+    assert heads.verdict == "differs"
+    assert heads.to_dict()["baseline"] == 1
+
+
+def test_diff_compares_modules_as_they_are_and_changes_neither(layer, x):
+    class Split(nn.Module):
+        def __init__(self, weight: float) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
+            self.inner.load_state_dict(layer.state_dict())
+            with torch.no_grad():
+                self.inner.out_proj.weight[0, 0] += weight
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self.inner(query, key, value)[0]
+
+    same, other = Split(0.0).eval(), Split(1.0).eval()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    assert mha_inspect.diff(same, same, x, x, x).verdict == "same"
+    found = mha_inspect.diff(same, other, x, x, x)
+    with torch.no_grad():
+        expected = (same(x, x, x) - other(x, x, x)).abs().max().item()
+    assert found.verdict == "differs"
+    assert found.first_differing_stage == "output"
+    assert found.output.max_abs_difference == pytest.approx(expected, rel=1e-5)
+    assert "output" in repr(found)
+    assert mha_inspect.diff(same, other, x, x, x, same_weights=True).verdict == "same"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
