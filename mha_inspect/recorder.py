@@ -385,5 +385,5 @@ def _owner(tensor: torch.Tensor) -> StorageWeakRef | ref[torch.Tensor]:
     """
     try:
         return StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # no storage to refer to, as in `_identity`
         return ref(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 from torch import nn
@@ -152,7 +153,7 @@ def _walk(base: ModuleRun, other: ModuleRun) -> Walk:
             if stage in _GIVEN or stage not in mine or stage not in theirs:
                 continue
             like = theirs[stage]
-            row = compare_stage(stage, mine[stage], like, lambda p=place, s=stage, t=like: base.floor(p, s, t))  # type: ignore[misc]
+            row = compare_stage(stage, mine[stage], like, partial(base.floor, place, stage, like))
             if first is not None:
                 rejoined = None if row.verdict == "differs" else rejoined or stage
             elif row.verdict == "differs":

@@ -71,6 +71,7 @@ def train(forward: Forward, steps: int) -> Trained:
         for _ in range(steps):
             optimizer.zero_grad()
             loss = loss_of(learner)
+            # torch does not annotate it.
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(float(loss.detach()))

@@ -107,6 +107,7 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     except (TypeError, ValueError):
         return {}
     try:
+        # The annotations of a class that is called are those of its __init__.
         hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     except Exception:  # an annotation may name anything
         hints = {}
@@ -278,6 +279,7 @@ def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapp
             raise SpecError(unknown_setting(f"{name}.{key}", [f"{name}.{n}" for n in known], name))
         values[key] = convert(f"{name}.{key}", text, Parameter.empty, known[key], namespace)
     if isinstance(config, Mapping):
+        # A mapping of any kind that can be made from a dict; what it is, is known only when it is there.
         return type(config)({**known, **values})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.replace(config, **values)

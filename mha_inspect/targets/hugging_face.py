@@ -104,9 +104,11 @@ def _transformers() -> ModuleType:
         raise InputError(f"transformers is installed and cannot be imported: {in_one_line(error)}") from None
     hub = sys.modules.get("huggingface_hub.constants")
     if hub is not None:
+        # The environment is read once, and may have been: the constant is what is asked afterwards.
         hub.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # An optional library: where it is absent, mypy knows it as Any.
     return transformers  # type: ignore[no-any-return]
 
 
