@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from math import isclose
 
 from .attention import Found, Graph
 from .ops import Op, Tensor
+from .rearrangement import dims_of, rearrangement
 from .reports.trace import Memory
 
 _INPUTS = ("query", "key", "value")
@@ -148,13 +148,16 @@ class StageFacts:
         if source is None:
             return "given"
         made = self._made(stage, self._found.stages[stage])
-        if self._found.branches and stage == "concat":
-            return f"the contexts of {len(self._found.branches)} heads side by side"
+        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        if stage == "concat" and (self._found.branches or after > before):
+            return f"the contexts of {len(self._found.branches) or after // before} heads side by side"
         computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
-        return (source if left == right else f"{left} -> {right}") + self._grown(source, stage)
+        shapes = (self._found.stages[source].shape, self._found.stages[stage].shape)
+        moved = source if left == right else rearrangement(left, right, shapes) or f"{source} in heads"
+        return moved + self._grown(source, stage)
 
     def _done_to(self, tensor: Tensor, made: list[Op]) -> list[Op]:
         """Those operations that read what came of the tensor, and not what positions and masks are made of."""
@@ -167,8 +170,9 @@ class StageFacts:
 
     def _grown(self, source: str, stage: str) -> str:
         """What became more on the way: keys that the layer appends, heads that are repeated."""
-        more = self._length(stage, "key") - self._length(source, "key")
-        if more > 0:
+        before, after = self._length(source, "key"), self._length(stage, "key")
+        more = after - before
+        if before and more > 0:
             what = "value" if stage == "v_heads" else "key"
             return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
         before, after = self._found.stages[source].numel, self._found.stages[stage].numel
@@ -176,8 +180,8 @@ class StageFacts:
 
     def _length(self, stage: str, axis: str) -> int:
         """Size of an axis that has a dimension to itself; 0 where it has none."""
-        dims = re.findall(r"\([^)]*\)|\S+", self._axes[stage])
-        return self._found.stages[stage].shape[dims.index(axis)] if axis in dims else 0
+        dims = dims_of(self._axes[stage])
+        return self._found.stages[stage].shape[dims.index([axis])] if [axis] in dims else 0
 
 
 def scale_text(scale: float | None) -> str:

@@ -75,13 +75,8 @@ def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]
     if times := [re.fullmatch(r"each head (\d+) times", words) for words in grown if "times" in words]:
         assert times[0] is not None
         assert int(times[0][1]) == known["group"] > 1
-        pattern = pattern.replace("-> batch heads ", "-> batch (kv_heads group) ")
+        pattern = re.sub("-> batch (kv_heads|1) ", r"-> batch (\1 group) ", pattern)
         grown = []
-    left, right = pattern.split(" -> ")
-    for name in {"batch", "heads", "query", "key"} & set(re.findall(r"\w+", left)) - set(re.findall(r"\w+", right)):
-        assert case.sizes[name] == 1  # an axis of one that the implementation drops
-        left = re.sub(rf"\b{name}\b", "1", left)
-    pattern = f"{left} -> {right}"
     sizes = {name: size for name, size in known.items() if re.search(rf"\b{name}\b", pattern)}
     result = repeat(case.value(SOURCES[stage]), pattern, **sizes)
     if not grown:

@@ -1,0 +1,108 @@
+"""How elements move from one stage to the next, as a pattern that einops takes: `einops.rearrange(left, pattern)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+
+_GROUPED = {"heads": ("kv_heads", "group")}
+"""An axis, and the two that it is counted by where keys and values are shared."""
+_PACKED = ("qkv", "kv", "qk", "packed")
+"""Axes that count what stands side by side in one matrix."""
+_NUMBERED = re.compile(r"(\w+)_\d+")
+"""Axes that have several dimensions: `query_1 query_2`, the height and width of an image."""
+
+Dims = list[list[str]]
+"""A pattern, dimension by dimension: several names where it has brackets."""
+
+
+def dims_of(pattern: str) -> Dims:
+    """`batch query (heads head_dim)` as the names in each dimension."""
+    return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", pattern)]
+
+
+def rearrangement(left: str, right: str, shapes: tuple[Sequence[int], Sequence[int]]) -> str | None:
+    """The pattern that brings elements laid out as `left` to `right`; None where no pattern of einops does.
+
+    What an implementation repeats, or takes a part of, no pattern can say: the right side is then what it is before it
+    is repeated, or has the axis first of which a part is taken, and words say the rest.
+
+    Args:
+        left: the axes of what is rearranged.
+        right: the axes of what comes of it.
+        shapes: of both.
+    """
+    before, after = dims_of(left), dims_of(right)
+    _spell_alike(before, after)
+    first, second = _sizes(before, shapes[0], {}), _sizes(after, shapes[1], {})
+    first, second = _sizes(before, shapes[0], {**second, **first}), _sizes(after, shapes[1], {**first, **second})
+    for dims, other, own in ((before, after, first), (after, before, second)):
+        there = _names(other)
+        for names in dims:
+            names[:] = ["1" if name not in there and own.get(name) == 1 else name for name in names]
+    gone, new = ([n for n in _names(a) if n not in _names(b)] for a, b in ((before, after), (after, before)))
+    taken = ""
+    if len(gone) == 1 and gone[0] in _PACKED and not new:
+        after.insert(0, gone)
+        taken = f", one of {gone[0]}"
+    elif gone == ["packed"] and len(new) == 1 and new[0].endswith("head_dim"):
+        _replace(after, new[0], "packed")
+        taken = ", a part of packed"
+    elif gone == ["kv_heads"] and new == ["heads"]:
+        _replace(after, "heads", "kv_heads")
+    elif not gone and new == ["heads"]:
+        _replace(after, "heads", "1")
+    elif gone or new:
+        return None
+    if any(name.isdigit() and name != "1" for name in (*_names(before), *_names(after))):
+        return None
+    if any(len(_names(dims)) != len(set(_names(dims))) for dims in (before, after)):
+        return None
+    # An axis that became longer had something appended; any other change is no matter of moving elements.
+    if any(first[axis] != second[axis] for axis in first.keys() & second.keys() - {"key"}):
+        return None
+    if first.get("key", 0) > second.get("key", first.get("key", 0)):
+        return None
+    text = _text(before)
+    return (text if text == _text(after) else f"{text} -> {_text(after)}") + taken
+
+
+def _names(dims: Dims) -> list[str]:
+    return [name for names in dims for name in names if name != "1"]
+
+
+def _sizes(dims: Dims, shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
+    """The size of each axis that a dimension of its own tells, or all others in its dimension."""
+    sizes = {names[0]: size for names, size in zip(dims, shape, strict=True) if len(names) == 1 and names[0] != "1"}
+    for names, size in zip(dims, shape, strict=True):
+        told = {**known, **sizes}
+        left = [name for name in names if name not in told]
+        if len(left) == 1 and len(names) > 1:
+            sizes[left[0]] = size // max(prod(told[name] for name in names if name in told), 1)
+        elif not left and prod(told[name] for name in names) == size:
+            sizes |= {name: told[name] for name in names}
+    return sizes
+
+
+def _replace(dims: Dims, name: str, *others: str) -> None:
+    for names in dims:
+        names[:] = [new for old in names for new in (others if old == name else (old,))]
+
+
+def _spell_alike(before: Dims, after: Dims) -> None:
+    """Where one side counts an axis by its parts, the other does so too."""
+    for one, other in ((before, after), (after, before)):
+        for whole, parts in _GROUPED.items():
+            if set(parts) <= set(_names(one)):
+                _replace(other, whole, *parts)
+        numbered: dict[str, list[str]] = {}
+        for name in _names(one):
+            if match := _NUMBERED.fullmatch(name):
+                numbered.setdefault(match[1], []).append(name)
+        for whole, found in numbered.items():
+            _replace(other, whole, *found)
+
+
+def _text(dims: Dims) -> str:
+    return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" for names in dims)
