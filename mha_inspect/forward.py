@@ -15,7 +15,7 @@ from .attention import Found, Graph, find_attentions
 from .axes import AxisNames
 from .inputs import Inputs, make_inputs
 from .layers.registry import find_layer
-from .layers.settings import check_settings
+from .layers.settings import check_settings, own_spec
 from .ops import Recording
 from .recorder import opened, record, tensors_in
 from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
@@ -133,6 +133,7 @@ def build_forward(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: s
         DeviceError: the device is not there or cannot run the dtype.
     """
     kind = find_layer(layer)
+    spec = own_spec(kind, spec)
     check_settings(kind, spec, inputs, run)
     made = make_inputs(spec, inputs, run)
     return _forward(layer, spec, run, made)

@@ -23,7 +23,7 @@ from .head_counts.training import compare_training
 from .head_counts.weights import Carried, carry
 from .inputs import Inputs
 from .layers.registry import find_layer
-from .layers.settings import check_settings, spec_for
+from .layers.settings import check_settings, own_spec, spec_for
 from .noise import judge
 from .reports.common import Environment, LayerInfo, Verdict
 from .reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
@@ -85,6 +85,7 @@ def compare_heads_spec(
         DeviceError: the device is not there, or cannot run spec.dtype.
         DoesNotFitError: it needs more memory than there is.
     """
+    spec = own_spec(find_layer(layer), spec)
     specs = _specs(spec, counts)
     check_settings(find_layer(layer), specs[0], inputs, run)
     _require_numbers(spec, run)

@@ -18,6 +18,7 @@ from .inputs import make_inputs
 from .layers import torch_mha
 from .layers.registry import LayerKind, find_layer
 from .layers.roles import Role
+from .layers.settings import own_spec
 from .memory import require_memory
 from .parameter_columns import side_by_side
 from .reports.common import Environment, LayerInfo
@@ -59,6 +60,7 @@ def params_spec(
         DoesNotFitError: the parameters are larger than the free memory.
     """
     kind = find_layer(layer)
+    spec = own_spec(kind, spec)
     device = resolve(run.device, spec.dtype)
     _require_memory(kind, spec, device, per_head, several=len(num_heads) > 1)
     code = kind.load()

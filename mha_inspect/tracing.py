@@ -19,6 +19,8 @@ from .device import resolve
 from .fit import require_fit
 from .forward import Pass, Seen, State, build_forward
 from .kernels import describe, fused_kernels, hidden_stages
+from .layers.registry import find_layer
+from .layers.settings import own_spec
 from .masked_rows import masked_rows
 from .ops import Op, Tensor
 from .proof import prove
@@ -44,6 +46,7 @@ def trace_spec(
         DoesNotFitError: the runs would need more memory than is free.
     """
     show = show or Show()
+    spec = own_spec(find_layer(layer), spec)
     resolve(run.device, spec.dtype)
     require_fit(spec, inputs, run, layer, keep=show.stats or show.values)
     forward = build_forward(spec, inputs, run, layer)

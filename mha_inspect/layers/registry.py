@@ -52,6 +52,8 @@ class LayerKind:
     """Module under mha_inspect.layers that builds it."""
     takes: frozenset[str] = frozenset()
     """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
+    whole_heads: bool = False
+    """Whether a head has embed_dim features where no head_dim is given, and not embed_dim / num_heads of them."""
 
     def load(self) -> LayerModule:
         """Import the layer's code (this imports torch)."""
@@ -142,6 +144,7 @@ LAYERS: dict[str, LayerKind] = {
             origin="Peter Bloem's wide self-attention",
             module="wide",
             takes=frozenset({"head_dim", "need_weights"}),
+            whole_heads=True,
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..errors import SpecError
@@ -65,10 +66,17 @@ def check_settings(kind: LayerKind, spec: AttentionSpec, inputs: InputSpec, run:
 def spec_for(kind: LayerKind, **settings: Any) -> AttentionSpec:
     """The spec of this layer: `AttentionSpec(**settings)` with the defaults that are the layer's own.
 
-    A head of `wide` has embed_dim features where no head_dim is given, and no head count needs to divide it.
+    Where a head is as wide as the embedding by default, no head count needs to divide it.
 
     Raises `SpecError` when the settings contradict each other.
     """
-    if kind.name == "wide" and settings.get("head_dim") is None:
+    if kind.whole_heads and settings.get("head_dim") is None:
         settings["head_dim"] = settings.get("embed_dim", AttentionSpec.embed_dim)
     return AttentionSpec(**settings)
+
+
+def own_spec(kind: LayerKind, spec: AttentionSpec) -> AttentionSpec:
+    """A spec that was made without knowing of the layer, with the defaults that are the layer's own."""
+    if kind.whole_heads and not spec.head_dim_given:
+        return replace(spec, head_dim=spec.embed_dim)
+    return spec

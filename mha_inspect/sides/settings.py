@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..layers.registry import LayerKind, find_layer
-from ..layers.settings import OPTIONAL, check_settings
+from ..layers.settings import OPTIONAL, check_settings, own_spec
 from ..reports.diff import SideName
 from ..spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec
 
@@ -199,14 +199,12 @@ def _side(
         value = asked(spec, inputs, run)
         if value is None or setting in kind.takes or setting not in other.takes or setting in settings:
             continue
-        # Where the default of `wide` is its head_dim, it was not asked for.
-        if not (setting == "head_dim" and other.name == "wide" and value == spec.embed_dim):
+        # Where it is the default of the other layer, it was not asked for.
+        if not (setting == "head_dim" and other.whole_heads and value == spec.embed_dim):
             unheard.append(f"{kind.name} has no use for {setting} {_written(value)}, and is left as it is.")
         spec, inputs, run = _without(setting, spec, inputs, run)
     try:
-        spec = replace(spec, **_of(AttentionSpec, settings))
-        if kind.name == "wide" and not spec.head_dim_given:
-            spec = replace(spec, head_dim=spec.embed_dim)
+        spec = own_spec(kind, replace(spec, **_of(AttentionSpec, settings)))
         inputs, run = replace(inputs, **_of(InputSpec, settings)), replace(run, **_of(RunSpec, settings))
     except SpecError as error:
         raise SpecError(f"{name} side: {error}") from None
@@ -278,8 +276,8 @@ _SHARED: dict[str, Callable[[Side], Any]] = {
 def _why(side: Side, name: str) -> str:
     if name in side.settings:
         return ""
-    if name == "head_dim" and side.kind.name == "wide" and side.spec.head_dim == side.spec.embed_dim:
-        return " (wide: each head has the whole embed_dim)"
+    if name == "head_dim" and side.kind.whole_heads and side.spec.head_dim == side.spec.embed_dim:
+        return f" ({side.kind.name}: each head has the whole embed_dim)"
     if name in OPTIONAL and name not in side.kind.takes:
         return f" ({side.kind.name} has no other {name})"
     return ""

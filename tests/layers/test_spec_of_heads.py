@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from mha_inspect.difference import diff_spec
 from mha_inspect.errors import SpecError
-from mha_inspect.spec import AttentionSpec, plain_fields
+from mha_inspect.heads import compare_heads_spec
+from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.settings import spec_for
+from mha_inspect.parameters import params_spec
+from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from mha_inspect.tracing import trace_spec
 
 
 def test_a_derived_head_dim_follows_a_new_head_count():
@@ -51,6 +57,26 @@ def test_a_given_head_dim_needs_no_division():
 def test_contradictions_are_named(settings, message):
     with pytest.raises(SpecError, match=f"(?i){message}"):
         AttentionSpec(**settings)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
+    """As `AttentionSpec(...)` comes from a caller of the library, who does not know the layer's own defaults."""
+    plain = AttentionSpec(embed_dim=30, num_heads=5)
+    own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
+    masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
+    assert trace_spec(plain, masked, run, layer=layer) == trace_spec(own, masked, run, layer=layer)
+    assert diff_spec(layer, layer, plain, masked, run).verdict == "same"
+
+
+def test_so_it_is_for_several_head_counts():
+    """No head count of `wide` needs to divide embed_dim."""
+    plain, own = AttentionSpec(embed_dim=15, num_heads=5), spec_for(LAYERS["wide"], embed_dim=15, num_heads=5)
+    for report_of in (
+        lambda spec: params_spec(spec, RunSpec(), Show(), layer="wide", num_heads=(1, 2)),
+        lambda spec: compare_heads_spec(spec, (1, 2), InputSpec(), RunSpec(), layer="wide"),
+    ):
+        assert report_of(plain) == report_of(own)
 
 
 def test_json_has_the_resolved_head_dim():
