@@ -14,8 +14,9 @@ from .device import resolve
 from .errors import SpecError
 from .fit import require_fit
 from .forward import Forward, build_forward
-from .head_counts.focus import compare_focus
+from .head_counts.focus import compare_focus, layer_weights
 from .head_counts.gradients import compare_gradients
+from .head_counts.learner import layer_learner
 from .head_counts.must_be_equal import claims, confirmed, masked_note
 from .head_counts.runs import HeadRun, Noise, walk
 from .head_counts.sentences import answer, reason
@@ -92,7 +93,7 @@ def compare_heads_spec(
     widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
     require_fit(widest, inputs, run, layer, keep=False)
     comparison = _Comparison(specs, inputs, run, layer)
-    rows = comparison.rows
+    rows, learners = comparison.rows, [layer_learner(forward) for forward in comparison.forwards]
     verdicts = {row.verdict for row in rows[1:]}
     verdict: Verdict = "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"
     return CompareHeadsReport(
@@ -104,9 +105,9 @@ def compare_heads_spec(
         equalities=comparison.equalities(),
         answer=answer(rows, comparison.carried, all_nan=comparison.all_nan()),
         pairs=comparison.pairs() if pairwise else None,
-        gradients=compare_gradients(comparison.forwards, comparison.cause()) if gradients else None,
-        training=compare_training(comparison.forwards, steps, comparison.cause()) if steps else None,
-        focus=compare_focus(comparison.forwards) if focus else None,
+        gradients=compare_gradients(learners, comparison.cause()) if gradients else None,
+        training=compare_training(learners, steps, comparison.cause()) if steps else None,
+        focus=compare_focus(map(layer_weights, comparison.forwards)) if focus else None,
     )
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.forward import build_forward
-from mha_inspect.head_counts.gradients import LOSS, gradient_of, loss_of
+from mha_inspect.head_counts.gradients import LOSS, gradient_of
+from mha_inspect.head_counts.learner import layer_learner
 from mha_inspect.head_counts.training import LEARNING_RATE, train
 from mha_inspect.head_counts.weights import carry, matrices, same_bits
 from mha_inspect.heads import compare_heads
@@ -27,10 +28,14 @@ def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **input
     return build_forward(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
 
 
+def loss_of(forward) -> float:
+    return gradient_of(layer_learner(forward)).loss
+
+
 @pytest.mark.parametrize("part", ["W_q", "W_k", "W_v", "W_o", "b_q", "b_v", "b_o"])
 def test_the_gradient_is_the_slope_of_the_loss(part):
     forward = forward_of(5, dtype="float64")
-    gradient = gradient_of(forward).parts[part].flatten()
+    gradient = gradient_of(layer_learner(forward)).parts[part].flatten()
     names = ["W_q", "W_k", "W_v"] if part.startswith("W") else ["b_q", "b_k", "b_v"]
     module = forward.module
     if part in names:
@@ -43,7 +48,7 @@ def test_the_gradient_is_the_slope_of_the_loss(part):
         start, losses = weights[element].item(), []
         for step in (1e-5, -1e-5):
             weights[element] = start + step
-            losses.append(loss_of(forward).item())
+            losses.append(loss_of(forward))
         weights[element] = start
         assert gradient[element].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5, abs=1e-10)
 
@@ -51,8 +56,8 @@ def test_the_gradient_is_the_slope_of_the_loss(part):
 def test_the_module_is_left_as_it_was():
     forward = forward_of(2)
     before = copy.deepcopy(forward.module.state_dict())
-    gradient_of(forward)
-    train(forward, 2)
+    gradient_of(layer_learner(forward))
+    train(layer_learner(forward), 2)
     assert all(parameter.grad is None for parameter in forward.module.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in forward.module.state_dict().items())
 
@@ -60,7 +65,7 @@ def test_the_module_is_left_as_it_was():
 def test_differences_of_gradients_are_those_of_autograd():
     report = compare_heads((2, 5), **SIZES, gradients=True)
     assert report.gradients.loss == LOSS
-    base, other = (gradient_of(forward_of(heads)) for heads in (2, 5))
+    base, other = (gradient_of(layer_learner(forward_of(heads))) for heads in (2, 5))
     row = report.gradients.counts[1]
     assert row.loss == other.loss
     assert {part.part for part in row.parts} == {"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o"}
@@ -97,14 +102,14 @@ def test_training_is_the_steps_done_by_hand():
         forward = forward_of(heads)
         parts = matrices(forward.module)
         for _ in range(3):
-            gradient = gradient_of(forward).parts
+            gradient = gradient_of(layer_learner(forward)).parts
             parts = {part: weights - LEARNING_RATE * gradient[part] for part, weights in parts.items()}
             with torch.no_grad():
                 forward.module.in_proj_weight.copy_(torch.cat([parts["W_q"], parts["W_k"], parts["W_v"]]))
                 forward.module.in_proj_bias.copy_(torch.cat([parts[f"b_{letter}"].flatten() for letter in "qkv"]))
                 forward.module.out_proj.weight.copy_(parts["W_o"])
                 forward.module.out_proj.bias.copy_(parts["b_o"])
-        ends.append((parts, loss_of(forward).item()))
+        ends.append((parts, loss_of(forward)))
     start = matrices(forward_of(2).module)
     between, moved = (
         sum(float((left[part] - right[part]).double().square().sum()) for part in start) ** 0.5
@@ -120,7 +125,7 @@ def test_training_is_the_steps_done_by_hand():
 
 def test_one_step_moves_the_weights_apart_as_far_as_the_gradients_are():
     report = compare_heads((1, 3), **SIZES, steps=1)
-    base, other = (gradient_of(forward_of(heads)).parts for heads in (1, 3))
+    base, other = (gradient_of(layer_learner(forward_of(heads))).parts for heads in (1, 3))
     largest = max((base[part] - other[part]).abs().max().item() for part in base)
     assert report.training.counts[1].max_abs_difference == pytest.approx(LEARNING_RATE * largest, rel=1e-3)
 
@@ -184,7 +189,7 @@ def test_weights_are_carried_as_matrices_and_blocks():
 def test_a_gradient_is_laid_out_as_the_weights_are():
     spec = AttentionSpec(embed_dim=EMBED, num_heads=3, kdim=11, vdim=13)
     forward = build_forward(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
-    gradient = gradient_of(forward).parts
+    gradient = gradient_of(layer_learner(forward)).parts
     assert {part: tuple(tensor.shape) for part, tensor in gradient.items() if part.startswith("W")} == {
         "W_q": (EMBED, EMBED),
         "W_k": (EMBED, 11),

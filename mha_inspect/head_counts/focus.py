@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,22 +12,58 @@ from torch import Tensor
 from ..errors import RecordingError
 from ..forward import Forward
 from ..reports.compare_heads import Focus, HeadFocus, HeadsFocus
+from ..sides.module_run import ModuleRun
 from ..stage_contents import StageContents
 
 
-def compare_focus(forwards: Sequence[Forward]) -> Focus:
-    """What the heads of each layer look at.
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """The weights of one attention."""
 
-    Raises:
-        RecordingError: the weights of a layer could not be found, or their axes not be named.
-    """
-    counts = []
-    for forward in forwards:
-        weights = StageContents(forward, forward.recorded(keep=True)).get("weights")
-        if weights is None:
-            raise RecordingError(f"layer {forward.layer} has no weights that can be laid out by head.")
-        counts.append(focus_of(weights, forward.inputs.key_len))
+    weights: Tensor
+    """`batch heads query key`."""
+    key_len: int | None = None
+    """Keys that have a position; those that are appended after them have none. None means all."""
+    attention: int | None = None
+    """Which of several, from 1."""
+    module: str | None = None
+
+
+def compare_focus(every: Iterable[HeadWeights]) -> Focus:
+    """What the heads of each head count look at, the baseline's first."""
+    counts = [replace(focus_of(one.weights, one.key_len), attention=one.attention, module=one.module) for one in every]
     return Focus(tuple(counts), _answer(counts))
+
+
+def layer_weights(forward: Forward) -> HeadWeights:
+    """The weights of a layer that was built from flags.
+
+    Raises `RecordingError` where they could not be found, or their axes not be named.
+    """
+    weights = StageContents(forward, forward.recorded(keep=True)).get("weights")
+    if weights is None:
+        raise RecordingError(f"layer {forward.layer} has no weights that can be laid out by head.")
+    return HeadWeights(weights, forward.inputs.key_len)
+
+
+def module_weights(run: ModuleRun) -> list[HeadWeights]:
+    """The weights of every attention in a module.
+
+    Raises `RecordingError` where the axes of one cannot be named.
+    """
+    several = len(run.contents) > 1
+    found = []
+    for place, contents in enumerate(run.contents):
+        if "weights" not in contents:
+            raise RecordingError(
+                f"--focus: an axis of the weights of {run.side.label} has no name, and by head they cannot be laid "
+                "out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
+            )
+        given = contents.get("key")
+        key_len = None if given is None else min(given.shape[1], contents["weights"].shape[-1])
+        module = run.opened.attentions[place][0].module if several else None
+        found.append(HeadWeights(contents["weights"], key_len, place + 1 if several else None, module))
+    return found
 
 
 def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
@@ -80,18 +117,20 @@ def _mean(numbers: Tensor) -> float:
 
 def _answer(counts: Sequence[HeadsFocus]) -> str:
     """What the most heads look at, beside the fewest."""
-    few, many = (choose(counts, key=lambda count: count.num_heads) for choose in (min, max))
-    effective = [head.effective_keys for head in many.by_head]
+    few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
+    fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
+    effective = [head.effective_keys for count in most for head in count.by_head]
     if not all(map(math.isfinite, effective)):
         return "No query has a key to look at."
-    spread = f"{min(effective):.3g} to {max(effective):.3g}" if many.num_heads > 1 else f"{effective[0]:.3g}"
-    text = f"Of {many.num_heads} heads each looks at {spread} keys in effect"
-    if many.num_heads == 1:
-        return f"The one head looks at {spread} keys in effect."
-    share = many.divergence / many.largest_divergence
+    where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
+    spread = f"{min(effective):.3g} to {max(effective):.3g}" if len(effective) > 1 else f"{effective[0]:.3g}"
+    if many == 1:
+        return f"The one head{where} looks at {spread} keys in effect."
+    share = sum(count.divergence / count.largest_divergence for count in most) / len(most)
+    text = f"Of {many} heads{where} each looks at {spread} keys in effect"
     text += f", and they differ by {100 * share:.2g} % of what heads with nothing in common would"
-    if few.num_heads < many.num_heads:
-        one = sum(head.effective_keys for head in few.by_head) / few.num_heads
-        average = "head it is" if few.num_heads == 1 else "heads it is on average"
-        text += f"; with {few.num_heads} {average} {one:.3g} keys"
+    if few < many:
+        known = [head.effective_keys for count in fewest for head in count.by_head]
+        average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
+        text += f"; with {few} {average} {sum(known) / len(known):.3g} keys"
     return f"{text}."

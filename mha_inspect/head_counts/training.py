@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..forward import Forward
 from ..noise import judge
 from ..reports.compare_heads import HeadTraining, Training
-from ..stage_contents import in_dtype
-from .gradients import LOSS, larger_floor, loss_of, noise_scale, require_finite
+from .gradients import LOSS, larger_floor
+from .learner import Learner
 from .sentences import heads
-from .weights import matrices
 
 LEARNING_RATE = 0.1
 OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
@@ -26,7 +24,7 @@ OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The weights before and after, as matrices, and the loss at either end."""
+    """The weights before and after, by part, and the loss at either end."""
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
@@ -34,57 +32,54 @@ class Trained:
     last_loss: float
 
 
-def compare_training(forwards: Sequence[Forward], steps: int, cause: str = "") -> Training:
-    """Train a copy of each layer and compare the weights with those of the first.
+def compare_training(learners: Sequence[Learner], steps: int, cause: str = "") -> Training:
+    """Train a copy of each module and compare the weights with those of the first.
 
     Args:
-        forwards: one a head count, the baseline first, with the same weights.
+        learners: one a head count, the baseline first, with the same weights.
         steps: of the optimiser.
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
 
     Raises:
         SpecError: there are no steps.
-        InputError: a query has no key left: its output, and so every gradient, is NaN.
+        InputError: a query has no key left: its output, and so every gradient, is NaN; or there is no gradient.
     """
     if steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try 10.")
-    require_finite(forwards[0], "training")
-    other = torch.float32 if forwards[0].spec.dtype == "float64" else torch.float64
-    scale = noise_scale(forwards[0])
-    baseline, exact = train(forwards[0], steps), train(in_dtype(forwards[0], other), steps)
-    counts = [_count(forwards[0], baseline, baseline, (exact, exact), scale)]
-    for forward in forwards[1:]:
-        finer = train(in_dtype(forward, other), steps)
-        counts.append(_count(forward, train(forward, steps), baseline, (exact, finer), scale))
+    first, *others = learners
+    first.require_finite("training")
+    scale = first.noise_scale
+    baseline, exact = train(first, steps), train(first.exact, steps)
+    counts = [_count(first.num_heads, baseline, baseline, (exact, exact), scale)]
+    for other in others:
+        finer = train(other.exact, steps)
+        counts.append(_count(other.num_heads, train(other, steps), baseline, (exact, finer), scale))
     return Training(steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _answer(counts, cause))
 
 
-def train(forward: Forward, steps: int) -> Trained:
+def train(learner: Learner, steps: int) -> Trained:
     """Train a copy; the module stays as it is."""
-    module = copy.deepcopy(forward.module)
-    learner = replace(forward, module=module)
-    for parameter in module.parameters():
-        parameter.requires_grad_(True)
+    module = copy.deepcopy(learner.own.module)
+    copied = replace(learner, own=replace(learner.own, module=module))
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
-    with torch.enable_grad():
+    with copied.undisturbed():
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = loss_of(learner)
+            loss = copied.loss()
             # torch does not annotate it.
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(float(loss.detach()))
-    with torch.no_grad():
-        last = float(loss_of(learner).detach())
-    return Trained(matrices(forward.module), matrices(module), losses[0], last)
+        last = float(copied.loss().detach())
+    return Trained(learner.parts(), copied.parts(), losses[0], last)
 
 
 def _count(
-    forward: Forward, mine: Trained, baseline: Trained, exact: tuple[Trained, Trained], scale: float
+    num_heads: int, mine: Trained, baseline: Trained, exact: tuple[Trained, Trained], scale: float
 ) -> HeadTraining:
     row = HeadTraining(
-        num_heads=forward.spec.num_heads,
+        num_heads=num_heads,
         first_loss=mine.first_loss,
         last_loss=mine.last_loss,
         moved=_distance(mine.after, mine.before),
@@ -94,7 +89,9 @@ def _count(
         times_noise=None,
         verdict=None,
     )
-    if any(not torch.equal(mine.before[part], start) for part, start in _shaped(baseline.before, mine.before)):
+    if mine.before.keys() != baseline.before.keys() or any(
+        not torch.equal(start, baseline.before[part]) for part, start in mine.before.items()
+    ):
         return row
     ends = [(part, baseline.after[part], mine.after[part]) for part in mine.after]
     largest = max(float((one.double() - other.double()).abs().max()) for _, one, other in ends)
@@ -111,11 +108,6 @@ def _count(
     movement = _distance(baseline.after, baseline.before)
     apart = _distance(mine.after, baseline.after) / movement if movement else 0.0
     return replace(row, max_abs_difference=largest, apart=apart, noise_floor=floor, times_noise=times, verdict=verdict)
-
-
-def _shaped(theirs: dict[str, Tensor], mine: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """By part, the baseline's numbers; of another shape they equal nothing."""
-    return [(part, theirs[part]) for part in mine]
 
 
 def _distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

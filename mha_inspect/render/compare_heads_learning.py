@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..reports.common import Verdict
-from ..reports.compare_heads import CompareHeadsReport, Focus, Gradients, HeadGradients, PartGradient, Training
+from ..reports.compare_heads import (
+    CompareHeadsReport,
+    Focus,
+    Gradients,
+    HeadGradients,
+    HeadsFocus,
+    PartGradient,
+    Training,
+)
 from . import numbers
 from .common import VERDICT_TONES
 from .document import Cell, Column, Facts, Paragraph, Section, Table, table
+
+
+_MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
+"""The parts of a layer that was built from flags; those of another module are its parameters, however many."""
 
 
 def learning_sections(report: CompareHeadsReport) -> Iterator[Section]:
@@ -23,27 +35,43 @@ def learning_sections(report: CompareHeadsReport) -> Iterator[Section]:
 
 def _gradients(gradients: Gradients, baseline: int) -> Section:
     names = [part.part for part in gradients.counts[0].parts]
+    across = set(names) <= _MATRICES
     columns = (
         Column("num_heads", "right", "strong"),
         Column("loss", "right", drop=20),
         # Biases go first where the page is narrow, the last of them first.
-        *(Column(name, "right", drop=0 if name.startswith("W") else 1 + n) for n, name in enumerate(names)),
+        *(Column(name, "right", drop=0 if name.startswith("W") else 1 + n) for n, name in enumerate(names) if across),
         Column("× noise", "right"),
         Column("verdict"),
     )
-    rows = (_gradient_row(count, count.num_heads == baseline) for count in gradients.counts)
+    rows = (_gradient_row(count, across, count.num_heads == baseline) for count in gradients.counts)
+    tables = [table(columns, rows), *([] if across else [_by_parameter(gradients, baseline)])]
     detail = f"relative difference from the baseline's; loss {gradients.loss}"
-    return Section((table(columns, rows), Paragraph(gradients.answer)), "gradients", detail)
+    return Section((*tables, Paragraph(gradients.answer)), "gradients", detail)
 
 
-def _gradient_row(count: HeadGradients, is_baseline: bool) -> tuple[str | Cell, ...]:
+def _gradient_row(count: HeadGradients, across: bool, is_baseline: bool) -> tuple[str | Cell, ...]:
     known = [part.times_noise for part in count.parts if part.times_noise is not None]
     return (
         str(count.num_heads),
         numbers.statistic(count.loss),
-        *(_apart(part) for part in count.parts),
+        *(_apart(part) for part in count.parts if across),
         numbers.times(max(known)) if known else "-",
         _verdict(count.verdict, is_baseline),
+    )
+
+
+def _by_parameter(gradients: Gradients, baseline: int) -> Table:
+    """A row a parameter, for names of their own take too much room beside each other."""
+    others = [count for count in gradients.counts if count.num_heads != baseline]
+    names = dict.fromkeys(part.part for count in gradients.counts for part in count.parts)
+    parts = [{part.part: part for part in count.parts} for count in others]
+    return table(
+        (
+            Column("parameter", tone="strong"),
+            *(Column(numbers.plural(count.num_heads, "head"), "right") for count in others),
+        ),
+        ((name, *(_apart(of[name]) if name in of else "-" for of in parts)) for name in names),
     )
 
 
@@ -79,7 +107,7 @@ def _focus(focus: Focus) -> Section:
     spread = Facts(
         tuple(
             (
-                numbers.plural(count.num_heads, "head"),
+                f"{numbers.plural(count.num_heads, 'head')} {_attention(count)}".rstrip(),
                 f"Jensen-Shannon divergence {numbers.small(count.divergence)} "
                 f"of at most ln {count.num_heads} = {numbers.small(count.largest_divergence)}",
             )
@@ -94,6 +122,7 @@ def _focus(focus: Focus) -> Section:
 def _heads(focus: Focus) -> Table:
     columns = (
         Column("num_heads", "right", "strong"),
+        Column("attention", optional=True),
         Column("head", "right"),
         Column("entropy", "right"),
         Column("effective keys", "right"),
@@ -104,6 +133,7 @@ def _heads(focus: Focus) -> Table:
         (
             (
                 str(count.num_heads),
+                _attention(count),
                 str(head.head),
                 numbers.statistic(head.entropy),
                 numbers.statistic(head.effective_keys),
@@ -113,6 +143,11 @@ def _heads(focus: Focus) -> Table:
             for head in count.by_head
         ),
     )
+
+
+def _attention(count: HeadsFocus) -> str:
+    """`2 blocks.1.attn`, where there are several."""
+    return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
 
 
 def _apart(part: PartGradient) -> str:

@@ -51,11 +51,12 @@ class PartGradient:
     """The gradient of one matrix or bias under one head count, against the baseline's."""
 
     part: str
-    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value."""
+    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value. Of a
+    module that was brought along the parameter, by its own name."""
     norm: float
     """‖gradient‖."""
     max_abs_difference: float | None
-    """None, as all that follows, where the head count changes the part's shape."""
+    """None, as all that follows, where the baseline has no part of this name and shape."""
     relative_difference: float | None
     """‖gradient - baseline's‖ / ‖baseline's‖."""
     noise_floor: float | None
@@ -141,6 +142,10 @@ class HeadsFocus:
     """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean less the mean of their entropies."""
     largest_divergence: float
     """ln num_heads: that of heads which look at nothing in common."""
+    attention: int | None = None
+    """Which of several attentions, from 1; None where there is one."""
+    module: str | None = None
+    """The path of its module; None where there is one attention."""
 
 
 @dataclass(frozen=True)

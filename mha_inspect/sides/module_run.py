@@ -41,6 +41,13 @@ class ModuleSide:
         """The dtype of its numbers."""
         return environment_of(self.own).dtype or "float32"
 
+    def in_dtype(self, dtype: torch.dtype, *, training: bool = False) -> Pass:
+        """The same module, weights and arguments in another dtype; in eval mode, for dropout draws other elements."""
+        module = copy.deepcopy(self.own.module).to(dtype=dtype).train(training)
+        seen: dict[int, Tensor] = {}
+        args, kwargs = (cast_tensors(given, dtype, None, seen) for given in (self.own.args, self.own.kwargs))
+        return Pass(module, args, kwargs)
+
 
 class ModuleRun:
     """A side, and every run of it that a diff needs, each made once."""
@@ -81,12 +88,9 @@ class ModuleRun:
         return _STEP if self.side.dtype == "float64" else 1.0
 
     def _in(self, dtype: torch.dtype) -> Seen:
-        own = self.side.own
-        module = copy.deepcopy(own.module).to(dtype=dtype).eval()
-        seen: dict[int, Tensor] = {}
-        args, kwargs = (cast_tensors(given, dtype, None, seen) for given in (own.args, own.kwargs))
+        own = self.side.in_dtype(dtype)
         try:
-            return self._run(Pass(module, args, kwargs), keep=True)
+            return self._run(own, keep=True)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
