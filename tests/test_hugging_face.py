@@ -15,8 +15,9 @@ from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspect
 from mha_inspect.spec import InputSpec
 from mha_inspect.targets import hugging_face
 from mha_inspect.targets.aliases import Flags
+from mha_inspect.targets.call import Call
 from mha_inspect.targets.hugging_face import NetworkNeededError
-from mha_inspect.targets.inputs import Asked, Call, make_call
+from mha_inspect.targets.inputs import Asked, make_call
 from mha_inspect.targets.target import Target, TargetSpec, load_target
 from mha_inspect.tracing import trace_module
 

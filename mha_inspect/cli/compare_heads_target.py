@@ -12,7 +12,7 @@ from .target import call_of, called, load, tell, try_once
 
 if TYPE_CHECKING:
     from ..reports.compare_heads import CompareHeadsReport
-    from ..targets.inputs import Call
+    from ..targets.call import Call
     from ..targets.target import Target
 
 

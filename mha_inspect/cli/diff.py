@@ -13,6 +13,7 @@ from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
 from .target import FORMS, is_target
+from .values import shown
 
 app = typer.Typer(add_completion=False)
 
@@ -73,6 +74,26 @@ def diff(
             metavar="KEY=VALUE",
         ),
     ] = None,
+    left_module: Annotated[
+        str | None,
+        option(
+            "--left-module",
+            PANEL,
+            "The left side is this module of its target, called as the target calls it.",
+            metavar="PATH",
+            show_default="the whole target",
+        ),
+    ] = None,
+    right_module: Annotated[
+        str | None,
+        option(
+            "--right-module",
+            PANEL,
+            "The right side is this module of its target.",
+            metavar="PATH",
+            show_default="the whole target",
+        ),
+    ] = None,
     fail_if: Annotated[
         str | None,
         option(
@@ -89,11 +110,17 @@ def diff(
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
 
-    A side may be a module of your own, as in trace. Its weights go into the other side where that can hold them, and it
-    says where not; the attentions of two models are paired in order.
+    A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
+    weights go into the other side where that can hold them, and it says where not; the attentions of two models are
+    paired in order.
     """
     if is_target(left) or is_target(right):
-        return _of_targets(options, left, right, (left_set or (), right_set or ()), fail_if)
+        return _of_targets(
+            options, left, right, (left_set or (), right_set or ()), (left_module, right_module), fail_if
+        )
+    for flag, path in (("--left-module", left_module), ("--right-module", right_module)):
+        if path is not None:
+            raise SpecError(f"{flag} {shown(path)} names a module of a target, and that side is a layer. Drop it.")
     options.require_no_target_settings("trace")
     from ..sides.settings import make_sides, parse_settings
 
@@ -118,7 +145,12 @@ def diff(
 
 
 def _of_targets(
-    options: Options, left: str, right: str, own: tuple[Sequence[str], Sequence[str]], fail_if: str | None
+    options: Options,
+    left: str,
+    right: str,
+    own: tuple[Sequence[str], Sequence[str]],
+    paths: tuple[str | None, str | None],
+    fail_if: str | None,
 ) -> ExitCode:
     """A diff of which a side at least is a target; where the other is not named, it is --layer, or the target under
     other settings."""
@@ -126,11 +158,12 @@ def _of_targets(
     from .diff_target import check_sides, diff_target
 
     named = bool(left and right)
-    texts = (left or options.layer, right or (left if any(own) and "layer" not in options.typed else options.layer))
-    check_sides(options, texts, own, beside_layer=not named)
+    again = any(own) or paths[1] is not None
+    texts = (left or options.layer, right or (left if again and "layer" not in options.typed else options.layer))
+    check_sides(options, texts, own, paths, beside_layer=not named)
     export = prepare(options)
     resume()
-    report = diff_target(options, texts, own)
+    report = diff_target(options, texts, own, paths)
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 

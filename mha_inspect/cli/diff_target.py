@@ -6,21 +6,31 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeviceError
+from ..errors import DeviceError, SpecError
 from ..layers.registry import find_layer
 from .options import Options
 from .target import call_of, called, check_target, is_target, load, try_once
+from .values import shown
 
 if TYPE_CHECKING:
     from ..reports.diff import DiffReport, SideName
     from ..sides.module_run import ModuleSide
-    from ..targets.inputs import Call
+    from ..targets.call import Call
     from ..targets.target import Target
 
 Texts = Sequence[str]
+CalledTarget = tuple["Target", "Call"]
+"""A target, and what its forward gets."""
 
 
-def check_sides(options: Options, texts: tuple[str, str], own: tuple[Texts, Texts], *, beside_layer: bool) -> None:
+def check_sides(
+    options: Options,
+    texts: tuple[str, str],
+    own: tuple[Texts, Texts],
+    paths: tuple[str | None, str | None],
+    *,
+    beside_layer: bool,
+) -> None:
     """Look at everything that can be judged before torch is imported.
 
     Raises `MhaInspectError` when a side is none that there is, or options contradict it.
@@ -35,6 +45,11 @@ def check_sides(options: Options, texts: tuple[str, str], own: tuple[Texts, Text
         else:
             find_layer(text)
             layer_settings(flag, settings)
+    for flag, text, path in zip(("--left-module", "--right-module"), texts, paths, strict=True):
+        if path is not None and not is_target(text):
+            raise SpecError(
+                f"{flag} {shown(path)} names a module of a target, and that side is the layer {text}. Drop it."
+            )
     options.single_head_count("diff")
     options.inputs()
     options.show()
@@ -42,8 +57,12 @@ def check_sides(options: Options, texts: tuple[str, str], own: tuple[Texts, Text
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
 
-def diff_target(options: Options, texts: tuple[str, str], own: tuple[Texts, Texts]) -> DiffReport:
+def diff_target(
+    options: Options, texts: tuple[str, str], own: tuple[Texts, Texts], paths: tuple[str | None, str | None]
+) -> DiffReport:
     """Build both sides, give them the same weights and the same input, and compare them.
+
+    Where `paths` names a module of a target, that is the side, called as the target calls it.
 
     What targets print goes to stderr: stdout is for the answer.
 
@@ -55,48 +74,68 @@ def diff_target(options: Options, texts: tuple[str, str], own: tuple[Texts, Text
 
     from ..module_difference import diff_modules
     from ..targets.importing import stdout_for_the_answer
-    from ..targets.same_inputs import with_the_same
 
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
-        targets = [
-            load(text, options, settings) if is_target(text) else None
-            for text, settings in zip(texts, own, strict=True)
-        ]
-        calls = [None if target is None else call_of(target, options) for target in targets]
-        left, right = targets
-        if left is not None and right is not None and calls[0] is not None and calls[1] is not None:
-            calls[1] = with_the_same(calls[1], right.module, calls[0], left.module)
-        for target, call in zip(targets, calls, strict=True):
-            if target is not None and call is not None:
-                try_once(target, call, options)
-        report = diff_modules(*_sides(options, texts, own, targets, calls))
+        called_targets = _called_targets(options, texts, own, paths)
+        for target, call in filter(None, called_targets):
+            try_once(target, call, options)
+        report = diff_modules(*_sides(options, texts, own, called_targets))
     said = [
         sentence
-        for target, call in zip(targets, calls, strict=True)
-        if target is not None and call is not None
+        for target, call in filter(None, called_targets)
         for sentence in (*target.notes, called(call).replace("The forward", f"{target.name}.forward", 1))
         if sentence
     ]
     return replace(report, notes=(*report.notes, *dict.fromkeys(said)))
 
 
+def _called_targets(
+    options: Options, texts: tuple[str, str], own: tuple[Texts, Texts], paths: tuple[str | None, str | None]
+) -> list[CalledTarget | None]:
+    """Each side that is a target, with what its forward gets; None for a side that is a layer.
+
+    One that is a part of a model says what the other gets: its sizes, and its arguments.
+    """
+    from ..targets.part import part_of, with_arguments_of
+    from ..targets.same_inputs import with_the_same
+
+    made: dict[int, CalledTarget] = {}
+    for place in sorted((0, 1), key=lambda place: paths[place] is None):
+        path, beside = paths[place], made.get(1 - place)
+        if not is_target(texts[place]):
+            continue
+        if path is not None:
+            target = load(texts[place], options, own[place])
+            made[place] = part_of(target, call_of(target, options), path)
+        elif beside is not None and paths[1 - place] is not None:
+            target = load(
+                texts[place], options, own[place], sizes=_sizes(_target_side(1 - place, *beside, options, ()))
+            )
+            target = with_arguments_of(target, beside[1])
+            made[place] = (target, call_of(target, options))
+        else:
+            target = load(texts[place], options, own[place])
+            made[place] = (target, call_of(target, options))
+    if len(made) == 2:
+        # What a part is called with is at hand for the other one; what is drawn, for the right one.
+        first, second = (1, 0) if paths[0] is None and paths[1] is not None else (0, 1)
+        (target, call), (other, other_call) = made[second], made[first]
+        made[second] = (target, with_the_same(call, target.module, other_call, other.module))
+    return [made.get(0), made.get(1)]
+
+
 def _sides(
-    options: Options,
-    texts: tuple[str, str],
-    own: tuple[Texts, Texts],
-    targets: Sequence[Target | None],
-    calls: Sequence[Call | None],
+    options: Options, texts: tuple[str, str], own: tuple[Texts, Texts], targets: Sequence[CalledTarget | None]
 ) -> tuple[ModuleSide, ModuleSide]:
     """Both sides, a layer after the target that it takes its sizes and its input from."""
     sides: dict[int, ModuleSide] = {}
-    for place, (target, call) in enumerate(zip(targets, calls, strict=True)):
-        if target is not None and call is not None:
-            sides[place] = _target_side(place, target, call, options, own[place])
+    for place, made in enumerate(targets):
+        if made is not None:
+            sides[place] = _target_side(place, *made, options, own[place])
     for place in {0, 1} - set(sides):
-        target, call = targets[1 - place], calls[1 - place]
-        assert target is not None
-        assert call is not None
-        sides[place] = _layer_side(place, texts[place], own[place], options, (target, call, sides[1 - place]))
+        made = targets[1 - place]
+        assert made is not None
+        sides[place] = _layer_side(place, texts[place], own[place], options, (*made, sides[1 - place]))
     return sides[0], sides[1]
 
 
@@ -190,22 +229,17 @@ def _sequence_first(query: Any, side: ModuleSide, options: Options) -> bool:
 def _spec(name: str, options: Options, side: ModuleSide, widths: tuple[int, ...]) -> Any:
     """The sizes of the layer: the target's, but for those that somebody gave."""
     from ..layers.settings import spec_for
-    from ..sides.module_run import ModuleRun
 
     kind = find_layer(name)
     embed_dim, kdim, vdim = widths
-    opened = ModuleRun(side).opened
+    found = _sizes(side)
     sizes: dict[str, Any] = {"num_heads": options.single_head_count("diff"), "bias": options.bias}
-    if opened.attentions:
-        found, names = opened.attentions[0]
-        if "num_heads" not in options.given:
-            sizes["num_heads"] = names.num_heads
-        if "bias" not in options.given and found.projections:
-            sizes["bias"] = any(map(opened.graph.has_bias, found.projections.values()))
-        if names.num_kv_heads != names.num_heads and "num_kv_heads" in kind.takes:
-            sizes["num_kv_heads"] = names.num_kv_heads
-        if names.head_dim * names.num_heads != embed_dim and "head_dim" in kind.takes:
-            sizes["head_dim"] = names.head_dim
+    sizes |= {flag: found[flag] for flag in sizes if flag in found and flag not in options.given}
+    if "num_heads" in found:
+        if found["num_kv_heads"] != found["num_heads"] and "num_kv_heads" in kind.takes:
+            sizes["num_kv_heads"] = found["num_kv_heads"]
+        if found["head_dim"] * found["num_heads"] != embed_dim and "head_dim" in kind.takes:
+            sizes["head_dim"] = found["head_dim"]
     for flag in ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "dropout"):
         if flag in options.given and flag in (*kind.takes, "dropout"):
             sizes[flag] = getattr(options, flag)
@@ -219,3 +253,23 @@ def _spec(name: str, options: Options, side: ModuleSide, widths: tuple[int, ...]
         seed=options.seed,
         **sizes,
     )
+
+
+def _sizes(side: ModuleSide) -> dict[str, Any]:
+    """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
+    from ..sides.module_run import ModuleRun
+
+    opened = ModuleRun(side).opened
+    if not opened.attentions:
+        return {}
+    found, names = opened.attentions[0]
+    sizes: dict[str, Any] = {
+        "num_heads": names.num_heads,
+        "num_kv_heads": names.num_kv_heads,
+        "head_dim": names.head_dim,
+    }
+    if "query" in found.stages:
+        sizes["embed_dim"] = found.stages["query"].shape[-1]
+    if found.projections:
+        sizes["bias"] = any(map(opened.graph.has_bias, found.projections.values()))
+    return sizes

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: Typer reads these annotations at run time.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,8 @@ from .values import shown
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
-    from ..targets.inputs import Asked, Call
+    from ..targets.call import Call
+    from ..targets.inputs import Asked
     from ..targets.target import Target
 
 FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
@@ -62,13 +63,20 @@ def check_target(text: str, options: Options, command: str, *, beside_layer: boo
     options.flags()
 
 
-def load(text: str, options: Options, own: Sequence[str] = ()) -> "Target":
-    """Build the target as the options say, and with settings of its own that come before those of --set."""
+def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> "Target":
+    """Build the target as the options say, and with settings of its own that come before those of --set.
+
+    `sizes` stand in for those options that nobody has given.
+    """
+    from dataclasses import replace
+
     from ..targets.target import TargetSpec, load_target
     from ..targets.values import parse_settings
 
+    flags = options.flags()
+    unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in flags.given}
     spec = TargetSpec(
-        flags=options.flags(),
+        flags=replace(flags, values={**flags.values, **unsaid}),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,
@@ -121,7 +129,7 @@ def called(call: "Call") -> str:
     if not call.described:
         return ""
     were = "was" if len(call.drawn) == 1 else "were"
-    drawn = f" {', '.join(call.drawn)} {were} drawn from the seed." if call.drawn else ""
+    drawn = f" {', '.join(call.drawn)} {were} {call.origin}." if call.drawn else ""
     return f"The forward was called with {call.described}.{drawn}"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import Found
 from ..axes import AxisNames
-from ..canonical import contents_of
+from ..canonical import canonical, contents_of
 from ..errors import WeightsError
 from ..forward import Seen
 from ..layers.weights import AttentionWeights
@@ -195,10 +195,26 @@ class _Finder:
         content = self._contents.get(f"{letter}_proj")
         if content is not None and content.dim() == 3:
             return content, heads
-        content = self._contents.get(f"{letter}_heads")
-        if content is None or content.dim() != 4 or content.shape[1] != heads:
-            raise WeightsError(f"the axes of {letter}_proj have no name in it.")
-        return rearrange(content, "batch heads query head_dim -> batch query (heads head_dim)"), heads
+        for content in self._by_heads(side):
+            if content is not None and content.dim() == 4 and content.shape[1] == heads:
+                return rearrange(content, "batch heads query head_dim -> batch query (heads head_dim)"), heads
+        raise WeightsError(f"the axes of {letter}_proj have no name in it.")
+
+    def _by_heads(self, side: str) -> Iterator[Tensor | None]:
+        """What a projection gives, only moved since, in the canonical axes of heads; last what the heads became.
+
+        A rotation by positions, or a norm, comes after the projections were cut apart.
+        """
+        stage, graph = f"{SIDES[side]}_heads", self._seen.graph
+        op = self._found.projections.get(side)
+        if op is not None and not self._found.branches:
+            whole = {op.output.id, graph.after_projection(op).id}
+            sizes = {"heads": self._names.num_heads, "kv_heads": self._names.num_kv_heads}
+            for step in graph.back(self._found.stages[stage], lambda op: graph.operands(op) is None):
+                if graph.before_moves(step.tensor).id in whole and step.tensor.id in self._seen.recording.values:
+                    axes = self._names.as_stage(step.tensor, stage)
+                    yield canonical(self._seen.recording.values[step.tensor.id], stage, axes, sizes)
+        yield self._contents.get(stage)
 
     def _produced(self, op: Op) -> Tensor:
         """What a projection gives, its features last."""

@@ -21,6 +21,7 @@ from ..spec import InputSpec
 from ..tensor_files import read_tensors
 from .aliases import ALIASES, Flags, dashed, plain
 from .arguments import signature_of
+from .call import Call, described
 from .drawing import Plan, draw
 from .masks import masks_of
 from .names import Kind, kind_of
@@ -31,20 +32,6 @@ from .values import nearest, shown
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one forward, and what was decided about them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    described: str
-    """`x float32 [2, 10, 512]`."""
-    drawn: tuple[str, ...] = ()
-    """Names of those that were drawn from the seed."""
-    guessed: tuple[str, ...] = ()
-    """Names of those among them of whose shape nobody said anything."""
 
 
 @dataclass(frozen=True)
@@ -356,16 +343,10 @@ class _Maker:
         ordered = {name: values[name] for name in self.parameters if name in values}
         ordered |= {name: value for name, value in values.items() if name not in ordered}
         places = [n for n, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY and n in ordered]
-        described = ", ".join(
-            f"{name} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"{name} {value}"
-            for name, value in ordered.items()
-        )
         return Call(
             tuple(ordered[name] for name in places),
             {name: value for name, value in ordered.items() if name not in places},
-            described,
+            described(ordered),
         )
 
     def _owner(self) -> str:

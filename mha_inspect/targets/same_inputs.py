@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .arguments import signature_of
-from .inputs import Call
+from .call import Call
 from .names import Kind, kind_of
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
@@ -74,7 +74,9 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
         changed[name] = found.to(device=tensor.device, dtype=tensor.dtype if tensor.is_floating_point() else None)
     places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
     args = tuple(changed.get(name, value) for name, value in zip(places, call.args, strict=False))
-    return replace(call, args=args, kwargs={name: changed.get(name, value) for name, value in call.kwargs.items()})
+    kwargs = {name: changed.get(name, value) for name, value in call.kwargs.items()}
+    origin = call.origin if not changed or other.origin == call.origin else f"what {others} gets"
+    return replace(call, args=args, kwargs=kwargs, origin=origin)
 
 
 def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +90,7 @@ def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]
         takes = ", ".join(f"{name} {list(tensor.shape)}" for name, (_, tensor) in given.items()) or "no tensor"
         raise InputError(
             f"{type(module).__name__}.forward takes {takes}, and a layer takes a query, batch query embed: diff gives "
-            "both the same input. Compare with another target, or name the class of its attention."
+            "both the same input. Compare its attention: --left-module or --right-module PATH, as trace lists them."
         )
     key = tensor_for("", "key", given)
     value = tensor_for("", "value", given)
