@@ -15,14 +15,18 @@ from .dataflow.scoring import multiply, read_scoring
 from .dataflow.softmaxes import masks_on_exponentials
 from .ops import Op, Recording, Tensor
 
-__all__ = ["Found", "Graph", "Step", "find_attentions"]
+__all__ = ["Found", "Graph", "Step", "attentions_of", "find_attentions"]
 
 
 def find_attentions(recording: Recording) -> list[Found]:
     """Every attention of the recording, in the order in which they were computed."""
-    graph = Graph(recording)
-    finder = _Finder(graph)
-    found = [finder.attention(op, *softmax) for op in recording.ops if (softmax := graph.softmax(op)) is not None]
+    return attentions_of(Graph(recording))
+
+
+def attentions_of(graph: Graph) -> list[Found]:
+    """Every attention of a recording whose dataflow has been read already, in the order of computation."""
+    finder, ops = _Finder(graph), graph.recording.ops
+    found = [finder.attention(op, *softmax) for op in ops if (softmax := graph.softmax(op)) is not None]
     return merge_branches(graph, [attention for attention in found if attention is not None])
 
 

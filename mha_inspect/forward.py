@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import Found, Graph, find_attentions
+from .attention import Found, Graph, attentions_of
 from .axes import AxisNames
 from .inputs import Inputs, make_inputs
 from .layers.registry import find_layer
@@ -121,7 +121,7 @@ class Seen:
     @cached_property
     def attentions(self) -> tuple[tuple[Found, AxisNames], ...]:
         """Every attention with the names of its axes."""
-        return tuple((found, AxisNames(found, self.graph.dimensions)) for found in find_attentions(self.recording))
+        return tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
 
 
 def build_forward(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Forward:

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .errors import RecordingError
 from .operations import about
 from .ops import Kind, Named, Op, Recording, Tensor
-from .source_lines import ATTENTION_FORWARD, place_of
+from .source_lines import ATTENTION_FORWARD, line_of
 
 _MODULE_CALL = nn.Module._call_impl.__code__
+_PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _COPIES = {"clone", "_to_copy", "copy", "repeat", "cat", "stack", "constant_pad_nd", "roll", "flip", "index_select"}
 
 
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode):
         self._refusals: dict[int, str] = {}
         self._next_tensor = 0
         self._next_storage = 0
-        self._call: tuple[int, int] = (0, -1)
+        self._call: tuple[list[Any], int] = ([], -1)
         self.boundary: FrameType | None = None
         """The frame that the block stands in: whatever called that one did not ask for the operations."""
         self._asking: FrameType | None = None
@@ -190,7 +191,7 @@ class Recorder(TorchDispatchMode):
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs, sys._getframe(1))
         inputs: list[Tensor] = []
-        plain_args = tuple(self._plain(arg, inputs) for arg in args)
+        plain_args = tuple([self._plain(arg, inputs) for arg in args])
         plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()}
         written = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         if written and self._keep:
@@ -198,9 +199,13 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         index = len(self._ops)
         storages = {tensor.storage: tensor for tensor in inputs}
-        outputs = [self._write(tensor, index, storages, bool(written)) for _, tensor in tensors_in(result)]
-        left = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
-        outputs = outputs or left
+        if isinstance(result, torch.Tensor):
+            outputs = [self._write(result, index, storages, bool(written))]
+        else:
+            outputs = [self._write(tensor, index, storages, bool(written)) for _, tensor in tensors_in(result)]
+        if written:
+            left = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
+            outputs = outputs or left
         source, module, call = self._where(self._asking or sys._getframe(1))
         kind: Kind = "copy" if known.base_name in _COPIES else "compute"
         if outputs and all(output.storage in storages for output in outputs):
@@ -241,15 +246,15 @@ class Recorder(TorchDispatchMode):
 
     def _plain(self, value: Any, inputs: list[Tensor]) -> Any:
         """The argument as plain data; tensors in it are added to `inputs`."""
+        if type(value) in _PLAIN:
+            return value
         if isinstance(value, torch.Tensor):
             tensor = self._read(value)
             inputs.append(tensor)
             return tensor
         if isinstance(value, (list, tuple)):
-            return tuple(self._plain(item, inputs) for item in value)
-        if value is None or isinstance(value, (bool, int, float, complex, str)):
-            return value
-        return str(value)
+            return tuple([self._plain(item, inputs) for item in value])
+        return value if isinstance(value, (int, float, complex, str)) else str(value)
 
     def _read(self, tensor: torch.Tensor) -> Tensor:
         """The identity of a tensor as it is now."""
@@ -322,30 +327,43 @@ class Recorder(TorchDispatchMode):
 
     def _where(self, frame: FrameType | None) -> tuple[str, str, int]:
         """The line that asked for the operation, the module it runs in, and the number of the call it belongs to."""
-        source = library = module = outermost = None
-        stack = 0
-        while frame is not None and frame is not self.boundary:
+        innermost, source, library, module = frame, "", "", None
+        stack: list[Any] = []
+        boundary = self.boundary
+        while frame is not None and frame is not boundary:
             code = frame.f_code
-            stack = hash((stack, id(code), frame.f_lasti))
-            if code is _MODULE_CALL:
-                outermost = frame.f_locals["self"]
-                module = module if module is not None else outermost
-                stack = hash((stack, id(outermost)))
-            elif source is None:
-                place = place_of(code)
-                if place.written_out or not place.library:
-                    source = f"{place.file}:{frame.f_lineno}"
-                elif library is None and place.file:
-                    library = f"{place.file}:{frame.f_lineno}"
-            if code is ATTENTION_FORWARD:
+            stack += (code, frame.f_lasti)
+            if not source:
+                line = line_of(frame)
+                if not line.library:
+                    source = line.text
+                elif not library:
+                    library = line.text
+            if code is _MODULE_CALL and module is None:
+                module = frame.f_locals["self"]
+            elif code is ATTENTION_FORWARD:
                 called = frame.f_locals
                 self._refusals[id(called["self"])] = called.get("why_not_fast_path", "")
             frame = frame.f_back
+        path = ""
+        if module is not None:
+            stack.append(id(module))
+            if id(module) not in self._paths:
+                self._learn(self._outermost(innermost))
+            path = self._paths.setdefault(id(module), "")  # one that is part of no other
         if stack != self._call[0]:
             self._call = (stack, self._call[1] + 1)
-        if outermost is not None and id(outermost) not in self._paths:
-            self._learn(outermost)
-        return source or library or "", self._paths.get(id(module), ""), self._call[1]
+        return source or library, path, self._call[1]
+
+    def _outermost(self, frame: FrameType | None) -> nn.Module:
+        """The module whose call, of those that are running, began first."""
+        found = None
+        while frame is not None and frame is not self.boundary:
+            found = frame if frame.f_code is _MODULE_CALL else found
+            frame = frame.f_back
+        assert found is not None
+        module: nn.Module = found.f_locals["self"]
+        return module
 
 
 def _require_eager(module: nn.Module, path: str) -> None:

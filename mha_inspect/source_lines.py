@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
@@ -60,3 +60,30 @@ def place_of(code: CodeType) -> Place:
         own = os.path.dirname(os.path.dirname(__file__)) + os.sep
         path = path.removeprefix(own) if path.startswith(own + "mha_inspect") else path.removeprefix(here)
     return Place(path.replace(os.sep, "/"), library=False, written_out=False)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that some operation was asked for by, directly or further down."""
+
+    text: str
+    """`attention.py:41`; empty for code that only passes calls on."""
+    library: bool
+    """Whether it is a line of torch that says less than the line that called it."""
+
+
+_LINES: dict[tuple[int, int], tuple[Line, CodeType]] = {}
+"""By the code's address and the instruction in it: to hash code, and to find the line of an instruction, takes longer
+than the rest of what is noted of an operation. The code is held, so that no other comes to stand at its address."""
+
+
+def line_of(frame: FrameType) -> Line:
+    """The line that a frame is at."""
+    code = frame.f_code
+    known = _LINES.get((id(code), frame.f_lasti))
+    if known is None:
+        place = place_of(code)
+        text = f"{place.file}:{frame.f_lineno}" if place.file else ""
+        known = (Line(text, place.library and not place.written_out), code)
+        _LINES[id(code), frame.f_lasti] = known
+    return known[0]

@@ -15,11 +15,13 @@ from ..noise import first_tensor, rounding_error
 from ..reports.common import Verdict
 from ..stage_contents import StageContents, in_dtype
 from ..stage_difference import compare_stage, stage_noise
+from ..stages import STAGES
 
 QUERIES = 32
 """Queries that are looked at. A query's attention knows nothing of the others, so a few show what all of them do."""
 
 _GIVEN = ("query", "key", "value")
+_FROM_THE_SOFTMAX = frozenset(STAGES[STAGES.index("weights") :])
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Place:
 
     row: int = 0
     start: int = 0
+    few_keys: bool = False
+    """Whether only the first `QUERIES` keys are there. Up to the scores, which are a number for each pair of a query
+    and a key, a few show what all of them do; from the softmax on it is another computation."""
 
 
 class HeadRun:
@@ -70,10 +75,11 @@ class HeadRun:
 
 
 def at_place(forward: Forward, place: Place) -> Forward:
-    """The same layer with the queries of one place, every key of that sequence, and the masks that belong to them."""
+    """The same layer with the queries of one place, the keys of that sequence, and the masks that belong to them."""
     inputs = forward.inputs
     stop = min(place.start + QUERIES, inputs.query_len)
-    if inputs.batch == 1 and place.start == 0 and stop == inputs.query_len:
+    keys = min(QUERIES, inputs.key_len) if place.few_keys else inputs.key_len
+    if inputs.batch == 1 and (place.start, stop, keys) == (0, inputs.query_len, inputs.key_len):
         return forward
     heads, first_head = forward.spec.num_heads, place.row * forward.spec.num_heads
 
@@ -84,17 +90,16 @@ def at_place(forward: Forward, place: Place) -> Forward:
         part = tensor[rows, start:stop] if forward.spec.batch_first else tensor[start:stop, rows]
         return part.contiguous()
 
-    whole = (place.start, stop) == (0, inputs.query_len)
     query = cut(inputs.query, place.start, stop)
-    key = query if inputs.key is inputs.query and whole else cut(inputs.key, 0, inputs.key_len)
-    value = key if inputs.value is inputs.key else cut(inputs.value, 0, inputs.key_len)
+    key = query if inputs.key is inputs.query and (place.start, stop) == (0, keys) else cut(inputs.key, 0, keys)
+    value = key if inputs.value is inputs.key else cut(inputs.value, 0, keys)
     mask = inputs.attn_mask
     if mask is not None:
         mask = mask[first_head : first_head + heads] if mask.dim() == 3 else mask
-        mask = mask[..., place.start : stop, :]
+        mask = mask[..., place.start : stop, :keys]
     padding = inputs.key_padding_mask
-    if padding is not None and not inputs.unbatched:
-        padding = padding[place.row : place.row + 1]
+    if padding is not None:
+        padding = padding[:keys] if inputs.unbatched else padding[place.row : place.row + 1, :keys]
     few: Inputs = replace(
         inputs,
         query=query,
@@ -104,6 +109,7 @@ def at_place(forward: Forward, place: Place) -> Forward:
         key_padding_mask=padding,
         batch=1,
         query_len=stop - place.start,
+        key_len=keys,
     )
     args, kwargs = find_layer(forward.layer).load().arguments(few, forward.run)
     return replace(forward, args=args, kwargs=kwargs, inputs=few)
@@ -171,6 +177,10 @@ def walk(baseline: HeadRun, other: HeadRun, noise: Noise, *, to_the_end: bool) -
     The first queries of the first sequence are looked at; where nothing differs there, those where the outputs are
     furthest apart.
     """
+    if not to_the_end:
+        found = _walk(baseline, other, noise, Place(few_keys=True), to_the_end)
+        if found.first is not None:
+            return found
     found = _walk(baseline, other, noise, Place(), to_the_end)
     if found.first is not None or not baseline.output.numel():
         return found
@@ -187,6 +197,8 @@ def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place, to_the_
     note = ""
     for stage in mine.stages:
         left, right = mine.get(stage), theirs.get(stage)
+        if place.few_keys and stage in _FROM_THE_SOFTMAX:
+            break
         if stage in _GIVEN or left is None or right is None:
             continue
         verdict, why = _verdict(stage, left, right, noise, place)
