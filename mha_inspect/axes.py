@@ -123,7 +123,7 @@ class AxisNames:
         features_last: bool = False,
         value: bool = False,
     ) -> str:
-        dims = [_name(dim, groups) for dim in self._dimensions.of(tensor)]
+        dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
         if packed[1]:
             _name_packed(dims, packed, self._roles, value=value)
@@ -133,7 +133,7 @@ class AxisNames:
             self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
         self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
-        return " ".join(_pattern(dim) for dim in dims)
+        return " ".join(write_dimension(dim) for dim in dims)
 
     def _tell_apart(self, dims: list[list[str | Atom]], groups: list[Group]) -> None:
         """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
@@ -206,7 +206,7 @@ def _size(dim: Sequence[str | Atom], run: tuple[int, int]) -> int:
     return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Atom))
 
 
-def _name(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
+def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
     """A dimension as names, and atoms where there is none.
 
     An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
@@ -279,7 +279,7 @@ def _runs(dim: list[str | Atom]) -> list[tuple[int, int]]:
     return runs
 
 
-def _pattern(dim: list[str | Atom]) -> str:
+def write_dimension(dim: list[str | Atom]) -> str:
     """One dimension of an einops pattern. Neighbours without a name are one number."""
     words: list[str] = []
     number = 1

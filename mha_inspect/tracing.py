@@ -23,6 +23,7 @@ from .layers.registry import find_layer
 from .layers.settings import own_spec
 from .masked_rows import masked_rows
 from .ops import Op, Tensor
+from .product_pairs import product_pairs
 from .proof import prove
 from .recorder import tensors_in
 from .reports.common import Environment, LayerInfo, Stats, Values
@@ -175,6 +176,7 @@ def report(
         returns=_returns(opened, axes, content),
         proof=proof,
         masked_rows=masked,
+        products=product_pairs(opened.graph, (found for found, _ in opened.attentions)),
         ops=_op_lines(opened, axes) if show.ops else None,
     )
 

@@ -49,7 +49,32 @@ def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
                 dims[place] = dim
             else:
                 unify(known, dim)
-    yield tuple(fresh(size) if dim is None else dim for dim, size in zip(dims, shape, strict=True))
+    yield _told_apart([fresh(size) if dim is None else dim for dim, size in zip(dims, shape, strict=True)], inputs)
+
+
+def _told_apart(dims: list[Dim], inputs: tuple[Dims, ...]) -> Dims:
+    """One axis that two operands bring to two dimensions, as in `x[:, None] * x[None]`, is two axes there."""
+    if len(inputs) != 2:
+        return tuple(dims)
+    owners = [_owner(dim, inputs, len(dims) - 1 - place) for place, dim in enumerate(dims)]
+    if not {0, 1} <= set(owners):
+        return tuple(dims)
+    left = {atom for dim, owner in zip(dims, owners, strict=True) if owner == 0 for atom in resolve(dim)}
+    return tuple(
+        tuple(twin(atom) if atom in left and atom.size > 1 else atom for atom in resolve(dim)) if owner == 1 else dim
+        for dim, owner in zip(dims, owners, strict=True)
+    )
+
+
+def _owner(dim: Dim, inputs: tuple[Dims, ...], back: int) -> int | None:
+    """The one operand that has a dimension, at so many places from the last; None where both have it."""
+    size = size_of(resolve(dim))
+    owners = [
+        which
+        for which, operand in enumerate(inputs)
+        if back < len(operand) and size > 1 and size_of(resolve(operand[len(operand) - 1 - back])) == size
+    ]
+    return owners[0] if len(owners) == 1 else None
 
 
 def _reshape(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:

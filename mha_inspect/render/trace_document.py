@@ -10,6 +10,7 @@ from . import numbers
 from .common import changes_only, contents, notes, page, shape_cell, statistics
 from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
 from .failure_sections import failure_sections
+from .products_sections import products_sections
 
 OPENED = "*"
 """Behind the name of a stage that the plain run hides."""
@@ -43,6 +44,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     yield from _in_full(trace)
     if not trace.attentions and trace.failure is None:
         yield Section((Paragraph("No attention was found: no softmax lies between two matrix products.", "warn"),))
+    yield from products_sections(trace.products)
     if trace.returns:
         yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
     if trace.masked_rows:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from .common import Environment, LayerInfo, Stats, Values
 from .failure import Failure
+from .products import ProductPair
 
 Memory = Literal["input", "view", "copy", "new"]
 """How a tensor came by its memory: given, shared with what it was made from, moved without computing, or computed."""
@@ -162,6 +163,8 @@ class Trace:
     proof: Proof
     masked_rows: tuple[MaskedRow, ...] = ()
     notes: tuple[str, ...] = ()
+    products: tuple[ProductPair, ...] = ()
+    """Products of activations that follow one another without a softmax, and so are no attention."""
     ops: tuple[OpLine, ...] | None = None
     """Every operation, when asked for."""
     failure: Failure | None = None

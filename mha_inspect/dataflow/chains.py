@@ -1,0 +1,86 @@
+"""Two products of activations one of which goes into the other: what attention without a softmax looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..ops import Op, Tensor
+from .found import Found
+from .graph import GATHERING, JOINING, NORMS, Graph
+from .products import Product, outer_product_of, product_of
+
+_RUNNING = {"cumsum", "cumprod", "flip", "tril", "triu"}
+"""What else may be done on the way: states that are summed up over time, triangles that are cut out."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A product whose result, changed on the way or not, is a factor of a second product."""
+
+    first: Product
+    between: tuple[Op, ...]
+    """The operations from the first to the second, in the order in which they ran."""
+    second: Product
+    carried: Tensor
+    """The factor of the second that was made of the first."""
+
+
+def find_chains(graph: Graph, attentions: Iterable[Found]) -> list[Chain]:
+    """Every such pair that is no part of an attention, in order; for each factor the nearest product behind it."""
+    taken = {
+        op.index
+        for found in attentions
+        for one in (found, *found.branches)
+        for op in (one.score_product, one.value_product)
+    }
+    products = _products(graph)
+    chains = []
+    for second in products.values():
+        for carried in (second.left, second.right):
+            chain = _chain(graph, products, second, carried)
+            if chain is not None and not {chain.first.op.index, second.op.index} & taken:
+                chains.append(chain)
+    return chains
+
+
+def _products(graph: Graph) -> dict[int, Product]:
+    """Index of the operation that gives it, to every product of two activations."""
+    found: dict[int, Product] = {}
+    summed: set[int] = set()
+    for op in reversed(graph.recording.ops):
+        product = product_of(graph.recording, op) or (None if op.index in summed else outer_product_of(op))
+        if product is None or not all(_is_activation(graph, tensor) for tensor in (product.left, product.right)):
+            continue
+        summed.add(product.multiply.index)
+        found[op.index] = product
+    return dict(reversed(found.items()))
+
+
+def _is_activation(graph: Graph, tensor: Tensor) -> bool:
+    """Whether this depends on what came in, and is no parameter, nor one of a stack of matrices that was picked."""
+    source = graph.recording.producer(graph.before_moves(tensor))
+    picked = source is not None and source.base_name in GATHERING and len(source.inputs[0].shape) > 2
+    return (
+        graph.comes_from_inputs(tensor)
+        and not graph.is_weight(tensor)
+        and not (picked and source is not None and graph.is_weight(source.inputs[0]))
+    )
+
+
+def _chain(graph: Graph, products: dict[int, Product], second: Product, carried: Tensor) -> Chain | None:
+    """The nearest product behind a factor, with nothing between that makes something else of it."""
+
+    def through(op: Op) -> bool:
+        return (
+            op.index not in products
+            and not graph.operands(op)
+            and not graph.is_softmax(op)
+            and (op.kind != "compute" or op.pointwise or op.base_name in GATHERING | JOINING | NORMS | _RUNNING)
+        )
+
+    for step in graph.back(carried, through):
+        op = graph.recording.producer(step.tensor)
+        if op is not None and op.index in products and op.index != second.multiply.index:
+            return Chain(products[op.index], tuple(reversed(step.path)), second, carried)
+    return None
