@@ -1,7 +1,8 @@
 """What kind of attention one is, from evidence: self or cross, causal, grouped.
 
 Self is where query and key are of one tensor. Causal is where the mask bars every key behind the query's own position
-and not the position itself; that is looked up in the mask's content, which is computed again.
+and not the position itself, and some of these keys for no other reason: a key that is barred to every query is padding.
+That is looked up in the mask's content, which is computed again. Keys that the layer appends have no position.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from .attention import Found
 from .axes import AxisNames
 from .forward import Pass, Seen
 from .ops import Op, Tensor
+from .rearrangement import dims_of
 from .replay import CannotReplayError, Replay, leaves_of, takes_shape_only
 
 _BARRED = -1e4
@@ -35,7 +37,7 @@ def _kind(
     source = _source(seen, found)
     if source:
         kind.append(source)
-    if _is_causal(seen, found, replay, known):
+    if _is_causal(seen, found, names, replay, known):
         kind.append("causal")
     if names.num_kv_heads < names.num_heads:
         kind.append("grouped")
@@ -62,19 +64,30 @@ def _is_one(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _is_causal(seen: Seen, found: Found, replay: Replay, known: dict[tuple[object, ...], bool | None]) -> bool:
+def _is_causal(
+    seen: Seen, found: Found, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
+) -> bool:
     product = found.score_product.output
     rows, columns = product.shape[-2:]
     queries, keys = (columns, rows) if found.key_first else (rows, columns)
+    given = _given_keys(found, names)
     if queries < 2 or keys < 2:
         return False
     for op in found.masks:
-        sign = (op.base_name, tuple(t.id for t in op.inputs if not _is_scores(seen, t, found)), queries, keys)
+        sign = (op.base_name, tuple(t.id for t in op.inputs if not _is_scores(seen, t, found)), queries, keys, given)
         if sign not in known:
-            known[sign] = _bars_the_future(seen, op, found, replay, queries, keys)
+            known[sign] = _bars_the_future(seen, op, found, replay, (queries, keys, given))
         if known[sign]:
             return True
     return False
+
+
+def _given_keys(found: Found, names: AxisNames) -> int | None:
+    """How many keys come in; None where the recording does not show it."""
+    if "key" not in found.stages:
+        return None
+    axes = dims_of(names.of_stage("key"))
+    return found.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
 
 
 def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
@@ -87,7 +100,9 @@ def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
     return any(step.tensor.id == product.id for step in seen.graph.back(tensor, through))
 
 
-def _bars_the_future(seen: Seen, op: Op, found: Found, replay: Replay, queries: int, keys: int) -> bool | None:
+def _bars_the_future(
+    seen: Seen, op: Op, found: Found, replay: Replay, lengths: tuple[int, int, int | None]
+) -> bool | None:
     """Whether this operation bars every key behind the query's position; None where its mask is not known."""
     others = [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
     if op is found.score_product:
@@ -103,8 +118,11 @@ def _bars_the_future(seen: Seen, op: Op, found: Found, replay: Replay, queries: 
         return None
     if _keys_before_queries(seen, op, found):
         barred = barred.transpose(-1, -2)
+    queries, keys, given = lengths
     if tuple(barred.shape[-2:]) != (queries, keys):
         return None
+    if given is not None and given < keys and not bool(barred[..., given:].any()):
+        keys, barred = given, barred[..., :given]
     # Queries and keys begin together; where there are more keys, as with a cache, they end together as well.
     return any(_is_triangle(barred, queries, keys, shift) for shift in {0, max(keys - queries, 0)})
 
@@ -134,10 +152,11 @@ def _is_cut(seen: Seen, tensor: Tensor) -> bool:
 
 
 def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> bool:
-    """Whether all behind the diagonal is barred, and the diagonal itself is not, in every row that bars not all."""
+    """Whether all behind the diagonal is barred, not every key of it to every query, and the diagonal itself is not."""
     future = torch.ones(queries, keys, dtype=torch.bool, device=barred.device).triu_(diagonal=1 + shift)
     own = barred.diagonal(offset=shift, dim1=-2, dim2=-1)
-    return bool(future.any()) and bool((barred | ~future).all()) and not bool(own.all())
+    open_to_some = ~barred.all(dim=-2, keepdim=True)
+    return bool((future & open_to_some).any()) and bool((barred | ~future).all()) and not bool(own.all())
 
 
 def _barred(op: Op, others: list[Tensor], replay: Replay) -> torch.Tensor | None:

@@ -74,6 +74,7 @@ CAUSAL = {
 OTHER = {
     "nothing": lambda s: s,
     "padding": padded,
+    "padding, written for each query": lambda s: s.masked_fill((torch.arange(5) > 0).expand(s.shape), LOW),
     "a window": window,
     "the past": behind,
     "everything": lambda s: s.masked_fill(torch.ones(s.shape[-2:]).bool(), LOW),
@@ -115,6 +116,24 @@ def test_a_buffer_that_the_forward_writes_is_written_once():
     module = Written()
     assert kinds(module, torch.randn(2, 5, 6)) == [("self", "causal")]
     assert torch.equal(module.bias, torch.ones(5, 5).triu(1) * -1e9)
+
+
+@pytest.mark.parametrize(
+    "own", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
+@pytest.mark.parametrize("key_len", [3, 5, 7])
+def test_keys_of_the_layers_own_have_no_position(own, key_len):
+    spec = AttentionSpec(embed_dim=22, num_heads=2, **own)
+    for causal in (True, False):
+        inputs = InputSpec(batch=3, seq_len=5, key_len=key_len, causal=causal, padding=(0, 1, 2))
+        (attention,) = trace_spec(spec, inputs, RunSpec()).attentions
+        assert ("causal" in attention.kind) is causal
+
+
+def test_a_last_key_that_everyone_sees_is_no_key_of_the_layers_own():
+    mask = torch.ones(5, 5).triu(1).bool()
+    mask[:, -1] = False
+    assert kinds(Masked(lambda s: s.masked_fill(mask, LOW)), torch.randn(2, 5, 6)) == [("self",)]
 
 
 def test_keys_first():

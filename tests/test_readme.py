@@ -11,6 +11,8 @@ import pytest
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 TRANSCRIPT = re.compile(r"(?<=^```console\n)\$ (?P<command>mha-inspect [^\n]*)\n(?P<output>.*?)(?=^```$)", re.M | re.S)
+SHELL = re.compile(r"(?<=^```sh\n)mha-inspect .*?(?=^```$)", re.M | re.S)
+FILE = re.compile(r"(?<=^```python\n)# (?P<name>\w+\.py)\n.*?(?=^```$)", re.M | re.S)
 VERSION = re.compile(r"torch \d\S*")
 
 
@@ -29,10 +31,23 @@ def comparable(text: str) -> str:
     return "\n".join(re.sub(r" +", " ", line).rstrip() for line in text.splitlines())
 
 
+def commands() -> list[str]:
+    """Those that stand without what they print."""
+    return [line for block in SHELL.findall(README.read_text(encoding="utf-8")) for line in block.splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand where the files are that the text shows."""
+    for found in FILE.finditer(README.read_text(encoding="utf-8")):
+        (tmp_path / found["name"]).write_text(found[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("command", [found["command"] for found in transcripts()])
 def test_transcript(command: str, invoke, request: pytest.FixtureRequest) -> None:
     answer = invoke(*shlex.split(command)[1:])
-    assert answer.code == 0, answer.err
+    assert answer.code == (1 if "\nfailed: " in answer.out else 0), answer.err
     if request.config.getoption("--update-readme"):
         text = README.read_text(encoding="utf-8")
         found = next(found for found in TRANSCRIPT.finditer(text) if found["command"] == command)
@@ -42,8 +57,18 @@ def test_transcript(command: str, invoke, request: pytest.FixtureRequest) -> Non
     assert comparable(shown) == comparable(answer.out), "stale: pytest tests/test_readme.py --update-readme"
 
 
+@pytest.mark.parametrize("command", commands())
+def test_command_without_a_transcript(command: str, invoke) -> None:
+    if " hf:" in command:
+        pytest.importorskip("transformers")
+    code, out, err = invoke(*shlex.split(command)[1:])
+    assert code == 0, err
+    assert out
+
+
 def test_there_are_transcripts() -> None:
     assert {shlex.split(found["command"])[1] for found in transcripts()} >= {"trace", "params", "compare-heads"}
+    assert len(commands()) >= 4
 
 
 def test_python_in_the_readme() -> None:

@@ -171,4 +171,4 @@ def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
     others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
     if not others:
         return f"{only} embed_dim {embed_dim} has no other; try --embed-dim 512."
-    return f"{only} Give two or more, as in --heads {compared[0]},{others[-1]}."
+    return f"{only} Give two or more, as in --heads {compared[0]},{others[0]}."

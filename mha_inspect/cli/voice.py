@@ -18,6 +18,8 @@ OPTIONS_OF_ONE_COMMAND = {
     "--steps": "compare-heads",
     "--focus": "compare-heads",
     "--fail-if": "compare-heads",
+    "--left-set": "diff",
+    "--right-set": "diff",
 }
 """Options that one command has and the others do not."""
 
@@ -35,10 +37,15 @@ def usage_message(error: ClickException) -> str:
             return f"{name} takes no value: write {name} alone, or its opposite, as in --no-bias."
         return f"{name} was given without a value: write it as {name} VALUE; `mha-inspect COMMAND --help` says which."
     if isinstance(error, BadParameter) and error.param is not None:
-        return f"{_asked_by(error.param, ctx)} {shown_line(error.message)}"
+        message = shown_line(error.message)
+        if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
+            message = (
+                f"{message.partition(' is not a valid boolean')[0]} is neither true nor false: write one of the two."
+            )
+        return f"{_asked_by(error.param, ctx)} {message}"
     if error.message.startswith("Got unexpected extra argument"):
         extra = shown(error.message.partition(" (")[2].removesuffix(")"))
-        return f"{command} takes options only, and {extra} is none: sizes go by name, as in {path} --embed-dim 512."
+        return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
     return shown_line(error.format_message())
 
 

@@ -111,8 +111,8 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     furthest = max(differing, key=lambda count: count.relative_difference)
     text = (
         f"Yes: with {given} the output of {_heads_of(differing)} differs from that of {heads(base.num_heads)}, "
-        f"by up to {_percent(furthest.relative_difference)}, {_times(max(c.times_noise for c in differing))} "
-        "the rounding error"
+        f"by up to {_percent(furthest.relative_difference)} and by up to "
+        f"{_times(max(c.times_noise for c in differing))} the rounding error"
     )
     rest = [count for count in others if count.verdict == "same"]
     if rest:

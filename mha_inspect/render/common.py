@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import isnan
 from typing import Any
 
 from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
@@ -35,7 +36,8 @@ def sizes(layer: LayerInfo) -> str:
 
 def page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Document:
     """A page under the usual heading: the layer with its sizes, and what the numbers were made with."""
-    made_with = [environment.device, environment.dtype]
+    # A module without parameters and inputs has no dtype.
+    made_with = [part for part in (environment.device, environment.dtype) if part]
     if environment.seed is not None:
         made_with.append(f"seed {environment.seed}")
     made_with.append(f"torch {environment.torch}")
@@ -76,7 +78,8 @@ def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
             (
                 (
                     Cell(name),
-                    *(numbers.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max)),
+                    # Where no element is finite there is nothing to take the mean of.
+                    *("" if isnan(n) else numbers.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max)),
                     *(Cell(numbers.count(n), "bad" if n else "muted") for n in (stats.nan, stats.inf)),
                     Cell(numbers.count(stats.masked), "" if stats.masked else "muted"),
                 )

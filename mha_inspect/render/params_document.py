@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from . import numbers
@@ -115,7 +115,9 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     for name in dict.fromkeys(name for c in counts for name in c.shapes):
         rows.append((name, [numbers.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
         parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
-        rows += [(f"head 0 of {part}", [_owned(c, name, part) for c in counts]) for part in parts]
+        for part in parts:
+            pieces = [_piece(c, name, part) for c in counts]
+            rows.append((f"head 0 of {part}", _owned(pieces, [c.shapes.get(name, ()) for c in counts])))
     columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
     return table(
         columns,
@@ -127,13 +129,21 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     )
 
 
-def _owned(column: HeadCountColumn, name: str, part: str) -> str:
-    """What head 0 owns of a part, as `rows 0–255` or `columns 0–255`: the bounds that the head count moves."""
-    for piece in column.first_head.get(name, ()):
-        if piece.part == part:
-            rows, columns = _bounds(piece)
-            whole = column.shapes[name]
-            if piece.columns is None or piece.columns == (0, whole[-1]):
-                return f"rows {rows}"
-            return f"columns {columns}" if piece.rows == (0, whole[0]) else f"rows {rows}, columns {columns}"
-    return ""
+def _piece(column: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
+    return next((piece for piece in column.first_head.get(name, ()) if piece.part == part), None)
+
+
+def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
+    """What head 0 owns under each head count, as `rows 0–255` or `columns 0–255`: the bounds that the count moves."""
+    both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
+    by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
+    by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)
+    texts = []
+    for piece in pieces:
+        rows, columns = _bounds(piece) if piece is not None else ("", "")
+        if piece is not None and piece.columns is None:
+            texts.append(f"elements {rows}")
+        else:
+            bounds = [f"rows {rows}"] * by_rows + [f"columns {columns}"] * by_columns
+            texts.append(", ".join(bounds) if piece is not None else "")
+    return texts

@@ -34,6 +34,11 @@ import pytest
         ("trace --edge-items 0", ["edge_items 0", "1 or more"]),
         ("trace --embed-dim 1" + "0" * 30, ["more than a size can be", "2**40"]),
         ("trace --num-heads 1" + "0" * 5000, ["num_heads 1000"]),
+        ("trace a.py:B c", ["trace has no use for c", "--embed-dim 512"]),
+        ("trace --left-set dtype=float64", ["no option --left-set", "mha-inspect diff"]),
+        ("trace --attention 2 --embed-dim 8", ["attention 2", "there is only 1"]),
+        ("trace --module layer --embed-dim 8", ["module layer", "leave --module out"]),
+        ("compare-heads --heads 4", ["heads 4", "--heads 4,1"]),
     ],
 )
 def test_usage_error(invoke, line, said):
@@ -57,6 +62,15 @@ def test_a_bad_variable_is_named_not_the_flag(invoke, monkeypatch):
     code, _, err = invoke("trace")
     assert code == 2
     assert "MHA_INSPECT_EMBED_DIM wide is not a whole number" in err
+
+
+def test_a_variable_that_is_neither_true_nor_false(invoke, monkeypatch):
+    monkeypatch.setenv("MHA_INSPECT_BATCH_FIRST", "maybe")
+    code, _, err = invoke("trace")
+    assert (code, err) == (
+        2,
+        "mha-inspect: MHA_INSPECT_BATCH_FIRST 'maybe' is neither true nor false: write one of the two.\n",
+    )
 
 
 def test_no_command_shows_the_help(invoke):
