@@ -18,7 +18,6 @@ from . import numbers
 from .common import VERDICT_TONES
 from .document import Cell, Column, Facts, Paragraph, Section, Table, table
 
-
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""
 
