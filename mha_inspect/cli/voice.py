@@ -20,6 +20,8 @@ OPTIONS_OF_ONE_COMMAND = {
     "--fail-if": "compare-heads",
     "--left-set": "diff",
     "--right-set": "diff",
+    "--left-module": "diff",
+    "--right-module": "diff",
 }
 """Options that one command has and the others do not."""
 
