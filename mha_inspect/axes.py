@@ -126,6 +126,8 @@ class AxisNames:
         dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
         if packed[1]:
+            width = self._roles.value_dim if value else self._roles.head_dim
+            _name_turns(dims[-1:], len(self._found.branches), _product(resolve(width)))
             _name_packed(dims, packed, self._roles, value=value)
         if features_last and dims:
             # What a matrix takes in and gives is one axis, also where something else splits it.
@@ -234,6 +236,18 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
     return tokens
 
 
+def _name_turns(dims: list[list[str | Atom]], turns: int, width: int) -> None:
+    """Name the axis of which a loop over heads takes one piece at a turn."""
+    for dim in dims:
+        left = [at for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
+        if (
+            len(left) == 1
+            and _size(dim, (left[0], left[0] + 1)) == turns
+            and (width == 1 or {"head_dim", "v_head_dim"} & set(dim))
+        ):
+            dim[left[0]] = "heads"
+
+
 def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
     """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
 
@@ -252,7 +266,7 @@ def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: R
     named = any(token in ("head_dim", "v_head_dim") for token in dim)
     if not named and prod(token.size for _, token in left) == width:
         return
-    if not named and first.size > 1 and prod(token.size for _, token in left[1:]) == width:
+    if not named and len(left) > 1 and prod(token.size for _, token in left[1:]) == width:
         start, stop = left[1][0], left[-1][0] + 1
         if stop - start == len(left) - 1:
             dim[start:stop] = [name_of_width]

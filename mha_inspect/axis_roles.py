@@ -100,7 +100,7 @@ class Roles:
             heads = tuple(atom for atom in heads if atom in features)
         heads += head_rows
         # A single head leaves no trace but a dimension of size one, and that only where it is the only one.
-        if not heads:
+        if not heads and not self._found.branches:
             ones = [dim[0] for dim in self._dimensions.of(self._found.stages["q_heads"]) if _size(dim) == len(dim) == 1]
             ones = [atom for atom in (*rest, *ones) if atom not in outside]
             heads = tuple(ones[:1]) if len(set(ones)) == 1 else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..ops import Op, Tensor
 from ..stages import STAGES
@@ -17,47 +18,73 @@ def merge_branches(graph: Graph, found: list[Found]) -> list[Found]:
 
     Turns of a loop over pieces of a sequence come from one line too, and are joined along it: they stay apart.
     """
-    groups: dict[tuple[object, ...], list[tuple[Found, Tensor]]] = {}
+    groups: dict[tuple[object, ...], list[Found]] = {}
     for place, attention in enumerate(found):
-        joined = _joined(graph, attention)
-        key = (
-            (attention.softmax.source, attention.score_product.source, attention.module, joined[0].index)
-            if joined is not None
-            else (place,)
-        )
-        groups.setdefault(key, []).append((attention, joined[1] if joined is not None else attention.softmax.output))
-    merged = [_merge([attention for attention, _ in group]) for group in groups.values()]
-    return sorted(merged, key=lambda attention: attention.softmax.index)
+        joined = _joined(graph, attention) if _is_whole(graph, attention) else None
+        key = (attention.softmax.source, attention.score_product.source, attention.module, joined)
+        groups.setdefault((place,) if joined is None else key, []).append(attention)
+    return sorted(map(_merge, groups.values()), key=lambda attention: attention.softmax.index)
 
 
-def _joined(graph: Graph, found: Found) -> tuple[Op, Tensor] | None:
-    """The operation that puts this context beside others, head by head, and the operand that it is there."""
-    context = found.stages["context"]
+def _joined(graph: Graph, found: Found) -> tuple[str, int] | None:
+    """Where this context is put beside others, head by head: by which operation, or into which memory."""
 
     def through(op: Op) -> bool:
         return graph.moves(op) or (op.kind == "compute" and op.base_name == "native_dropout")
 
-    for op, step in graph.forward(context, through):
-        if op.base_name not in ("cat", "stack") or len(op.inputs) < 2 or not op.outputs:
+    for op, step in graph.forward(found.stages["context"], through):
+        if not op.outputs or len(op.inputs) < 2:
             continue
         rank = len(op.output.shape)
-        dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-        place = int(dim) % rank
         if op.base_name == "stack":
-            return (op, step.tensor) if _whole_queries(graph, found) else None
-        features = set(graph.dimensions.of(found.value_product.output)[-2 if found.value_first else -1])
-        at = graph.dimensions.of(step.tensor)[place] if len(step.tensor.shape) == rank else ()
-        return (op, step.tensor) if features & set(at) and any(atom.size > 1 for atom in at) else None
+            return "joined", op.index
+        if op.base_name == "cat" and _has_features(graph, found, step.tensor, int(_dim_of(op)) % rank):
+            return "joined", op.index
+        if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
+            cut = _cut(graph, op.inputs[0])
+            if cut is not None and (cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)):
+                return "written", op.output.storage
     return None
 
 
-def _whole_queries(graph: Graph, found: Found) -> bool:
-    """Whether every query is there, and not one piece of the sequence."""
-    if "query" not in found.stages:
+def _dim_of(op: Op) -> Any:
+    return op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+
+
+def _cut(graph: Graph, written: Tensor) -> Op | None:
+    """The operation that cut what is written to out of a larger tensor."""
+    op = graph.recording.producer(written)
+    while op is not None and op.kind == "view" and op.inputs:
+        if op.base_name in ("select", "slice") and op.output.numel < op.inputs[0].numel:
+            return op
+        op = graph.recording.producer(op.inputs[0])
+    return None
+
+
+def _cuts_features(graph: Graph, found: Found, cut: Op, context: Tensor) -> bool:
+    rank = len(cut.output.shape)
+    return rank == len(context.shape) and _has_features(graph, found, context, int(_dim_of(cut)) % rank)
+
+
+def _has_features(graph: Graph, found: Found, context: Tensor, place: int) -> bool:
+    """Whether a dimension of the context, as it was moved, holds the features of the head."""
+    features = set(graph.dimensions.of(found.value_product.output)[-2 if found.value_first else -1])
+    dims = graph.dimensions.of(context)
+    return place < len(dims) and bool(features & set(dims[place]))
+
+
+def _is_whole(graph: Graph, found: Found) -> bool:
+    """Whether the scores have everything that comes in, and not one query or a piece of the sequence."""
+    if "query" not in found.stages or not found.stages["query"].shape:
         return True
+    given = list(graph.dimensions.of(found.stages["query"]))
+    projection = found.projections.get("query")
+    # What is projected is the features, which a convolution has after the batch.
+    del given[1 if projection is not None and projection.base_name == "convolution" and len(given) > 2 else -1]
+    seen = {atom for dim in graph.dimensions.of(found.score_product.output) for atom in dim if atom.size > 1}
     rows = graph.dimensions.of(found.score_product.output)[-1 if found.key_first else -2]
-    outside = {atom for dim in graph.dimensions.of(found.stages["query"]) for atom in dim}
-    return all(atom in outside for atom in rows if atom.size > 1)
+    outside = {atom for dim in given for atom in dim if atom.size > 1}
+    return outside <= seen and all(atom in outside for atom in rows if atom.size > 1)
 
 
 def _merge(group: list[Found]) -> Found:

@@ -398,6 +398,6 @@ _RULES: dict[str, Rule] = _rules(
     ("im2col", _columns),
     ("view_as_complex", _complex),
     ("view_as_real", _real),
-    ("detach alias clone lift_fresh _to_copy masked_fill where", _pointwise),
+    ("detach alias clone lift_fresh _to_copy copy masked_fill where", _pointwise),
 )
 """Base name of an operation to the rule that follows its dimensions."""

@@ -1,0 +1,62 @@
+"""Attention that is written in few people's way comes out right: against float64, worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import unusual
+from .styles import D, E, H
+from .truth import Attention, assert_close, assert_true, attentions
+from .unusual import by_hand
+
+B, N = 7, 11
+LOOPS = (
+    "Loop",
+    "NarrowLoop",
+    "NarrowHeadsOfOne",
+    "BufferOfFeatures",
+    "BufferOfHeadsOfOne",
+    "BufferOfZeros",
+    "BufferLikeHeads",
+)
+
+
+def find(name: str) -> tuple[unusual.Base, Tensor, list[Attention]]:
+    torch.manual_seed(0)
+    module, x = getattr(unusual, name)(), torch.randn(B, N, E)
+    return module, x, attentions(module, x)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_heads_is_one_attention_wherever_it_puts_them(name: str) -> None:
+    module, x, (attention,) = find(name)
+    assert_true(attention)
+    found, names = attention.found, attention.names
+    width = getattr(module, "width", D)
+    assert (names.num_heads, names.head_dim, len(found.branches)) == (H, width, H)
+    weights, context = by_hand(module, x)
+    for branch, own, head in zip(found.branches, weights.unbind(1), context.unbind(1), strict=True):
+        assert_close(attention.recording.values[branch.stages["weights"].id].double(), own)
+        assert_close(attention.recording.values[branch.stages["context"].id].double(), head)
+    assert_close(attention.value("concat").double(), context.transpose(1, 2).flatten(2))
+    assert found.stages["output"].shape == (B, N, E)
+    features = "heads" if width == 1 else "(heads head_dim)"
+    assert [names.of_stage(f"{side}_proj") for side in "qkv"] == [
+        f"batch query {features}",
+        *[f"batch key {features}"] * 2,
+    ]
+    assert names.of_stage("concat") in (f"batch query {features}", "batch query (heads head_dim)")
+
+
+def test_a_loop_over_queries_is_an_attention_for_each_query() -> None:
+    module, x, found = find("OneQueryAtATime")
+    weights, context = by_hand(module, x, causal=True)
+    assert len(found) == N
+    for t, attention in enumerate(found):
+        assert (attention.names.num_heads, attention.names.head_dim) == (H, D)
+        assert not attention.found.branches
+        assert attention.names.of_stage("scores") == "batch heads query key"
+        assert_close(attention.value("weights").double(), weights[:, :, t : t + 1, : t + 1])
+        assert_close(attention.value("context").double(), context[:, :, t : t + 1])

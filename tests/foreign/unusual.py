@@ -1,0 +1,98 @@
+"""Attention as few people write it: each class attends with heads in a way of its own, and means the same."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .styles import Base, D, E, H
+
+
+def by_hand(module: Base, x: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Weights `batch heads query key` and context `batch heads query head_dim`, in float64."""
+    width = module.q.out_features // H
+    q, k, v = (
+        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (H, width)).transpose(1, 2)
+        for p in (module.q, module.k, module.v)
+    )
+    scores = q @ k.mT / math.sqrt(width)
+    if causal:
+        scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -math.inf)
+    weights = scores.softmax(-1)
+    return weights, weights @ v
+
+
+class Loop(Base):
+    """A loop over heads, each of them a slice of what one matrix gives."""
+
+    width = D
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, H * self.width) for _ in range(3))
+        self.o = nn.Linear(H * self.width, E)
+
+    def head(self, h: int, *given: Tensor) -> Tensor:
+        q, k, v = (t[..., h * self.width : (h + 1) * self.width] for t in given)
+        return (q @ k.mT / math.sqrt(self.width)).softmax(-1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.loop(self.q(x), self.k(x), self.v(x)))
+
+    def loop(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([self.head(h, q, k, v) for h in range(H)], -1)
+
+
+class NarrowLoop(Loop):
+    def head(self, h: int, *given: Tensor) -> Tensor:
+        q, k, v = (t.narrow(-1, h * self.width, self.width) for t in given)
+        return (q @ k.mT / math.sqrt(self.width)).softmax(-1) @ v
+
+
+class NarrowHeadsOfOne(NarrowLoop):
+    width = 1
+
+
+class BufferOfFeatures(Loop):
+    """Each turn writes its slice of the features."""
+
+    def loop(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        for h in range(H):
+            out[:, :, h * self.width : (h + 1) * self.width] = self.head(h, q, k, v)
+        return out
+
+
+class BufferOfHeadsOfOne(BufferOfFeatures):
+    width = 1
+
+
+class BufferOfZeros(Loop):
+    """The slices are of a dimension of their own, of a tensor that no other is like."""
+
+    def loop(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros(q.shape[0], H, q.shape[1], self.width)
+        for h in range(H):
+            out[:, h] = self.head(h, q, k, v)
+        return out.transpose(1, 2).flatten(2)
+
+
+class BufferLikeHeads(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        for h in range(H):
+            out[:, h] = (q[:, h] @ k[:, h].mT / math.sqrt(D)).softmax(-1) @ v[:, h]
+        return out
+
+
+class OneQueryAtATime(Base):
+    """A loop over the queries, each with the keys up to its own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = []
+        for t in range(q.shape[2]):
+            weights = (q[:, :, t : t + 1] @ k[:, :, : t + 1].mT / math.sqrt(D)).softmax(-1)
+            found.append((weights @ v[:, :, : t + 1]).squeeze(2))
+        return torch.stack(found, 2)
