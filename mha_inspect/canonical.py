@@ -126,8 +126,9 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
 
     An axis that this implementation does not have (batch, when unbatched) has size 1.
     """
-    own = axes.replace("(", " ").replace(")", " ").split()
-    if any(not name.isidentifier() for name in own):
+    # An axis of one has nothing to tell: it is dropped.
+    own = [name for name in axes.replace("(", " ").replace(")", " ").split() if name != "1"]
+    if any(not name.isidentifier() for name in own) or len(set(own)) < len(own):
         return None
     target: list[str] = []
     for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -18,18 +17,18 @@ from .head_counts.focus import compare_focus, layer_weights
 from .head_counts.gradients import compare_gradients
 from .head_counts.learner import layer_learner
 from .head_counts.must_be_equal import claims, confirmed, masked_note
+from .head_counts.rows import count_row, overall, pair_rows
 from .head_counts.runs import HeadRun, Noise, walk
 from .head_counts.sentences import answer, reason
+from .head_counts.sight import sight_of_inputs
 from .head_counts.training import compare_training
 from .head_counts.weights import Carried, carry
 from .inputs import Inputs
 from .layers.registry import find_layer
 from .layers.settings import check_settings, own_spec, spec_for
-from .noise import judge
-from .reports.common import Environment, LayerInfo, Verdict
+from .reports.common import Environment, LayerInfo
 from .reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from .spec import AttentionSpec, InputSpec, RunSpec, plain_fields
-from .stage_difference import distances
 
 _EXTRAS = ("pairwise", "gradients", "steps", "focus")
 USUAL_COUNTS = (1, 2, 4, 8)
@@ -94,14 +93,12 @@ def compare_heads_spec(
     require_fit(widest, inputs, run, layer, keep=False)
     comparison = _Comparison(specs, inputs, run, layer)
     rows, learners = comparison.rows, [layer_learner(forward) for forward in comparison.forwards]
-    verdicts = {row.verdict for row in rows[1:]}
-    verdict: Verdict = "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"
     return CompareHeadsReport(
         environment=Environment(torch=torch.__version__, device=run.device, dtype=spec.dtype, seed=spec.seed),
         layer=LayerInfo(layer, plain_fields(specs[0])),
         baseline=specs[0].num_heads,
         counts=tuple(rows),
-        verdict=verdict,
+        verdict=overall([row.verdict for row in rows[1:]]),
         equalities=comparison.equalities(),
         answer=answer(rows, comparison.carried, all_nan=comparison.all_nan()),
         pairs=comparison.pairs() if pairwise else None,
@@ -143,7 +140,7 @@ class _Comparison:
         self._inputs: Inputs = forward.inputs
         self._baseline = HeadRun(forward)
         self._noise = Noise(self._baseline)
-        self._claims = claims(specs[0], self._inputs, *_sources(specs[0], self._inputs))
+        self._claims = claims(sight_of_inputs(specs[0], self._inputs, *_sources(specs[0], self._inputs)))
         self._add(self._baseline, Carried(True, (), ()))
         for spec in specs[1:]:
             other = _with_heads(forward, spec, inputs)
@@ -151,25 +148,11 @@ class _Comparison:
             self._add(HeadRun(other, self._baseline), carried)
 
     def _add(self, one: HeadRun, carried: Carried) -> None:
-        largest, relative = distances(self._baseline.output, one.output)
-        times, verdict = judge(largest, self._noise.of_output)
         spec = one.forward.spec
-        row = HeadCount(
-            num_heads=spec.num_heads,
-            head_dim=int(spec.head_dim),
-            numel=sum(parameter.numel() for parameter in one.forward.module.parameters()),
-            same_parameters=carried.same,
-            output_shape=tuple(one.output.shape),
-            max_abs_difference=largest,
-            relative_difference=relative,
-            noise_floor=self._noise.of_output,
-            times_noise=times,
-            verdict=verdict,
-            first_differing_stage=None,
-            reason="The baseline.",
-        )
+        outputs = (self._baseline.output, one.output)
+        row = count_row(spec, one.forward.module, outputs, self._noise.of_output, carried)
         if one is not self._baseline:
-            found = walk(self._baseline, one, self._noise, to_the_end=verdict != "differs")
+            found = walk(self._baseline, one, self._noise, to_the_end=row.verdict != "differs")
             one.forget()
             why = reason(self._specs[0], spec, found, row, carried, self.cause() if carried.same else "")
             row = replace(row, first_differing_stage=found.first, reason=why)
@@ -210,12 +193,7 @@ class _Comparison:
 
     def pairs(self) -> tuple[HeadPair, ...]:
         """Every head count against every other."""
-        pairs = []
-        for one, other in combinations(self._runs, 2):
-            largest, relative = distances(one.output, other.output)
-            times, verdict = judge(largest, self._noise.of_output)
-            pairs.append(HeadPair(one.num_heads, other.num_heads, largest, relative, times, verdict))
-        return tuple(pairs)
+        return pair_rows([(run.num_heads, run.output) for run in self._runs], self._noise.of_output)
 
 
 def _with_heads(forward: Forward, spec: AttentionSpec, inputs: InputSpec) -> Forward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -157,15 +157,55 @@ def params(module: nn.Module, *, show: Show | None = None, per_head: bool = Fals
     return LiveReport(report_of(module, show=show, per_head=per_head))
 
 
-def compare_heads(heads: Sequence[int], layer: str = "torch", **settings: Any) -> LiveReport:
-    """The same weights and input through several head counts: `mha_inspect.heads.compare_heads`.
+def compare_heads(
+    heads: Sequence[int],
+    layer: str | Callable[..., nn.Module] = "torch",
+    *args: Any,
+    pairwise: bool = False,
+    gradients: bool = False,
+    steps: int = 0,
+    focus: bool = False,
+    **kwargs: Any,
+) -> LiveReport:
+    """The same weights and the same input through several head counts, the first being the baseline.
 
-    Settings are those of `AttentionSpec`, `InputSpec` and `RunSpec`, by name:
-    `compare_heads((1, 2, 4), embed_dim=64, seq_len=7, causal=True)`.
+    A layer by its name takes settings: those of `AttentionSpec`, `InputSpec` and `RunSpec`, by name.
+
+        compare_heads((1, 2, 4), embed_dim=64, seq_len=7, causal=True)
+
+    A class, or a function that returns a module, is called with each number of heads, and what it returns with the
+    arguments that follow. Modules are run in the mode that they come in: `.eval()` those that drop weights.
+
+        compare_heads((1, 2, 4), functools.partial(MyAttention, 64), x, gradients=True)
+        compare_heads((1, 2, 4), lambda heads: MyAttention(64, heads).eval(), x, mask)
+
+    Args:
+        heads: head counts.
+        layer: a layer by its name, a class or a function.
+        *args: for the forward of what a class or a function returns.
+        pairwise: whether every pair is compared as well.
+        gradients: whether the gradient of every parameter is compared.
+        steps: how many steps each head count is trained for, to compare what it has learned.
+        focus: whether to measure what each head looks at.
+        **kwargs: settings of a layer, or arguments of the forward.
+
+    Raises:
+        SpecError: a head count does not fit, there is nothing to compare, or settings contradict each other.
+        InputError: it cannot be run in float64, which rounding is measured against; or there is no gradient.
+        RecordingError: the weights cannot be told by head, and what heads look at was asked for.
+        DoesNotFitError: it needs more memory than there is.
     """
-    from .heads import compare_heads as report_of
+    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus}
+    if isinstance(layer, str):
+        if args:
+            raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
+        from .heads import compare_heads as report_of
 
-    return LiveReport(report_of(heads, layer=layer, **settings))
+        return LiveReport(report_of(heads, layer=layer, **asked, **kwargs))
+    from .head_counts.built import build_each
+    from .head_counts.modules import compare_modules
+
+    return LiveReport(compare_modules(build_each(layer, heads, args, kwargs), **asked))
 
 
 def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:

@@ -33,8 +33,8 @@ def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequen
         return Proof(None, None, None, "the module returned no tensor")
     if output.is_meta:
         return Proof(None, None, None, "device meta has shapes and no numbers")
-    drops = drops and any(map(_draws, plain.recording.ops))
-    if drops and any(map(_draws, fused_kernels(plain.recording))):
+    drops = drops and any(map(draws, plain.recording.ops))
+    if drops and any(map(draws, fused_kernels(plain.recording))):
         return Proof(None, None, None, "a fused kernel draws its dropout in another order: nothing to compare")
     difference = max_difference(other, output)
     try:
@@ -63,7 +63,7 @@ def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequen
     return Proof(difference, floor, verdict != "differs", "; ".join(notes))
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
     """Whether an operation drops elements at random: a dropout, or a fused kernel that was given a probability."""
     return op.base_name in _DROPOUTS or (
         op.base_name.startswith("_scaled_dot_product") and any(isinstance(arg, float) and arg > 0 for arg in op.args)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,52 +74,41 @@ def compare_heads(
 
     TARGET is a class, or a function that returns a module, which takes a number of heads: it is built once for each.
     """
-    if target is not None:
-        extras = {"--gradients": gradients, "--steps": steps, "--focus": focus}
-        return _of_target(options, target, counts("heads", heads), extras, pairwise, fail_if)
-    options.require_no_target_settings("compare-heads")
-    compared = chosen_counts(options, counts("heads", heads))
-    spec, *_ = [options.attention(count) for count in compared]
-    inputs, run = options.inputs(), options.run()
     if steps is not None and steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
-
-    from ..layers.settings import check_settings
-
-    check_settings(LAYERS[options.layer], spec, inputs, run)
-    options.show()
+    extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
     from .answer import give, prepare
 
-    export = prepare(options)
+    if target is not None:
+        compared = _counts_of_target(options, target, counts("heads", heads))
+        export = prepare(options)
+        from .compare_heads_target import compare_heads_target
 
-    from ..heads import compare_heads_spec
+        resume()
+        report = compare_heads_target(target, options, compared, extras)
+    else:
+        options.require_no_target_settings("compare-heads")
+        compared = chosen_counts(options, counts("heads", heads))
+        spec, *_ = [options.attention(count) for count in compared]
+        inputs, run = options.inputs(), options.run()
 
-    resume()
-    report = compare_heads_spec(
-        spec,
-        compared,
-        inputs,
-        run,
-        layer=options.layer,
-        pairwise=pairwise,
-        gradients=gradients,
-        steps=steps or 0,
-        focus=focus,
-    )
+        from ..layers.settings import check_settings
+
+        check_settings(LAYERS[options.layer], spec, inputs, run)
+        options.show()
+        export = prepare(options)
+
+        from ..heads import compare_heads_spec
+
+        resume()
+        report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, **extras)
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 
-def _of_target(
-    options: Options,
-    text: str,
-    heads: tuple[int, ...],
-    extras: Mapping[str, object],
-    pairwise: bool,
-    fail_if: str | None,
-) -> ExitCode:
-    from .answer import give, prepare
-    from .compare_heads_target import check_counts, compare_heads_target
+def _counts_of_target(options: Options, text: str, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """The head counts to build the target with. Raises `MhaInspectError` where it can be told that none will do."""
+    from .compare_heads_target import check_counts
 
     check_target(text, options, "compare-heads")
     if not heads and "embed_dim" not in options.given:
@@ -128,12 +116,8 @@ def _of_target(
             f"heads is empty, and {shown(text)} has sizes of its own: give the counts, as in --heads 1,2,4."
         )
     compared = chosen_counts(options, heads)
-    check_counts(options, compared, extras)
-    export = prepare(options)
-    resume()
-    report = compare_heads_target(text, options, compared, pairwise=pairwise)
-    give(report, options, export)
-    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+    check_counts(options, compared)
+    return compared
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:

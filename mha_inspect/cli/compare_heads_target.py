@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from .options import Options
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..targets.target import Target
 
 
-def check_counts(options: Options, counts: tuple[int, ...], extras: Mapping[str, object]) -> None:
+def check_counts(options: Options, counts: tuple[int, ...]) -> None:
     """Look at everything that can be judged before torch is imported.
 
     Raises `MhaInspectError` when an option is of no use to a target, or contradicts another.
@@ -26,9 +26,6 @@ def check_counts(options: Options, counts: tuple[int, ...], extras: Mapping[str,
 
     options.inputs()
     options.show()
-    asked = next((flag for flag, value in extras.items() if value), None)
-    if asked is not None:
-        raise SpecError(f"{asked} is for the layers that can be built, and not for a target: drop it, or take --layer.")
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
     fixed = next(
@@ -40,8 +37,10 @@ def check_counts(options: Options, counts: tuple[int, ...], extras: Mapping[str,
         raise SpecError(f"heads {min(counts)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
 
 
-def compare_heads_target(text: str, options: Options, counts: tuple[int, ...], *, pairwise: bool) -> CompareHeadsReport:
-    """Build the target with each number of heads, and compare.
+def compare_heads_target(
+    text: str, options: Options, counts: tuple[int, ...], extras: Mapping[str, Any]
+) -> CompareHeadsReport:
+    """Build the target with each number of heads, and compare; `extras` are those of `compare_modules`.
 
     Raises:
         MhaInspectError: it cannot be built or called as asked, or takes no number of heads.
@@ -70,7 +69,7 @@ def compare_heads_target(text: str, options: Options, counts: tuple[int, ...], *
             own = Pass(target.module, call.args, call.kwargs)
             side = ModuleSide("left", target.name, own, LayerInfo(target.name, target.passed), options.seed)
             built.append(Counted(count, side))
-        report = compare_modules(built, pairwise=pairwise)
+        report = compare_modules(built, **extras)
     for note in (*made[0][0].notes, called(made[0][1])):
         if note:
             tell(note)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..noise import judge, rounding_error
-from ..reports.common import Verdict
 from ..reports.compare_heads import Gradients, HeadGradients, PartGradient
 from ..stage_difference import distances
 from .learner import Learner
+from .rows import overall
 from .sentences import heads
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
@@ -83,11 +83,6 @@ def larger_floor(*measured: tuple[Tensor, Tensor]) -> float:
     is no difference, however much more one head count rounds than another.
     """
     return max(rounding_error(content, exact) for content, exact in measured)
-
-
-def overall(verdicts: Sequence[Verdict | None]) -> Verdict:
-    """`differs` where one does, `same` where all are."""
-    return "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"
 
 
 def _answer(counts: Sequence[HeadGradients], cause: str) -> str:

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
 
+import torch
 from torch import nn
 
 from ..errors import SpecError
-from ..noise import judge
-from ..reports.common import Verdict
-from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
+from ..proof import draws
+from ..reports.compare_heads import CompareHeadsReport, HeadCount
 from ..sides.module_run import ModuleRun, ModuleSide
 from ..spec import AttentionSpec
-from ..stage_difference import compare_stage, distances
+from ..stage_difference import compare_stage
 from ..stages import STAGES
+from .focus import compare_focus, module_weights
+from .gradients import compare_gradients
+from .learner import module_learner
+from .must_be_equal import Claim, claims, confirmed, masked_note
+from .rows import count_row, overall, pair_rows
 from .runs import Walk
 from .sentences import answer, reason
+from .sight import Sight, sight_of_runs
+from .training import compare_training
 from .weights import Carried
 
 _GIVEN = ("query", "key", "value")
@@ -32,14 +38,29 @@ class Counted:
     side: ModuleSide
 
 
-def compare_modules(built: Sequence[Counted], *, pairwise: bool = False) -> CompareHeadsReport:
+def compare_modules(
+    built: Sequence[Counted],
+    *,
+    pairwise: bool = False,
+    gradients: bool = False,
+    steps: int = 0,
+    focus: bool = False,
+) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
     Every parameter that has the same name and shape gets the baseline's numbers.
 
+    Args:
+        built: a module a head count, with the same input.
+        pairwise: whether every pair is compared as well.
+        gradients: whether the gradient of every parameter is compared.
+        steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
+        focus: whether to measure what each head looks at.
+
     Raises:
-        SpecError: no attention was found, or the outputs have other shapes.
-        InputError: the baseline cannot be run in float64, which rounding is measured against.
+        SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
+        InputError: the baseline cannot be run in float64, which rounding is measured against; or there is no gradient.
+        RecordingError: the weights cannot be told by head, and what heads look at was asked for.
     """
     base, *others = built
     carried = [Carried(True, (), ()), *(_carry(base.side.own.module, one.side.own.module) for one in others)]
@@ -47,20 +68,42 @@ def compare_modules(built: Sequence[Counted], *, pairwise: bool = False) -> Comp
     for one, run in zip(built, runs, strict=True):
         _require_comparable(one, run, runs[0])
     specs = [_spec(one, run) for one, run in zip(built, runs, strict=True)]
-    rows = [_row(specs, place, built[place], runs, carried[place]) for place in range(len(built))]
-    verdicts = {row.verdict for row in rows[1:]}
-    verdict: Verdict = "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"
+    sight = sight_of_runs(runs)
+    equal = claims(sight) if all(one.same for one in carried) else []
+    cause = next((claim.short for claim in equal if bool(claim.rows.all())), "")
+    rows = [_row(specs, place, runs, carried[place], cause) for place in range(len(built))]
+    outputs = [(one.num_heads, run.output) for one, run in zip(built, runs, strict=True)]
+    learners = [module_learner(one.num_heads, one.side, run.output) for one, run in zip(built, runs, strict=True)]
     first = runs[0].report()
     return CompareHeadsReport(
         environment=first.environment,
         layer=first.layer,
         baseline=base.num_heads,
         counts=tuple(rows),
-        verdict=verdict,
-        equalities=(),
+        verdict=overall([row.verdict for row in rows[1:]]),
+        equalities=_equalities(equal, sight, runs),
         answer=answer(rows, carried, all_nan=all(bool(run.output.isnan().all()) for run in runs)),
-        pairs=tuple(_pairs(built, runs)) if pairwise else None,
+        pairs=pair_rows(outputs, runs[0].output_floor) if pairwise else None,
+        gradients=compare_gradients(learners, cause) if gradients else None,
+        training=compare_training(learners, steps, cause) if steps else None,
+        focus=compare_focus(look for run in runs for look in module_weights(run)) if focus else None,
     )
+
+
+def _equalities(equal: Sequence[Claim], sight: Sight | None, runs: Sequence[ModuleRun]) -> tuple[str, ...]:
+    """Where outputs must be equal, why, and what was measured there."""
+    said = []
+    outputs, floor = [run.output for run in runs], runs[0].output_floor
+    for claim in equal:
+        own = outputs
+        if bool(claim.rows.all()):
+            # Whatever the output is laid out like, it is all of it.
+            claim = replace(claim, rows=torch.ones(1, 1, dtype=torch.bool))
+            own = [output[None, None] for output in outputs]
+        if own[0].shape[:2] == claim.rows.shape:
+            said.append(confirmed(claim, own, floor, unless=runs[0].side.label))
+    masked = [] if sight is None or outputs[0].shape[:2] != sight.rows else (sight.left == 0).nonzero().tolist()
+    return (*said, masked_note([(row, query) for row, query in masked], outputs)) if masked else tuple(said)
 
 
 def _carry(baseline: nn.Module, module: nn.Module) -> Carried:
@@ -78,6 +121,11 @@ def _carry(baseline: nn.Module, module: nn.Module) -> Carried:
 
 
 def _require_comparable(one: Counted, run: ModuleRun, base: ModuleRun) -> None:
+    if any(map(draws, run.plain.recording.ops)):
+        raise SpecError(
+            f"{one.side.label} drops elements at random in training mode, others for every head count: the outputs "
+            "would differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
+        )
     if not run.opened.attentions:
         raise SpecError(f"No attention was found in {one.side.label}: there are no heads to compare.")
     if run.output.shape != base.output.shape:
@@ -101,35 +149,21 @@ def _spec(one: Counted, run: ModuleRun) -> AttentionSpec:
 
 
 def _row(
-    specs: Sequence[AttentionSpec], place: int, one: Counted, runs: Sequence[ModuleRun], carried: Carried
+    specs: Sequence[AttentionSpec], place: int, runs: Sequence[ModuleRun], carried: Carried, cause: str
 ) -> HeadCount:
     base, run = runs[0], runs[place]
-    largest, relative = distances(base.output, run.output)
-    times, verdict = judge(largest, base.output_floor)
-    walk = _walk(base, run) if place else Walk((), None)
-    row = HeadCount(
-        num_heads=one.num_heads,
-        head_dim=int(specs[place].head_dim),
-        numel=sum(parameter.numel() for parameter in one.side.own.module.parameters()),
-        same_parameters=carried.same,
-        output_shape=tuple(run.output.shape),
-        max_abs_difference=largest,
-        relative_difference=relative,
-        noise_floor=base.output_floor,
-        times_noise=times,
-        verdict=verdict,
-        first_differing_stage=walk.first,
-        reason="The baseline.",
-    )
+    row = count_row(specs[place], run.side.own.module, (base.output, run.output), base.output_floor, carried)
     if not place:
         return row
+    walk = _walk(base, run)
     unnamed = _unnamed(base, run)
     if walk.first is None and unnamed:
         named = ", ".join(unnamed)
         why = f"All that can be compared holds the same numbers; not compared, for an axis has no name: {named}."
+        why += f" The outputs are the same because {cause}." if cause and row.verdict == "same" else ""
     else:
-        why = reason(specs[0], specs[place], walk, row, carried, "")
-    return replace(row, reason=why)
+        why = reason(specs[0], specs[place], walk, row, carried, cause if row.verdict == "same" else "")
+    return replace(row, first_differing_stage=walk.first, reason=why)
 
 
 def _unnamed(*runs: ModuleRun) -> tuple[str, ...]:
@@ -166,12 +200,3 @@ def _walk(base: ModuleRun, other: ModuleRun) -> Walk:
         if first is not None:
             break
     return found
-
-
-def _pairs(built: Sequence[Counted], runs: Sequence[ModuleRun]) -> list[HeadPair]:
-    pairs = []
-    for (one, left), (other, right) in combinations(zip(built, runs, strict=True), 2):
-        largest, relative = distances(left.output, right.output)
-        times, verdict = judge(largest, runs[0].output_floor)
-        pairs.append(HeadPair(one.num_heads, other.num_heads, largest, relative, times, verdict))
-    return pairs

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..inputs import Inputs
 from ..noise import judge, max_difference
-from ..spec import AttentionSpec
+from .sight import Sight
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,36 +24,23 @@ class Claim:
     """The cause in a few words, for a reason."""
 
 
-def claims(spec: AttentionSpec, inputs: Inputs, key: Tensor, value: Tensor) -> list[Claim]:
-    """What the mathematics says of these inputs, whatever the weights are.
-
-    Args:
-        spec: for rotary positions.
-        inputs: for the masks.
-        key: `batch key kdim`.
-        value: `batch key vdim`.
-    """
-    allowed = allowed_keys(inputs)
-    if allowed is None:
-        return []
-    return [claim for claim in _claims(spec, inputs, allowed, key, value) if bool(claim.rows.any())]
+def claims(sight: Sight | None) -> list[Claim]:
+    """What the mathematics says of what the queries can see, whatever the weights are."""
+    return [] if sight is None else [claim for claim in _claims(sight) if bool(claim.rows.any())]
 
 
-def _claims(spec: AttentionSpec, inputs: Inputs, allowed: Tensor, key: Tensor, value: Tensor) -> Iterator[Claim]:
-    left = (allowed.sum(dim=-1) + inputs.extra_keys).expand(inputs.batch, inputs.query_len)
-    one = left == 1
+def _claims(sight: Sight) -> Iterator[Claim]:
+    one = sight.one_key
     said = one
     if bool(one.any()):
-        yield Claim(one, _one_key(one, inputs, left), "one key has weight 1")
-    if inputs.extra_keys:
-        return
-    for name, content, why in (
-        ("values", value, "the weights sum to 1, so the context is that one value whatever they are"),
-        ("keys", key, "every score of a query is the same, so its weights are equal for every head count"),
+        yield Claim(one, _one_key(one, sight), "one key has weight 1")
+    several = sight.left > 1
+    for name, alike, why in (
+        ("values", sight.alike_values, "the weights sum to 1, so the context is that one value whatever they are"),
+        ("keys", sight.alike_keys, "every score of a query is the same, so its weights are equal for every head count"),
     ):
-        if name == "keys" and spec.rope:
-            continue
-        same = _all_alike(content, allowed)[:, None] & (left > 1) & ~said
+        open_yet = several & ~said
+        same = open_yet & alike() if bool(open_yet.any()) else open_yet
         if bool(same.any()):
             said = said | same
             yield Claim(
@@ -63,10 +48,10 @@ def _claims(spec: AttentionSpec, inputs: Inputs, allowed: Tensor, key: Tensor, v
             )
 
 
-def _one_key(one: Tensor, inputs: Inputs, left: Tensor) -> str:
-    if inputs.key_len + inputs.extra_keys == 1:
+def _one_key(one: Tensor, sight: Sight) -> str:
+    if sight.allowed.shape[-1] + sight.extra_keys == 1:
         return "There is one key: its softmax weight is exactly 1 for every head count."
-    cause = " (causal mask)" if inputs.attn_mask is not None and _only_first(one) else ""
+    cause = " (causal mask)" if _only_first(one) and sight.causal else ""
     if bool(one.all()):
         return "The mask leaves one key to every query: its softmax weight is exactly 1 for every head count."
     return f"The mask leaves one key to {_rows(one)}{cause}: its softmax weight is exactly 1 for every head count."
@@ -88,35 +73,11 @@ def _rows(rows: Tensor) -> str:
     return f"{len(found)} of {rows.numel()} queries"
 
 
-def allowed_keys(inputs: Inputs) -> Tensor | None:
-    """True where no mask forbids a query to look: `batch query key`, 1 wide where batch or query does not matter.
+def confirmed(claim: Claim, outputs: Sequence[Tensor], noise_floor: float, unless: str = "") -> str:
+    """The claim with what was measured in its rows: `batch query embed` of each head count, the baseline first.
 
-    None where it depends on the head.
+    `unless` names a module of which nothing else is known: what comes after its attention may hang on the head count.
     """
-    allowed = torch.ones(1, 1, 1, dtype=torch.bool)
-    if inputs.attn_mask is not None:
-        mask = inputs.attn_mask.cpu()
-        if mask.dim() == 3:
-            return None
-        allowed = allowed & ~(mask if mask.dtype == torch.bool else mask == -math.inf)
-    if inputs.key_padding_mask is not None:
-        allowed = allowed & ~inputs.key_padding_mask.cpu().view(inputs.batch, 1, inputs.key_len)
-    return allowed.expand(-1, -1, inputs.key_len)
-
-
-def _all_alike(content: Tensor, allowed: Tensor) -> Tensor:
-    """`batch key width -> batch`: whether all that any query of the row can see are the same."""
-    content = content.detach().cpu()
-    seen = allowed.any(dim=1).expand(content.shape[0], -1)
-    first = content[torch.arange(content.shape[0]), seen.int().argmax(dim=1)][:, None]
-    # A quick look at one feature spares a pass over all of them.
-    if not bool((((content[..., 0] == first[..., 0]) | ~seen).all(dim=1)).any()):
-        return torch.zeros(content.shape[0], dtype=torch.bool)
-    return ((content == first).all(dim=-1) | ~seen).all(dim=1)
-
-
-def confirmed(claim: Claim, outputs: Sequence[Tensor], noise_floor: float) -> str:
-    """The claim with what was measured in its rows: `batch query embed` of each head count, the baseline first."""
     rows = claim.rows.to(outputs[0].device)
     expected = outputs[0][rows]
     largest = max((max_difference(output[rows], expected) for output in outputs[1:]), default=0.0)
@@ -125,10 +86,13 @@ def confirmed(claim: Claim, outputs: Sequence[Tensor], noise_floor: float) -> st
         found = "the same to the bit"
     elif verdict == "same":
         found = f"at most {times:.2g} times the noise floor apart"
+    elif unless:
+        found = f"{times:.3g} times the noise floor apart, so something else in it does"
     else:
         found = f"{times:.3g} times the noise floor apart, against expectation"
-    whole = bool(claim.rows.all())
-    return f"{claim.why} {'All outputs must' if whole else 'The outputs there must'} be equal; measured: {found}."
+    which = "all outputs" if bool(claim.rows.all()) else "the outputs there"
+    must = f"Unless something else in {unless} hangs on the head count, {which}" if unless else which.capitalize()
+    return f"{claim.why} {must} must be equal; measured: {found}."
 
 
 def masked_note(rows: Sequence[tuple[int, int]], outputs: Sequence[Tensor]) -> str:

@@ -30,7 +30,7 @@ def reason(base: AttentionSpec, spec: AttentionSpec, walk: Walk, count: HeadCoun
         where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
         return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
     parts = [f"{_same(walk.same)}; "] if walk.same else []
-    parts.append(f"{walk.first} {'differs' if walk.first.endswith(('proj', 'output')) else 'differ'}")
+    parts.append(f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}")
     parts.append(f": {_how(base, spec, walk, carried)}")
     if count.verdict != "differs":
         parts.append(f"; {_how_it_ends(walk, count, cause)}")

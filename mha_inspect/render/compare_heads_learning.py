@@ -106,7 +106,8 @@ def _focus(focus: Focus) -> Section:
     spread = Facts(
         tuple(
             (
-                f"{numbers.plural(count.num_heads, 'head')} {_attention(count)}".rstrip(),
+                numbers.plural(count.num_heads, "head")
+                + (f", attention {_attention(count)}" if count.attention else ""),
                 f"Jensen-Shannon divergence {numbers.small(count.divergence)} "
                 f"of at most ln {count.num_heads} = {numbers.small(count.largest_divergence)}",
             )

@@ -79,6 +79,17 @@ class Drawing(Tutorial):
         super().__init__(dim, heads)
 
 
+class Blind(Tutorial):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Dropping(Tutorial):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), training=self.training)
+
+
 ready = Tutorial(6)
 '''
 
@@ -133,8 +144,21 @@ def test_one_key_makes_all_the_same(invoke, mine):
     )
     data = json.loads(out)
     assert (code, data["verdict"]) == (1, "same")
-    # A single query and a single key leave no trace in the shapes: what has them for axes cannot be named.
-    assert "not compared, for an axis has no name: " in data["counts"][1]["reason"]
+    assert data["counts"][1]["reason"].endswith("one key has weight 1.")
+    assert data["equalities"][0].endswith("measured: the same to the bit.")
+
+
+def test_what_is_learned_and_looked_at(invoke, mine):
+    """The numbers are those of tests/test_heads_of_modules.py; here that each option is heard, and the page."""
+    asked = ["--gradients", "--steps", "3", "--focus"]
+    data = report_of(invoke, f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", *asked)
+    assert [part["part"] for part in data["gradients"]["counts"][1]["parts"]][:2] == ["q.weight", "q.bias"]
+    assert data["gradients"]["counts"][1]["verdict"] == data["training"]["counts"][1]["verdict"] == "differs"
+    assert [len(count["by_head"]) for count in data["focus"]["counts"]] == [1, 2]
+    assert "attention" not in data["focus"]["counts"][1]
+    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", *asked[:1])
+    assert code == 0
+    assert "parameter   2 heads\nq.weight" in out
 
 
 def test_parameters_of_another_shape_are_named(invoke, mine):
@@ -179,7 +203,9 @@ def test_it_says_what_was_passed(invoke, mine):
         ("mine:Tutorial --embed-dim 22 --heads 0,2", 2, "0"),
         ("mine:Tutorial", 2, "--heads 1,2,4"),
         ("mine:Tutorial --heads 1,2 --set nhead=2", 2, "--set nhead is one number of heads for all"),
-        ("mine:Tutorial --heads 1,2 --gradients", 2, "--gradients is for the layers"),
+        ("mine:Tutorial --heads 1,2 --steps 0", 2, "steps 0 trains nothing"),
+        ("mine:Blind --embed-dim 22 --heads 1,2 --gradients", 2, "Leave out --gradients and --steps"),
+        ("mine:Dropping --embed-dim 22 --heads 1,2 --train", 2, "Take eval mode (--eval"),
         ("mine:Tutorial --heads 1,2 --device meta", 2, "no numbers"),
         ("mine:Tutorial --heads 1,2 --layer bert", 2, "two layers"),
         ("mine:Tutorail --heads 1,2", 2, "Did you mean"),

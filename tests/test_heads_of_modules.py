@@ -1,0 +1,268 @@
+"""compare_heads of a class: gradients, training, focus and what must be equal, each against the same done by hand."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.errors import InputError, RecordingError, SpecError
+from mha_inspect.sides.module_run import ModuleRun
+
+DIM, BATCH, LENGTH = 30, 3, 7
+
+
+class Attention(nn.Module):
+    """Takes what a test varies: a mask, a scale for positions, a norm of each head."""
+
+    def __init__(self, dim=DIM, n_head=1, mask=None, normed=False, sink=False, frozen=False, slopes=False):
+        super().__init__()
+        self.heads, self.mask, self.normed, self.sink, self.slopes = n_head, mask, normed, sink, slopes
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.register_buffer("ones", torch.ones(dim))
+        self.q.requires_grad_(not frozen)
+
+    def weights(self, x):
+        q, k = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if self.slopes:
+            scores = scores + torch.arange(x.shape[1])
+        if self.mask is not None:
+            scores = scores.masked_fill(self.mask, -math.inf)
+        return scores.softmax(-1)
+
+    def forward(self, x):
+        v = self.v(x * self.ones).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        context = self.weights(x) @ v
+        if self.normed:
+            context = context / context.norm(dim=-1, keepdim=True)
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    def __init__(self, heads, mask, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(DIM, heads, mask) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+CAUSAL = torch.ones(LENGTH, LENGTH).triu(1) > 0
+
+
+@pytest.fixture
+def x():
+    return torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def made(heads, **settings):
+    """The module that compare_heads builds first of a seed: its numbers are carried into the others."""
+    torch.manual_seed(0)
+    module = Attention(n_head=1, **settings)
+    module.heads = heads
+    return module
+
+
+def compared(heads, x, *, asked=None, **settings):
+    torch.manual_seed(0)
+    return mha_inspect.compare_heads(heads, functools.partial(Attention, **settings), x, **(asked or {}))
+
+
+def target_of(output):
+    """The target that the loss speaks of, drawn for seed 0."""
+    generator = torch.Generator("cpu").manual_seed(0x746172676574)
+    return torch.randn(output.shape, generator=generator)
+
+
+def loss_of(module, x):
+    output = module(x)
+    return (output - target_of(output)).square().mean()
+
+
+def test_gradients_are_those_of_autograd(x):
+    report = compared((1, 3, 5), x, asked={"gradients": True})
+    base, modules = made(1), [made(heads) for heads in (3, 5)]
+    loss_of(base, x).backward()
+    for row, module in zip(report.gradients.counts[1:], modules, strict=True):
+        loss = loss_of(module, x)
+        loss.backward()
+        assert row.loss == pytest.approx(loss.item())
+        assert [part.part for part in row.parts] == [name for name, _ in module.named_parameters()]
+        for part, parameter, mine in zip(row.parts, module.parameters(), base.parameters(), strict=True):
+            apart = (parameter.grad - mine.grad).abs().max().item()
+            assert part.norm == pytest.approx(parameter.grad.norm().item(), rel=1e-4)
+            assert part.max_abs_difference == pytest.approx(apart, rel=1e-3, abs=1e-8)
+            # A bias of the keys adds the same number to every score of a query.
+            assert part.verdict == ("same" if part.part == "k.bias" else "differs")
+    assert report.gradients.answer.startswith("A first step of learning would change the weights differently")
+
+
+def test_training_is_the_steps_done_by_hand(x):
+    report = compared((2, 5), x, asked={"steps": 3})
+    ends = []
+    for heads in (2, 5):
+        module = made(heads)
+        before = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(module, x).backward()
+            optimizer.step()
+        ends.append((before, module))
+
+    def distance(left, right):
+        pairs = zip(left.parameters(), right.parameters(), strict=True)
+        return math.sqrt(sum(float((a - b).detach().double().square().sum()) for a, b in pairs))
+
+    base, other = report.training.counts
+    assert base.moved == pytest.approx(distance(*ends[0]), rel=1e-4)
+    assert other.apart == pytest.approx(distance(ends[0][1], ends[1][1]) / distance(*ends[0]), rel=1e-4)
+    assert other.last_loss == pytest.approx(loss_of(ends[1][1], x).item())
+    assert (other.verdict, report.training.steps) == ("differs", 3)
+
+
+def test_focus_is_that_of_the_weights(x):
+    report = compared((1, 3), x, asked={"focus": True}, mask=CAUSAL)
+    with torch.no_grad():
+        weights = made(3, mask=CAUSAL).weights(x).double()
+    entropy = torch.special.entr(weights).sum(-1)
+    away = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    one, three = report.focus.counts
+    assert [len(one.by_head), len(three.by_head), three.attention] == [1, 3, None]
+    assert [h.entropy for h in three.by_head] == pytest.approx(entropy.mean((0, 2)).tolist(), rel=1e-5)
+    assert [h.distance for h in three.by_head] == pytest.approx(
+        (weights * away).sum(-1).mean((0, 2)).tolist(), rel=1e-5
+    )
+
+
+def test_focus_tells_several_attentions_apart(x):
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, CAUSAL), x, focus=True)
+    places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
+    assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
+    assert "Of 3 heads in each of 2 attentions" in report.focus.answer
+    assert "attention 2 blocks.1" in repr(report)
+
+
+def test_a_frozen_parameter_is_left_out(x):
+    report = compared((1, 3), x, asked={"gradients": True, "steps": 1}, frozen=True)
+    names = [part.part for part in report.gradients.counts[1].parts]
+    assert names == ["k.weight", "k.bias", "v.weight", "v.bias", "o.weight", "o.bias"]
+    assert report.training.counts[1].verdict == "differs"
+
+
+def test_nothing_is_left_changed(x):
+    module = Attention(n_head=1)
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    mha_inspect.compare_heads((1, 3), {1: module, 3: Attention(n_head=3)}.__getitem__, x, gradients=True, steps=2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    Attention(n_head=3)  # drew what the test itself drew
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_the_first_position_under_a_causal_mask(x):
+    (said,) = compared((1, 3), x, mask=CAUSAL).equalities
+    assert said.startswith(
+        "The mask leaves one key to the first position (causal mask): its softmax weight is exactly 1"
+    )
+    assert said.endswith("the outputs there must be equal; measured: the same to the bit.")
+    (said,) = mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, CAUSAL), x).equalities
+    assert "first position (causal mask)" in said
+    assert said.endswith("the same to the bit.")
+
+
+def test_one_key_of_several_attentions_that_looks_elsewhere_proves_nothing(x):
+    """Query 0 sees key 6 alone, and what row 6 holds after one layer depends on the heads."""
+    mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    mask[0, :6] = True
+    (said,) = compared((1, 3), x, mask=mask).equalities
+    assert said.startswith("The mask leaves one key to the first position: its")
+    assert mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, mask), x).equalities == ()
+
+
+def test_one_key_in_all():
+    report = compared((1, 3), torch.randn(BATCH, 1, DIM), asked={"gradients": True, "steps": 2})
+    assert report.verdict == "same"
+    assert report.equalities[0].startswith("There is one key: its softmax weight is exactly 1 for every head count.")
+    assert "because one key has weight 1" in report.gradients.answer
+    assert "because one key has weight 1" in report.training.answer
+
+
+def test_what_else_hangs_on_the_heads_is_not_denied(x):
+    (said,) = compared((1, 3), x, mask=CAUSAL, normed=True).equalities
+    assert said.startswith("The mask leaves one key to the first position")
+    assert said.endswith("times the noise floor apart, so something else in it does.")
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_values_that_are_all_the_same(x, slopes):
+    """A bias of the scores moves the weights, which sum to 1 all the same."""
+    alike = x[:, :1].expand(x.shape).contiguous()
+    (said,) = compared((1, 3), alike, slopes=slopes).equalities
+    assert said.startswith("The values that every query can see are all the same: the weights sum to 1")
+    assert "all outputs must be equal; measured: " in said
+    assert "so something else" not in said
+
+
+class Cross(Attention):
+    """Keys that are all the same, and values that are not; with slopes the weights are unequal."""
+
+    def forward(self, x, keys):
+        q, k, v = (
+            linear(t).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for linear, t in ((self.q, x), (self.k, keys), (self.v, x))
+        )
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + (torch.arange(x.shape[1]) if self.slopes else 0)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_keys_that_are_all_the_same(x, slopes):
+    keys = x[:, :1].expand(x.shape).contiguous()
+    report = mha_inspect.compare_heads((1, 3), functools.partial(Cross, slopes=slopes), x, keys)
+    said = [sentence for sentence in report.equalities if sentence.startswith("The keys that every query can see")]
+    assert len(said) == (0 if slopes else 1)
+
+
+def test_no_claim_where_nothing_must_be(x):
+    assert compared((1, 3), x).equalities == ()
+
+
+def test_a_query_without_a_key(x):
+    mask = CAUSAL.clone()
+    mask[2] = True
+    report = compared((1, 3), x, mask=mask)
+    assert any("3 queries have no key left to look at" in said and "NaN" in said for said in report.equalities)
+    for asked in ({"gradients": True}, {"steps": 1}):
+        with pytest.raises(InputError, match="would be NaN: 90 of 630 numbers of the output of Attention are NaN"):
+            compared((1, 3), x, asked=asked, mask=mask)
+
+
+def test_weights_without_names_have_no_focus(x, monkeypatch):
+    monkeypatch.setattr(ModuleRun, "contents", [{}])
+    with pytest.raises(RecordingError, match="--focus: an axis of the weights of Attention has no name"):
+        compared((1, 3), x, asked={"focus": True})
+
+
+def test_bad_calls(x):
+    for make, said in (
+        (Attention(DIM), "has been made already"),
+        (lambda a, b: None, r"takes no number of heads \(its arguments: a, b\)"),
+        (lambda heads: heads, "returned a int for 1 heads"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            mha_inspect.compare_heads((1, 3), make, x)
+    with pytest.raises(SpecError, match="two or more"):
+        mha_inspect.compare_heads((1, 1), Attention, x)
+    with pytest.raises(TypeError, match="by name"):
+        mha_inspect.compare_heads((1, 3), "torch", x)
