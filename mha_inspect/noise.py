@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ DIFFERS_ABOVE = 10.0
 """A difference of more than this many times the noise floor is no rounding error."""
 SAME_UP_TO = 2.0
 """Two results that are each one noise floor away from the exact one are at most this many apart."""
+_CHUNK = 1 << 15
+"""Elements that are turned to float64 at a time: few enough to stay in a processor's cache, and for torch not to share
+them out among threads, which wait for each other where the machine is busy."""
 
 
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:
@@ -41,11 +44,10 @@ def max_difference(left: Tensor, right: Tensor) -> float:
     NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else they are an
     infinite one.
     """
-    # A device without float64 (mps) hands its numbers over.
-    left64, right64 = (side.detach().cpu().double() for side in (left, right))
-    quick = _largest_finite(left64, right64)
+    quick = _largest_finite(left, right)
     if quick is not None:
         return quick
+    left64, right64 = (side.detach().cpu().double() for side in (left, right))
     equal = (left64 == right64) | (left64.isnan() & right64.isnan())
     apart = (left64 - right64).abs().nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(equal, 0.0)
     return float(apart.max()) if apart.numel() else 0.0
@@ -77,10 +79,10 @@ def noise_floor(
 
 def rounding_error(output: Tensor, reference: Tensor) -> float:
     """Largest difference over the elements that are finite on both sides."""
-    left, right = output.detach().cpu().double(), reference.detach().cpu().double()
-    quick = _largest_finite(left, right)
+    quick = _largest_finite(output, reference)
     if quick is not None:
         return quick
+    left, right = output.detach().cpu().double(), reference.detach().cpu().double()
     finite = left.isfinite() & right.isfinite()
     return max_difference(left[finite], right[finite])
 
@@ -92,8 +94,31 @@ def _largest_finite(left: Tensor, right: Tensor) -> float | None:
     """
     if not left.numel():
         return None
-    low, high = (float(bound) for bound in torch.aminmax(left - right))
-    return max(0.0, -low, high) if math.isfinite(low) and math.isfinite(high) else None
+    largest = 0.0
+    for one, other in parts(left, right):
+        low, high = map(float, torch.aminmax(one.double() - other.double()))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return None
+        largest = max(largest, -low, high)
+    return largest
+
+
+def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same elements of both, a part at a time on the CPU; elsewhere, where each look is waited for, all at once."""
+    if left.device != right.device or left.device.type == "mps":  # mps has no float64: it hands its numbers over
+        left, right = left.cpu(), right.cpu()
+    return _split(left.detach(), right.detach())
+
+
+def _split(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if left.device.type != "cpu" or left.numel() <= _CHUNK:
+        yield left, right
+    elif left.shape[0] == 1:
+        yield from _split(left[0], right[0])
+    else:
+        rows = max(1, left.shape[0] * _CHUNK // left.numel())
+        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
+            yield from _split(one, other)
 
 
 def first_tensor(result: Any) -> Tensor:

@@ -25,7 +25,8 @@ class StageContents:
     """
 
     def __init__(self, forward: Forward, seen: Seen, like: StageContents | None = None) -> None:
-        """`like` is a run of the same layer whose axes are named already: another head count or dtype has the same."""
+        """`like` is a run of the same layer whose stages are found and named already: another head count or dtype has
+        the same."""
         self.forward = forward
         self.seen = seen
         self._like = like
@@ -46,13 +47,15 @@ class StageContents:
 
     @cached_property
     def found(self) -> tuple[Found, ...]:
-        """The attentions that make up this layer."""
+        """The attentions that make up this layer, their tensors those of `like` where both ran step by step alike."""
+        if self._like is not None and _steps(self.seen) == _steps(self._like.seen):
+            return self._like.found
         return tuple(found for found, _ in self.seen.attentions)
 
     @cached_property
     def parts(self) -> tuple[Found, ...]:
         """The turns of a loop over heads, or the attentions themselves."""
-        turns = getattr(self.found[0], "branches", ()) if len(self.found) == 1 else ()
+        turns = self.found[0].branches if len(self.found) == 1 else ()
         return turns or self.found
 
     @property
@@ -92,6 +95,12 @@ class StageContents:
         if self.by_head and stage == "concat" and "heads" not in axes:
             axes = " ".join([*axes.split()[:2], "(heads head_dim)"]) if axes.count(" ") == 2 else axes
         return canonical_stage(self.seen, found, stage, axes, sizes)
+
+
+def _steps(seen: Seen) -> list[tuple[Any, ...]]:
+    """Which operation made which tensor out of which, whatever their sizes."""
+    ops = seen.recording.ops
+    return [(op.name, *((tensor.id, len(tensor.shape)) for tensor in (*op.inputs, *op.outputs))) for op in ops]
 
 
 def exact_forward(forward: Forward, module: nn.Module | None = None) -> Forward:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from .noise import judge, rounding_error
+from .noise import judge, parts, rounding_error
 from .reports.common import Verdict
 from .stages import CANONICAL_AXES
 
 NoiseFloor = float | Callable[[], float]
 """A noise floor, or what measures it when it is needed: content that is the same needs none."""
-
-_CHUNK = 1 << 14
-"""Elements that are turned to float64 at a time: few enough to stay in a processor's cache, and for torch not to share
-them out among threads, which wait for each other where the machine is busy."""
 
 BLOCKED_BELOW = -3e4
 """No score is that low but by a mask (-1e9, the lowest number of a dtype, -inf), and exp of it is 0 in every dtype."""
@@ -144,12 +140,11 @@ def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
     NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else they are an infinite
     one. ‖left‖ is over its finite elements.
     """
-    if left.device != right.device:
-        left, right = left.cpu(), right.cpu()
     if left is right:
         return 0.0, 0.0
     largest = apart = whole = 0.0
-    for one, other in _chunks(left, right):
+    for one, other in parts(left, right):
+        one, other = one.double(), other.double()
         difference = one - other
         bounds = [float(bound) for bound in torch.aminmax(difference)] if difference.numel() else [0.0, 0.0]
         if not all(map(math.isfinite, bounds)):
@@ -172,27 +167,8 @@ def _equal(left: Tensor, right: Tensor) -> bool:
     """
     if left.dtype != right.dtype or left.device != right.device or not left.numel():
         return False
-    for one, other in _parts(left.detach(), right.detach()):
+    for one, other in parts(left, right):
         low, high = torch.aminmax(one - other)
         if not (bool(low == 0) and bool(high == 0)):
             return False
     return True
-
-
-def _parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same elements of both, a part at a time on the CPU; elsewhere, where each look is waited for, all at once."""
-    if left.device.type != "cpu" or left.numel() <= _CHUNK:
-        yield left, right
-    elif left.shape[0] == 1:
-        yield from _parts(left[0], right[0])
-    else:
-        rows = max(1, left.shape[0] * _CHUNK // left.numel())
-        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
-            yield from _parts(one, other)
-
-
-def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of both in float64 (on the CPU where the device has no float64)."""
-    for parts in _parts(left.detach(), right.detach()):
-        one, other = (part.cpu() if part.device.type == "mps" else part for part in parts)
-        yield one.double(), other.double()
