@@ -129,36 +129,35 @@ def _require_numbers(spec: AttentionSpec, run: RunSpec) -> None:
 
 
 class _Comparison:
-    """Every head count run once, and compared with the first as soon as it has run: one run's tensors at a time."""
+    """Every head count run once, and compared with the first."""
 
     def __init__(self, specs: Sequence[AttentionSpec], inputs: InputSpec, run: RunSpec, layer: str) -> None:
         self._specs = specs
-        self.rows: list[HeadCount] = []
-        self.carried: list[Carried] = []
-        self._runs: list[HeadRun] = []
         forward = build_forward(specs[0], inputs, run, layer)
         self._inputs: Inputs = forward.inputs
         self._baseline = HeadRun(forward)
         self._noise = Noise(self._baseline)
         self._claims = claims(sight_of_inputs(specs[0], self._inputs, *_sources(specs[0], self._inputs)))
-        self._add(self._baseline, Carried(True, (), ()))
+        self._runs = [self._baseline]
+        self.carried = [Carried(True, (), ())]
         for spec in specs[1:]:
             other = _with_heads(forward, spec, inputs)
-            carried = carry(forward.module, other.module)
-            self._add(HeadRun(other, self._baseline), carried)
+            self.carried.append(carry(forward.module, other.module))
+            self._runs.append(HeadRun(other, self._baseline))
+        # All are run first: what is small and often used stays in the processor's caches after that.
+        self._returned = [one.output for one in self._runs]
+        self.rows = [self._row(run, carried) for run, carried in zip(self._runs, self.carried, strict=True)]
 
-    def _add(self, one: HeadRun, carried: Carried) -> None:
+    def _row(self, one: HeadRun, carried: Carried) -> HeadCount:
         spec = one.forward.spec
         outputs = (self._baseline.output, one.output)
         row = count_row(spec, one.forward.module, outputs, self._noise.of_output, carried)
         if one is not self._baseline:
             found = walk(self._baseline, one, self._noise, to_the_end=row.verdict != "differs")
             one.forget()
-            why = reason(self._specs[0], spec, found, row, carried, self.cause() if carried.same else "")
+            why = reason(self._specs[0], spec, found, row, carried, self._claimed() if carried.same else "")
             row = replace(row, first_differing_stage=found.first, reason=why)
-        self.rows.append(row)
-        self.carried.append(carried)
-        self._runs.append(one)
+        return row
 
     @property
     def forwards(self) -> list[Forward]:
@@ -167,8 +166,9 @@ class _Comparison:
 
     def cause(self) -> str:
         """Why every output must be equal, where one thing is the cause for all rows."""
-        if not all(one.same for one in self.carried):
-            return ""
+        return self._claimed() if all(one.same for one in self.carried) else ""
+
+    def _claimed(self) -> str:
         return next((claim.short for claim in self._claims if bool(claim.rows.all())), "")
 
     @property
@@ -178,10 +178,7 @@ class _Comparison:
 
     def all_nan(self) -> bool:
         """Whether there is no number in any output."""
-        return all(
-            bool(torch.isnan(output.min())) and bool(output.isnan().all())
-            for output in (run.output for run in self._runs)
-        )
+        return all(bool(output.min().isnan()) and bool(output.isnan().all()) for output in self._returned)
 
     def equalities(self) -> tuple[str, ...]:
         """Where outputs must be equal, why, and what was measured there."""

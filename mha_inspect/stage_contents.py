@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,39 +18,44 @@ from .spec import DTYPES
 from .stages import CANONICAL_AXES, STAGES
 
 
+@dataclass
+class Known:
+    """What was found in earlier runs of one layer: another head count, or dtype, mostly runs the same steps."""
+
+    found: dict[Hashable, tuple[Found, ...]] = field(default_factory=dict)
+    axes: dict[Hashable, NamedAxes] = field(default_factory=dict)
+
+
 class StageContents:
     """The stages of a run that was recorded with its tensors kept.
 
     A layer that loops over its heads has an attention for each: here their heads stand side by side, as one attention.
     """
 
-    def __init__(self, forward: Forward, seen: Seen, like: StageContents | None = None) -> None:
-        """`like` is a run of the same layer whose stages are found and named already: another head count or dtype has
-        the same."""
+    def __init__(self, forward: Forward, seen: Seen, known: Known | None = None) -> None:
         self.forward = forward
         self.seen = seen
-        self._like = like
+        self._known = Known() if known is None else known
         self._sizes = sizes_of(forward)
 
     @cached_property
     def axes(self) -> NamedAxes:
         """The axes of each stage as this implementation lays it out."""
-        if self._like is not None and self._kind() == self._like._kind():
-            return self._like.axes
-        return name_axes(self.forward, self.seen)
-
-    def _kind(self) -> tuple[Any, ...]:
-        """What decides on names: whether heads share keys, the stages, and how many dimensions each has."""
-        spec = self.forward.spec
-        ranks = [{stage: len(tensor.shape) for stage, tensor in found.stages.items()} for found in self.found]
-        return spec.kv_heads == spec.num_heads, spec.kv_heads == 1 < spec.num_heads, ranks
+        spec, known = self.forward.spec, self._known.axes
+        ranks = (tuple((stage, len(tensor.shape)) for stage, tensor in found.stages.items()) for found in self.found)
+        # What decides on names: whether heads share keys, the stages, and how many dimensions each has.
+        kind = (spec.kv_heads == spec.num_heads, spec.kv_heads == 1 < spec.num_heads, *ranks)
+        if kind not in known:
+            known[kind] = name_axes(self.forward, self.seen)
+        return known[kind]
 
     @cached_property
     def found(self) -> tuple[Found, ...]:
-        """The attentions that make up this layer, their tensors those of `like` where both ran step by step alike."""
-        if self._like is not None and _steps(self.seen) == _steps(self._like.seen):
-            return self._like.found
-        return tuple(found for found, _ in self.seen.attentions)
+        """The attentions that make up this layer, with the sizes of the first run that took these steps."""
+        known, steps = self._known.found, _steps(self.seen)
+        if steps not in known:
+            known[steps] = tuple(found for found, _ in self.seen.attentions)
+        return known[steps]
 
     @cached_property
     def parts(self) -> tuple[Found, ...]:
@@ -97,10 +102,10 @@ class StageContents:
         return canonical_stage(self.seen, found, stage, axes, sizes)
 
 
-def _steps(seen: Seen) -> list[tuple[Any, ...]]:
+def _steps(seen: Seen) -> Hashable:
     """Which operation made which tensor out of which, whatever their sizes."""
     ops = seen.recording.ops
-    return [(op.name, *((tensor.id, len(tensor.shape)) for tensor in (*op.inputs, *op.outputs))) for op in ops]
+    return tuple((op.name, *((t.id, len(t.shape)) for t in (*op.inputs, *op.outputs))) for op in ops)
 
 
 def exact_forward(forward: Forward, module: nn.Module | None = None) -> Forward:

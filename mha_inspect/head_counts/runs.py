@@ -13,7 +13,7 @@ from ..inputs import Inputs
 from ..layers.registry import find_layer
 from ..noise import first_tensor, rounding_error
 from ..reports.common import Verdict
-from ..stage_contents import StageContents, in_dtype
+from ..stage_contents import Known, StageContents, in_dtype
 from ..stage_difference import compare_stage, stage_noise
 from ..stages import STAGES
 
@@ -39,9 +39,9 @@ class HeadRun:
     """One head count: its plain run, and looks inside as they are asked for."""
 
     def __init__(self, forward: Forward, like: HeadRun | None = None) -> None:
-        """`like` is another head count of the same layer, whose axes have the same names."""
+        """`like` is another head count of the same layer."""
         self.forward = forward
-        self._like = like
+        self.known: Known = Known() if like is None else like.known
         self._looks: dict[Place, StageContents] = {}
 
     @property
@@ -65,8 +65,7 @@ class HeadRun:
         """The stages of these queries, from an opened run of them alone."""
         if place not in self._looks:
             forward = at_place(self.forward, place)
-            like = None if self._like is None else self._like.look(place)
-            self._looks[place] = StageContents(forward, forward.recorded(keep=True), like)
+            self._looks[place] = StageContents(forward, forward.recorded(keep=True), self.known)
         return self._looks[place]
 
     def forget(self) -> None:
@@ -147,7 +146,7 @@ class Noise:
         if place not in self._others:
             module, dtype = self._other.module, torch.float32 if self._in_float64 else torch.float64
             forward = in_dtype(mine.forward, dtype, module)
-            self._others[place] = StageContents(forward, forward.recorded(keep=True), mine)
+            self._others[place] = StageContents(forward, forward.recorded(keep=True), self._baseline.known)
         ours, theirs = mine.get(stage), self._others[place].get(stage)
         assert ours is not None, stage
         assert theirs is not None, stage
