@@ -126,6 +126,96 @@ def test_inputs_are_what_the_model_takes(text, settings, shapes):
         target.module(**made.kwargs)
 
 
+SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "intermediate_size": "17"}
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "shapes"),
+    [
+        (
+            "hf:time_series_transformer",
+            {"num_time_features": "3", "context_length": "11"},
+            {
+                "past_values": (3, 18),
+                "past_time_features": (3, 18, 3),
+                "past_observed_mask": (3, 18),
+                "future_values": (3, 12),
+                "future_time_features": (3, 12, 3),
+            },
+        ),
+        (
+            "hf:clap",
+            {
+                "audio_config.spec_size": "64",
+                "audio_config.num_mel_bins": "16",
+                "audio_config.window_size": "2",
+                "audio_config.patch_embeds_hidden_size": "16",
+                "audio_config.depths": "1,1",
+                "audio_config.num_attention_heads": "2,2",
+                "audio_config.hidden_size": "32",
+                "text_config.num_hidden_layers": "1",
+            },
+            {"input_ids": (3, 5), "input_features": (3, 1, 256, 16)},
+        ),
+        ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
+        (
+            "hf:speecht5",
+            {"encoder_layers": "1", "decoder_layers": "1", "hidden_size": "24", "encoder_ffn_dim": "17"},
+            {"input_values": (3, 5, 24), "decoder_input_values": (3, 5, 24)},
+        ),
+        ("hf:patchtst", {"context_length": "31", "num_input_channels": "7"}, {"past_values": (3, 31, 7)}),
+        (
+            "hf:decision_transformer",
+            {"n_layer": "1", "state_dim": "7", "act_dim": "2"},
+            {
+                "states": (3, 5, 7),
+                "actions": (3, 5, 2),
+                "rewards": (3, 5, 1),
+                "returns_to_go": (3, 5, 1),
+                "timesteps": (3, 5),
+                "attention_mask": (3, 5),
+            },
+        ),
+        ("hf:esm", SMALL, {"input_ids": (3, 5)}),
+        ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
+    ],
+)
+def test_sounds_series_and_games(text, settings, shapes):
+    target = load(text, settings)
+    made = call(target)
+    assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes
+    with torch.no_grad():
+        target.module(**made.kwargs)
+    masks = [tensor for name, tensor in made.kwargs.items() if "mask" in name]
+    assert all(bool((mask == 1).all()) for mask in masks)
+
+
+def test_what_a_configuration_leaves_open_is_said():
+    target = load("hf:esm", SMALL)
+    assert "vocab_size=32 (it says none)" in target.notes[1]
+    assert load("hf:esm", {**SMALL, "vocab_size": "7"}).module.config.vocab_size == 7
+    assert "it says none" not in " ".join(load("hf:bert", BERT).notes)
+
+
+def test_a_list_of_layers_follows_their_number():
+    config = load("hf:gpt_neo", {"num_layers": "3", "hidden_size": "16", "num_heads": "2"}).module.config
+    assert (config.num_layers, config.attention_layers) == (3, ["global", "local", "global"])
+    with pytest.raises(InputError, match="cannot be configured so"):
+        load("hf:gpt_neo", {"num_layers": "25", "hidden_size": "16", "num_heads": "2"})
+
+
+def test_heads_are_compared_in_a_model_built_for_each_count(invoke):
+    settings = ["--set", "hidden_size=14", "--set", "num_hidden_layers=1", "--set", "vocab_size=53"]
+    code, out, err = invoke("compare-heads", "hf:bert", "--heads", "1,2,7", *settings, "--format", "json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [row["head_dim"] for row in report["counts"]] == [14, 7, 2]
+    code, out, err = invoke("compare-heads", "hf:whisper", "--heads", "1,2", "--set", "encoder_layers=1")
+    assert (code, out) == (2, "")
+    assert "takes no number of heads" in err
+    assert len(err) < 600
+
+
 def test_special_tokens_are_not_drawn():
     target = load("hf:bert", {**BERT, "vocab_size": "3", "pad_token_id": "0"})
     ids = call(target, seq_len=31).kwargs["input_ids"]

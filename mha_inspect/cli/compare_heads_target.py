@@ -90,7 +90,8 @@ def _require_head_count(target: Target) -> None:
 
     if any(flag_of(name) == "num_heads" for name in target.arguments):
         return
-    names = ", ".join(target.arguments) or "none"
+    own = [name for name in target.arguments if not name.startswith("_")]
+    names = (", ".join(own[:12]) or "none") + (f" and {len(own) - 12} more" if len(own) > 12 else "")
     raise SpecError(
         f"{target.name} takes no number of heads (its arguments: {names}), and compare-heads builds it once for each. "
         "Name a class or a function that takes one, as num_heads, n_head or nhead."

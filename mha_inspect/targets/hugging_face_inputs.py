@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -26,11 +27,13 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputS
         inputs: for batch and lengths.
     """
     config: Any = module.config
-    wanted = list(names)
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in free:
-        wanted.append("decoder_input_ids")
-    if hasattr(module, "logit_scale") and "pixel_values" in free:
-        wanted.append("pixel_values")  # a text and an image are held against each other
+    wanted = [*names]
+    if getattr(config, "is_encoder_decoder", False):
+        wanted += [name for name in _OF_DECODERS if name in free]
+    if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
+        wanted += [name for name in _HELD_AGAINST if name in free][:1]
+    if hasattr(config, "lags_sequence") or hasattr(config, "state_dim"):
+        wanted += [name for name in _OF_SERIES if name in free]
     decodes = "decoder_input_ids" in wanted
     plans = {}
     for name in dict.fromkeys(wanted):
@@ -40,8 +43,18 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputS
     return plans
 
 
+_OF_DECODERS = ("decoder_input_ids", "decoder_input_values", "future_values", "future_time_features")
+"""What a decoder beside an encoder cannot do without."""
+_HELD_AGAINST = ("pixel_values", "input_features", "input_values")
+"""What a text is held against, where both get a place in one space."""
+_OF_SERIES = (
+    "past_time_features", "past_observed_mask", "static_categorical_features", "static_real_features",
+    "actions", "rewards", "returns_to_go", "timesteps", "attention_mask",
+)  # fmt: skip
+"""What comes with each step of a time series, or of a game."""
+
+
 def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool) -> Plan | None:
-    batch = inputs.batch
     key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
     if name in ("input_ids", "decoder_input_ids"):
         length = key_len if decodes and name == "input_ids" else inputs.seq_len
@@ -49,20 +62,68 @@ def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool) -> Plan | No
         vocabulary = getattr(words, "vocab_size", None)
         if not isinstance(vocabulary, int):
             return None
-        return Plan("ids", (batch, length), "int64", vocabulary, _special(words))
+        return Plan("ids", (inputs.batch, length), "int64", vocabulary, _special(words))
     if name in ("pixel_values", "pixel_values_videos"):
-        return _image(getattr(config, "vision_config", config), batch)
+        return _image(getattr(config, "vision_config", config), inputs.batch)
+    if name in ("input_values", "decoder_input_values", "input_features"):
+        return _sound(name, getattr(config, "audio_config", config), inputs.batch, inputs.seq_len, key_len)
+    return _series(name, config, inputs.batch, inputs.seq_len)
+
+
+def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Plan | None:
+    """A waveform, or the spectrogram of one: frames of the length that the layers before the attention make one of."""
+    bins = getattr(config, "num_mel_bins", None)
     if name == "input_values":
-        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
-            return Plan("other", (batch, config.max_length, config.num_mel_bins))
-        return Plan("other", (batch, 400 + 320 * (inputs.seq_len - 1)))
-    if name == "input_features":
-        if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-            return Plan("other", (batch, config.num_mel_bins, 2 * config.max_source_positions))
-        for field, times in (("input_feat_per_channel", 4), ("feature_projection_input_dim", 1), ("num_mel_bins", 1)):
-            if isinstance(getattr(config, field, None), int):
-                return Plan("other", (batch, times * key_len, getattr(config, field)))
+        if bins is not None and hasattr(config, "max_length"):
+            return Plan("other", (batch, config.max_length, bins))
+        if hasattr(config, "audio_channels"):
+            return Plan("other", (batch, config.audio_channels, prod(config.upsampling_ratios) * seq_len))
+        return Plan("other", (batch, 400 + 320 * (seq_len - 1)))
+    if name == "decoder_input_values":
+        return None if bins is None else Plan("other", (batch, seq_len, bins))
+    if hasattr(config, "max_source_positions") and bins is not None:
+        return Plan("other", (batch, bins, 2 * config.max_source_positions))
+    if hasattr(config, "spec_size") and bins is not None:
+        return Plan("other", (batch, 1, config.spec_size * (config.spec_size // bins), bins))
+    for field, times in (("input_feat_per_channel", 4), ("feature_projection_input_dim", 1), ("num_mel_bins", 1)):
+        if isinstance(getattr(config, field, None), int):
+            return Plan("other", (batch, times * key_len, getattr(config, field)))
     return None
+
+
+def _series(name: str, config: Any, batch: int, seq_len: int) -> Plan | None:
+    """Values in time with what is known of each moment, or the moves of a game with what they brought."""
+    if hasattr(config, "state_dim"):
+        widths = {"states": config.state_dim, "actions": config.act_dim, "rewards": 1, "returns_to_go": 1}
+        if name in widths:
+            return Plan("other", (batch, seq_len, widths[name]))
+        whole = {"timesteps": getattr(config, "max_ep_len", seq_len), "attention_mask": 2}
+        return _whole(name, (batch, seq_len), whole[name]) if name in whole else None
+    if hasattr(config, "num_input_channels") and name == "past_values":
+        return Plan("other", (batch, config.context_length, config.num_input_channels))
+    if not hasattr(config, "lags_sequence"):
+        return None
+    past, future = config.context_length + max(config.lags_sequence), config.prediction_length
+    values = () if config.input_size == 1 else (config.input_size,)
+    shapes = {
+        "past_values": (batch, past, *values),
+        "past_observed_mask": (batch, past, *values),
+        "past_time_features": (batch, past, config.num_time_features),
+        "future_values": (batch, future, *values),
+        "future_time_features": (batch, future, config.num_time_features),
+        "static_real_features": (batch, config.num_static_real_features),
+        "static_categorical_features": (batch, config.num_static_categorical_features),
+    }
+    if name not in shapes or (0 in shapes[name] and name.startswith("static")):
+        return None
+    if name == "static_categorical_features":
+        return _whole(name, shapes[name], min(config.cardinality))
+    return _whole(name, shapes[name], 2) if "mask" in name else Plan("other", shapes[name])
+
+
+def _whole(name: str, shape: tuple[int, ...], below: int) -> Plan:
+    """Whole numbers; of a mask, ones: everything was seen."""
+    return Plan("ids", shape, "int64", below, (0,) if "mask" in name else ())
 
 
 def _special(config: Any) -> tuple[int, ...]:

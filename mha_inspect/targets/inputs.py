@@ -173,6 +173,10 @@ class _Maker:
         if is_hugging_face(self.module):
             free = set(self.parameters) - set(given) - set(said)
             known = self._with_image(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
+            names = list(dict.fromkeys((*names, *known)))
+            if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
+                # A waveform is what it is for most; what takes something else says so when it runs.
+                known = {}
         else:
             known = {}
         open_names = [name for name in names if name not in known]
