@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from .dataflow.branches import merge_branches
 from .dataflow.found import Found
-from .dataflow.graph import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+from .dataflow.graph import BROADCASTS, GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+from .dataflow.pairing import score_product, softmax_over_rows, value_product
+from .dataflow.products import Product
 from .dataflow.scoring import multiply, read_scoring
 from .dataflow.softmaxes import masks_on_exponentials
 from .ops import Op, Recording, Tensor
@@ -50,38 +52,35 @@ class _Finder:
     def attention(self, softmax: Op, masked: Tensor, dim: int) -> Found | None:
         """The attention around one softmax; None where it is a softmax of something else."""
         graph = self.graph
-        behind = self._score_product(masked, dim)
-        ahead = self._value_product(softmax.output, dim)
+        behind = score_product(graph, masked, dim)
+        ahead = value_product(graph, softmax.output, dim)
         if behind is None or ahead is None:
             return None
-        product, path = behind
-        value_product, weights, weights_path = ahead
-        scoring = read_scoring(graph, product, path, masked)
-        left, right = graph.operands(product) or product.inputs[:2]
-        key_first = self._key_first(product, masked, dim)
-        query, key = (right, left) if key_first else (left, right)
-        factors = graph.operands(value_product) or value_product.inputs[:2]
-        value_first = factors[1].id == weights.id
-        value = factors[0] if value_first else factors[1]
+        product, averaged = behind.product, ahead.product
+        scoring = read_scoring(graph, product.op, behind.path, masked)
+        key_first = softmax_over_rows(graph, product, masked, dim)
+        query, key = (product.right, product.left) if key_first else (product.left, product.right)
+        value_first = averaged.right.id == ahead.carried.id
+        value = averaged.left if value_first else averaged.right
         q_heads, q_scale = self._heads(product, query, transposed=key_first)
         k_heads, k_scale = self._heads(product, key, transposed=not key_first)
-        v_heads, _ = self._heads(value_product, value, transposed=value_first)
+        v_heads, _ = self._heads(averaged, value, transposed=value_first)
         stages = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
-        ends = self._projections(stages, product.module)
+        ends = self._projections(stages, product.op.module)
         projections = self._project(stages, ends)
-        if not (scoring.masks and scoring.masks[0] is product):
+        if not (scoring.masks and scoring.masks[0] is product.op):
             stages["scores"] = scoring.scores
         if scoring.masks or scoring.bent:
             stages["masked_scores"] = scoring.masked
-        stages["weights"] = _without_sinks(softmax.output, weights_path)
-        stages["context"] = graph.after_call(value_product)
-        self._combine(stages, projections, product.module)
+        stages["weights"] = _without_sinks(softmax.output, ahead.path)
+        stages["context"] = graph.after_call(averaged.op)
+        self._combine(stages, projections, product.op.module)
         scores_scale = multiply([q_scale, k_scale, scoring.scale])
         early = [self._early_scale(ends[name]) for name in ("query", "key") if name in ends]
         return Found(
             softmax=softmax,
             score_product=product,
-            value_product=value_product,
+            value_product=averaged,
             stages=stages,
             scale=multiply([*early, scores_scale, scoring.late_scale]),
             scores_scale=scores_scale,
@@ -95,66 +94,13 @@ class _Finder:
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         )
 
-    def _score_product(self, masked: Tensor, dim: int) -> tuple[Op, tuple[Op, ...]] | None:
-        """The product that made the scores, and the operations from it to the softmax, in the order they ran.
-
-        Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
-        """
-        best: tuple[tuple[bool, bool, bool, int], Op, tuple[Op, ...]] | None = None
-        for step in self.graph.back(masked, self.graph.carries):
-            op = self.recording.producer(step.tensor)
-            learned = op is not None and self._has_learned_query(op, masked, dim)
-            if op is not None and (self.graph.is_product(op) or learned):
-                gathered = any(passed.base_name in GATHERING for passed in step.path)
-                of_positions = not all(map(self.graph.comes_from_inputs, self.graph.operands(op) or ()))
-                rank = (learned, gathered, of_positions, len(step.path))
-                if best is None or rank < best[0]:
-                    best = (rank, op, tuple(reversed(step.path)))
-        return None if best is None else best[1:]
-
-    def _has_learned_query(self, op: Op, masked: Tensor, dim: int) -> bool:
-        """Whether this is a product of keys with a parameter that stands for the queries, batch by batch.
-
-        A projection has no batch; and where a router's weights stand, the softmax runs over what they give.
-        """
-        factors = self.graph.operands(op)
-        if factors is None or op.base_name not in ("bmm", "baddbmm"):
-            return False
-        keys = [tensor for tensor in factors if not self.graph.is_weight(tensor)]
-        if len(keys) != 1 or not masked.shape:
-            return False
-        over = {atom for atom in self.graph.dimensions.of(masked)[dim] if atom.size > 1}
-        return bool(over & {atom for axis in self.graph.dimensions.of(keys[0])[-2:] for atom in axis})
-
-    def _value_product(self, weights: Tensor, dim: int) -> tuple[Op, Tensor, tuple[Op, ...]] | None:
-        """The product of weights and values, the operand of it that is the weights, and what was done to them."""
-        single: tuple[Op, Tensor, tuple[Op, ...]] | None = None
-        for op, step in self.graph.forward(weights, self.graph.carries):
-            if self.graph.is_product(op):
-                return op, step.tensor, step.path
-            if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
-                # The average over a single key needs no sum: einsum multiplies.
-                other = op.inputs[op.inputs[0].id == step.tensor.id]
-                wider = other.numel > step.tensor.numel and self.graph.comes_from_inputs(other)
-                single = (op, step.tensor, step.path) if wider else None
-        return single
-
-    def _key_first(self, product: Op, masked: Tensor, dim: int) -> bool:
-        """Whether the softmax runs over the rows of the product, so that its left operand holds the keys."""
-        dims = self.graph.dimensions.of(product.output)
-        if len(dims) < 2:
-            return False
-        rows, columns = dims[-2:]
-        over = set(self.graph.dimensions.of(masked)[dim]) if masked.shape else set()
-        return bool(over & set(rows)) and not over & set(columns)
-
-    def _heads(self, product: Op, operand: Tensor, *, transposed: bool) -> tuple[Tensor, float | None]:
+    def _heads(self, product: Product, operand: Tensor, *, transposed: bool) -> tuple[Tensor, float | None]:
         """The operand as the implementation wrote it, before it was scaled, or transposed for the product alone."""
         scales: list[float | None] = [1.0]
         swapped = False
         tensor = operand
         while (op := self.recording.producer(tensor)) is not None and op.inputs:
-            if op.call == product.call and self.graph.moves(op):
+            if self._belongs(op, product):
                 swapped = swapped or _swaps_last_two(op)
             elif self.graph.is_scale(op):
                 scales.append(self.graph.scale_of(op))
@@ -164,6 +110,14 @@ class _Finder:
                 break
             tensor = max(op.inputs, key=lambda t: t.numel) if self.graph.is_scale(op) else op.inputs[0]
         return tensor, multiply(scales)
+
+    def _belongs(self, op: Op, product: Product) -> bool:
+        """Whether this only moves a factor about for the product: within its call, or to broadcast it."""
+        if not self.graph.moves(op):
+            return False
+        broadcast = product.multiply is not product.op and op.base_name in BROADCASTS
+        same = [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
+        return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""

@@ -11,6 +11,7 @@ import torch
 
 from .attention import Found
 from .axes import AxisNames
+from .dataflow.dimensions import size_of
 from .forward import Pass, Seen
 from .ops import Op, Tensor
 from .rearrangement import dims_of
@@ -67,8 +68,8 @@ def _is_one(left: Tensor, right: Tensor) -> bool:
 def _is_causal(
     seen: Seen, found: Found, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
 ) -> bool:
-    product = found.score_product.output
-    rows, columns = product.shape[-2:]
+    axes = found.score_product.axes(seen.graph.dimensions)
+    rows, columns = size_of(axes.rows), size_of(axes.columns)
     queries, keys = (columns, rows) if found.key_first else (rows, columns)
     given = _given_keys(found, names)
     if queries < 2 or keys < 2:
@@ -92,7 +93,7 @@ def _given_keys(found: Found, names: AxisNames) -> int | None:
 
 def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
     """Whether a tensor is the product of scores, scaled, moved or masked at most."""
-    product = found.score_product.output
+    product = found.score_product.op.output
 
     def through(op: Op) -> bool:
         return seen.graph.carries(op) and not takes_shape_only(op)
@@ -105,7 +106,7 @@ def _bars_the_future(
 ) -> bool | None:
     """Whether this operation bars every key behind the query's position; None where its mask is not known."""
     others = [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
-    if op is found.score_product:
+    if op is found.score_product.op:
         others = [op.inputs[0]]
     try:
         barred = _barred(op, others, replay)
@@ -130,8 +131,8 @@ def _bars_the_future(
 def _keys_before_queries(seen: Seen, op: Op, found: Found) -> bool:
     """Whether the last dimension of what an operation masks is the queries."""
     dimensions = seen.graph.dimensions
-    rows, columns = dimensions.of(found.score_product.output)[-2:]
-    queries = set(columns if found.key_first else rows)
+    axes = found.score_product.axes(dimensions)
+    queries = set(axes.columns if found.key_first else axes.rows)
     masked = dimensions.of(op.output)
     return bool(queries & set(masked[-1])) and not queries & set(masked[-2])
 

@@ -17,17 +17,15 @@ class Roles:
     def __init__(self, found: Found, dimensions: Dimensions) -> None:
         self._found = found
         self._dimensions = dimensions
-        product = dimensions.of(found.score_product.output)
-        rows, columns = product[-2:] if len(product) > 1 else (product[-1] if product else (), ())
-        left, right = (dimensions.of(tensor) for tensor in found.score_product.inputs[-2:])
-        query, key = (columns, rows) if found.key_first else (rows, columns)
-        self._source_query: Dim = right[-1] if found.key_first else left[max(len(left) - 2, 0)]
-        self.head_dim: Dim = left[-1]
-        matrices = len(right) > 1 and len(left) > 1
-        self._source_key: Dim = (left[-2] if found.key_first else right[-1]) if matrices else ()
-        # The same axis as the left operand's, but where the two were not recognised as one.
-        self._other_dim: Dim = right[-2] if matrices else right[-1]
-        folded = product[0] if len(product) == 3 else ()
+        axes = found.score_product.axes(dimensions)
+        query, key = (axes.columns, axes.rows) if found.key_first else (axes.rows, axes.columns)
+        sources = (axes.left_rows, axes.right_columns)
+        self._source_query: Dim = sources[found.key_first]
+        self._source_key: Dim = sources[not found.key_first]
+        self.head_dim: Dim = axes.left_inner
+        # The same axis as the left factor's, but where the two were not recognised as one.
+        self._other_dim: Dim = axes.right_inner
+        folded = axes.batch
         outside = self._outside()
         head_rows: Dim = ()
         if outside and sum(atom.size > 1 for atom in query) > 1:
@@ -123,21 +121,17 @@ class Roles:
 
     def _value_roles(self) -> None:
         """The sequence and the features of the values."""
-        found = self._found
-        left, right = (self._dimensions.of(tensor) for tensor in found.value_product.inputs[-2:])
-        product = self._dimensions.of(found.value_product.output)
-        if found.value_product.base_name == "mul":  # a single key
-            heads = self._dimensions.of(found.stages["v_heads"])
-            left, right, product = ((), ()), ((), ()), (self.query, heads[-1])
+        axes = self._found.value_product.axes(self._dimensions)
+        value_first = self._found.value_first
+        self._value_query: Dim = axes.columns if value_first else axes.rows
+        self._value_key: Dim = axes.left_inner if value_first else axes.right_inner
+        self.value_dim: Dim = axes.rows if value_first else axes.columns
+        if self._found.value_product.name == "mul":  # a single key
+            heads = self._dimensions.of(self._found.stages["v_heads"])
+            self._value_query, self._value_key, self.value_dim = self.query, (), heads[-1]
         # What the context has for queries, where it does not have the features.
-        self._value_query: Dim = (product[-1] if found.value_first else product[-2]) if len(product) > 1 else ()
         beside = {*self.heads, *self.batch, *self.windows}
         self._value_query = self.own_keys or tuple(atom for atom in self._value_query if atom not in beside)
-        if found.value_first:
-            self._value_key, self.value_dim = left[-1], product[-2] if len(product) > 1 else product[-1]
-        else:
-            self._value_key = right[-2] if len(right) > 1 else right[-1]
-            self.value_dim = product[-1] if product else ()
         self.own_value_width = _size(self.value_dim) != _size(self.head_dim)
 
     def _branch_axis(self) -> Dim:

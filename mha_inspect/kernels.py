@@ -54,8 +54,8 @@ def _in_one_phrase(plain: Seen) -> str:
         for op in fused_kernels(plain.recording)
     ]
     phrases += [
-        f"separate operations: {found.score_product.base_name}, {found.softmax.base_name.strip('_')}, "
-        f"{found.value_product.base_name}"
+        f"separate operations: {found.score_product.name}, {found.softmax.base_name.strip('_')}, "
+        f"{found.value_product.name}"
         for found, _ in plain.attentions
     ]
     return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"

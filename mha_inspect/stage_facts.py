@@ -61,8 +61,8 @@ class StageFacts:
             part = found.stages[stage].numel / op.output.numel
             return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
         if stage == ("scores" if "scores" in found.stages else "masked_scores"):
-            return _product_flops(found.score_product)
-        return _product_flops(found.value_product) if stage == "context" else 0
+            return found.score_product.flops
+        return found.value_product.flops if stage == "context" else 0
 
     def memory(self, stage: str) -> Memory:
         """Whether a stage is given, looks at memory that an earlier one owns, moves elements, or computes them."""
@@ -137,7 +137,7 @@ class StageFacts:
             (
                 step.path
                 for op, step in self._graph.forward(self._found.softmax.output, self._graph.carries)
-                if op is self._found.value_product
+                if op is self._found.value_product.multiply
             ),
             (),
         )

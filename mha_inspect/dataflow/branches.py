@@ -21,7 +21,7 @@ def merge_branches(graph: Graph, found: list[Found]) -> list[Found]:
     groups: dict[tuple[object, ...], list[Found]] = {}
     for place, attention in enumerate(found):
         joined = _joined(graph, attention) if _is_whole(graph, attention) else None
-        key = (attention.softmax.source, attention.score_product.source, attention.module, joined)
+        key = (attention.softmax.source, attention.score_product.op.source, attention.module, joined)
         groups.setdefault((place,) if joined is None else key, []).append(attention)
     return sorted(map(_merge, groups.values()), key=lambda attention: attention.softmax.index)
 
@@ -68,7 +68,8 @@ def _cuts_features(graph: Graph, found: Found, cut: Op, context: Tensor) -> bool
 
 def _has_features(graph: Graph, found: Found, context: Tensor, place: int) -> bool:
     """Whether a dimension of the context, as it was moved, holds the features of the head."""
-    features = set(graph.dimensions.of(found.value_product.output)[-2 if found.value_first else -1])
+    axes = found.value_product.axes(graph.dimensions)
+    features = set(axes.rows if found.value_first else axes.columns)
     dims = graph.dimensions.of(context)
     return place < len(dims) and bool(features & set(dims[place]))
 
@@ -81,8 +82,9 @@ def _is_whole(graph: Graph, found: Found) -> bool:
     projection = found.projections.get("query")
     # What is projected is the features, which a convolution has after the batch.
     del given[1 if projection is not None and projection.base_name == "convolution" and len(given) > 2 else -1]
-    seen = {atom for dim in graph.dimensions.of(found.score_product.output) for atom in dim if atom.size > 1}
-    rows = graph.dimensions.of(found.score_product.output)[-1 if found.key_first else -2]
+    axes = found.score_product.axes(graph.dimensions)
+    rows = axes.columns if found.key_first else axes.rows
+    seen = {atom for atom in (*axes.batch, *axes.rows, *axes.columns) if atom.size > 1}
     outside = {atom for dim in given for atom in dim if atom.size > 1}
     return outside <= seen and all(atom in outside for atom in rows if atom.size > 1)
 

@@ -32,7 +32,7 @@ def find_chains(graph: Graph, attentions: Iterable[Found]) -> list[Chain]:
         op.index
         for found in attentions
         for one in (found, *found.branches)
-        for op in (one.score_product, one.value_product)
+        for op in (one.score_product.op, one.value_product.op)
     }
     products = _products(graph)
     chains = []

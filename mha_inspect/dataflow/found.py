@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..ops import Op, Tensor
+from .products import Product
 
 
 @dataclass(frozen=True)
@@ -12,8 +13,8 @@ class Found:
     """One scaled-dot-product computation, as it stands in a recording."""
 
     softmax: Op
-    score_product: Op
-    value_product: Op
+    score_product: Product
+    value_product: Product
     stages: dict[str, Tensor]
     """Stage name to the tensor it is, in the order of `stages.STAGES`; those that there are."""
     scale: float | None
@@ -43,4 +44,4 @@ class Found:
     @property
     def module(self) -> str:
         """Path of the module whose forward computes the scores."""
-        return self.score_product.module
+        return self.score_product.op.module

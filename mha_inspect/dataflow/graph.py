@@ -9,9 +9,9 @@ from functools import cached_property
 
 from ..ops import Op, Recording, Tensor
 from .dimensions import Dimensions
+from .products import MATRIX_PRODUCTS, Product, product_of
 from .softmaxes import softmax_of
 
-_PRODUCTS = {"bmm", "mm", "addmm", "baddbmm", "_addmm_activation", "mv", "dot"}
 NORMS = {
     "native_layer_norm",
     "native_group_norm",
@@ -28,6 +28,7 @@ NORMS = {
 GATHERING = {"gather", "index", "index_select", "embedding"}
 JOINING = {"cat", "stack", "constant_pad_nd", "native_dropout", "repeat", "roll", "view_as_complex", "view_as_real"}
 POOLING = {"amax", "max", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d"}
+BROADCASTS = {"unsqueeze", "view", "_unsafe_view", "reshape", "expand"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "clone", "squeeze", "unsqueeze"}
 _SCALES: dict[str, Callable[[float], float]] = {"mul": lambda number: number, "div": lambda number: 1 / number}
 _FAR = 60
@@ -109,7 +110,7 @@ class Graph:
 
     def operands(self, op: Op) -> tuple[Tensor, Tensor] | None:
         """The two factors of a matrix product; None for any other operation."""
-        return (op.inputs[-2], op.inputs[-1]) if op.base_name in _PRODUCTS and len(op.inputs) >= 2 else None
+        return (op.inputs[-2], op.inputs[-1]) if op.base_name in MATRIX_PRODUCTS and len(op.inputs) >= 2 else None
 
     def is_projection(self, op: Op) -> bool:
         """Whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
@@ -122,6 +123,34 @@ class Graph:
         """Whether this is a product of two tensors neither of which is a parameter."""
         factors = self.operands(op)
         return factors is not None and not any(map(self.is_weight, factors))
+
+    @cached_property
+    def _products(self) -> dict[int, Product]:
+        """Index of the operation that gives it, to each product of two tensors neither of which is a parameter."""
+        found: dict[int, Product] = {}
+        for op in self.recording.ops:
+            product = product_of(self.recording, op)
+            if product is None or self.is_weight(product.left) or self.is_weight(product.right):
+                continue
+            # A multiplication whose result serves something else too, or with a table, is no product written out.
+            written_out = product.multiply is not op
+            alone = len(self.recording.consumers.get(product.multiply.output.id, ())) == 1
+            given = self.comes_from_inputs(product.left) and self.comes_from_inputs(product.right)
+            if not written_out or (alone and given):
+                found[op.index] = product
+        return found
+
+    @cached_property
+    def _products_by_multiplication(self) -> dict[int, Product]:
+        return {product.multiply.index: product for product in self._products.values()}
+
+    def product(self, op: Op) -> Product | None:
+        """The product of two tensors, neither of which is a parameter, that an operation gives."""
+        return self._products.get(op.index)
+
+    def product_with(self, op: Op) -> Product | None:
+        """The product whose factors an operation reads, which another may sum."""
+        return self._products_by_multiplication.get(op.index)
 
     def projected(self, op: Op) -> Tensor:
         """What a projection projects."""

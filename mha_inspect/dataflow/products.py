@@ -22,6 +22,18 @@ class Product:
     left: Tensor
     right: Tensor
 
+    @property
+    def name(self) -> str:
+        """The operations that it is: `bmm`, `mul and sum`."""
+        return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))
+
+    @property
+    def flops(self) -> int:
+        """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; without a sum, half of it."""
+        if self.multiply.base_name in MATRIX_PRODUCTS:
+            return 2 * self.op.output.numel * self.left.shape[-1]
+        return (1 + (self.op is not self.multiply)) * self.multiply.output.numel
+
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """What the dimensions of the factors and of the result are to the product."""
         if self.multiply.base_name in MATRIX_PRODUCTS:
@@ -111,9 +123,9 @@ def _flat(dims: Iterable[Dim]) -> Dim:
 
 
 def _wide(tensor: Tensor, rank: int, place: int) -> bool:
-    """Whether a factor has more than one element along a dimension of what it is broadcast to."""
+    """Whether a factor has more than one element along a dimension of what it is broadcast to, or expanded to."""
     own = place - (rank - len(tensor.shape))
-    return own >= 0 and tensor.shape[own] > 1
+    return own >= 0 and tensor.shape[own] > 1 and tensor.stride[own] != 0
 
 
 def _at_rank(dims: tuple[Dim, ...], rank: int) -> tuple[Dim, ...]:

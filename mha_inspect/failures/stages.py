@@ -100,7 +100,7 @@ def reach(seen: Seen, failing: Failing | None) -> Reached:
         _take_sides(reached, found[-1][0])
         return reached
     reached.others = found
-    start = found[-1][0].value_product.index + 1 if found else 0
+    start = found[-1][0].value_product.op.index + 1 if found else 0
     _walk(reached, start, failing)
     return reached
 
@@ -111,7 +111,8 @@ def _take_sides(reached: Reached, found: Found) -> None:
         if name in ("query", "key", "value") or name[1] == "_":
             side = "query" if name[0] == "q" else "key"
         reached.sides.setdefault(tensor.id, side)
-    reached.sides[found.value_product.output.id] = reached.sides[found.score_product.output.id] = "scores"
+    for product in (found.value_product, found.score_product):
+        reached.sides[product.op.output.id] = "scores"
     reached.axes.learn_query(found.stages["q_heads"])
 
 
@@ -119,7 +120,7 @@ def _belongs(reached: Reached, found: Found, failing: Failing | None) -> bool:
     """Whether what failed was made from this attention's context."""
     if failing is None:
         return True
-    context = found.value_product.output.id
+    context = found.value_product.op.output.id
     return any(behind.id == context for _, tensor in failing.operands for behind in reached.behind(tensor))
 
 

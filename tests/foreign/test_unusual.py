@@ -50,6 +50,41 @@ def test_a_loop_over_heads_is_one_attention_wherever_it_puts_them(name: str) -> 
     assert names.of_stage("concat") in (f"batch query {features}", "batch query (heads head_dim)")
 
 
+BROADCAST = (
+    "Broadcast",
+    "BroadcastExpanded",
+    "BroadcastOnce",
+    "BroadcastKeyFirst",
+    "BroadcastBeforeHeads",
+    "BroadcastCausal",
+)
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_products_may_be_multiplications_and_sums(name: str) -> None:
+    module, x, (attention,) = find(name)
+    assert_true(attention)
+    names = attention.names
+    assert (names.num_heads, names.head_dim, attention.found.scale) == (H, D, pytest.approx(D**-0.5))
+    weights, context = by_hand(module, x, causal=name == "BroadcastCausal")
+    assert_close(attention.canonical("weights", "batch heads query key"), weights)
+    assert_close(attention.canonical("context", "batch heads query head_dim"), context)
+    own = {"BroadcastBeforeHeads": "batch query key heads", "BroadcastKeyFirst": "batch heads key query"}.get(
+        name, "batch heads query key"
+    )
+    assert names.of_stage("scores") == names.of_stage("weights") == own
+    assert attention.found.stages["q_heads"].shape == attention.found.stages["v_heads"].shape
+    assert len(attention.found.stages["q_heads"].shape) == 4
+
+
+def test_windows_that_are_multiplied_have_queries_with_keys_of_their_own() -> None:
+    (attention,) = find("BroadcastWindows")[2]
+    assert attention.names.of_stage("scores") == attention.names.of_stage("weights") == "batch heads query key"
+    assert attention.found.stages["scores"].shape == (B, H, N, 5)
+    assert attention.names.of_stage("k_heads") == "batch heads query head_dim key"
+    assert attention.names.of_stage("context") == "batch heads query head_dim"
+
+
 def test_a_loop_over_queries_is_an_attention_for_each_query() -> None:
     module, x, found = find("OneQueryAtATime")
     weights, context = by_hand(module, x, causal=True)

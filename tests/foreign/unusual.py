@@ -87,6 +87,67 @@ class BufferLikeHeads(Base):
         return out
 
 
+class Broadcast(Base):
+    """Products as multiplications with broadcasting, and sums."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = ((q[:, :, :, None] * k[:, :, None]).sum(-1) / math.sqrt(D)).softmax(-1)
+        return (weights[..., None] * v[:, :, None]).sum(-2)
+
+
+class BroadcastExpanded(Base):
+    """The factors are made as large as their product."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size = (*q.shape[:3], *k.shape[2:])
+        scores = (q.unsqueeze(3).expand(size) * k.unsqueeze(2).expand(size)).sum(-1)
+        weights = (scores / math.sqrt(D)).softmax(-1)
+        return (weights.unsqueeze(-1).expand(size) * v.unsqueeze(2).expand(size)).sum(3)
+
+
+class BroadcastOnce(Base):
+    """The scores alone."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) / math.sqrt(D)).softmax(-1) @ v
+
+
+class BroadcastKeyFirst(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = ((k[:, :, :, None] * q[:, :, None]).sum(-1) / math.sqrt(D)).softmax(-2)
+        return (v[:, :, :, None] * weights[..., None]).sum(-3)
+
+
+class BroadcastBeforeHeads(Base):
+    """The heads stay behind the positions."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (H, D))
+
+    def join(self, x: Tensor) -> Tensor:
+        return x.flatten(-2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = ((q[:, :, None] * k[:, None]).sum(-1) / math.sqrt(D)).softmax(2)
+        return (weights[..., None] * v[:, None]).sum(2)
+
+
+class BroadcastCausal(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1, keepdim=True).squeeze(-1) / math.sqrt(D)
+        future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+        return (scores.masked_fill(future, -math.inf).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+
+
+class BroadcastWindows(Base):
+    """Each query with the five keys around it, which nothing has multiplied out before."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (nn.functional.pad(t, (0, 0, 2, 2)).unfold(2, 5, 1) for t in (k, v))
+        weights = ((q.unsqueeze(-1) * k).sum(-2) / math.sqrt(D)).softmax(-1)
+        return (weights.unsqueeze(-2) * v).sum(-1)
+
+
 class OneQueryAtATime(Base):
     """A loop over the queries, each with the keys up to its own."""
 
