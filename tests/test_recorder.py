@@ -185,11 +185,14 @@ def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callabl
     layer.packed.register_forward_hook(lambda *_: hooked.append(1))
     hooks, buffers = len(layer.packed._forward_hooks), dict(layer.named_buffers())
     torch.backends.mha.set_fastpath_enabled(fast_path)
-    before = settings()
+    outside = settings()
     try:
-        with mode(), pytest.raises(RuntimeError, match="1000003") if raises else nullcontext(), opened():
-            record(layer, drawn(BATCH, QUERY, EMBED))
-        assert settings() == before
+        with mode():
+            before = settings()
+            with pytest.raises(RuntimeError, match="1000003") if raises else nullcontext(), opened():
+                record(layer, drawn(BATCH, QUERY, EMBED))
+            assert settings() == before
+        assert settings() == outside
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
     assert hooked == [1]
@@ -199,10 +202,11 @@ def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callabl
 
 
 def test_an_error_inside_of_a_composite_operation_leaves_the_modes_as_they_were() -> None:
-    before = settings()
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        record(lambda: torch.matmul(torch.ones(2, 3), torch.ones(5, 7)))
-    assert settings() == before
+    with torch.inference_mode():
+        before = settings()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            record(lambda: torch.matmul(torch.ones(2, 3), torch.ones(5, 7)))
+        assert settings() == before
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

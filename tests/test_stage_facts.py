@@ -190,6 +190,33 @@ def test_the_flops_of_all_stages_are_torchs_count(setting: Setting) -> None:
     assert facts.flops("q_proj") == 2 * sizes["batch"] * sizes["query"] * sizes["embed"] * width
 
 
+class SharedKeysAndValues(nn.Module):
+    """One projection for keys and values, each taking the whole of it, or all three."""
+
+    def __init__(self, for_the_query_too: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = (nn.Linear(22, 22) for _ in range(3))
+        self.for_the_query_too = for_the_query_too
+
+    def forward(self, x: Tensor) -> Tensor:
+        kv = self.kv(x).view(3, 5, 2, 11).transpose(1, 2)
+        q = kv if self.for_the_query_too else self.q(x).view(3, 5, 2, 11).transpose(1, 2)
+        weights = (q @ kv.mT / 11**0.5).softmax(-1)
+        return self.o((weights @ kv).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("for_the_query_too", [False, True])
+def test_a_product_that_stages_share_whole_is_counted_once(for_the_query_too: bool) -> None:
+    module, x = SharedKeysAndValues(for_the_query_too).eval(), torch.randn(3, 5, 22)
+    with torch.no_grad():
+        (attention,) = trace_module(module, x).attentions
+    flops = {stage.name: stage.flops for stage in attention.stages}
+    assert flops["k_proj"] == flops["v_proj"] == 2 * 15 * 22 * 22 // (3 if for_the_query_too else 2)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(x)
+    assert sum(count or 0 for count in flops.values()) == counter.get_total_flops()
+
+
 @pytest.mark.parametrize(
     ("scale", "text"),
     [

@@ -116,6 +116,18 @@ def test_operations_name_the_stages_that_they_complete() -> None:
     assert [operand.axes for operand in softmax.inputs] == ["(batch heads) query key"]
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_an_operation_that_hands_a_stage_on_does_not_complete_it(need_weights: bool) -> None:
+    """The math path expands its operands to the shape that they have: the same tensor comes out again."""
+    trace = trace_spec(SPEC, INPUTS, RunSpec(need_weights=need_weights), Show(ops=True))
+    assert trace.ops is not None
+    completed = [op.stage for op in trace.ops if op.stage]
+    assert len(completed) == len(set(completed))
+    handed_on = [op for op in trace.ops if {read.id for read in op.inputs} & {made.id for made in op.outputs}]
+    assert bool(handed_on) is not need_weights
+    assert {op.stage for op in handed_on} <= {""}
+
+
 def test_meta_says_what_the_cpu_says_and_takes_no_memory() -> None:
     for layer, extra in (("torch", {}), ("torch", {"batch_first": False}), ("split-heads", {}), ("grouped-query", {})):
         spec = AttentionSpec(**{"embed_dim": 22, "num_heads": 2, **extra})
