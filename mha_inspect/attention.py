@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from .dataflow.branches import merge_branches
 from .dataflow.found import Found
 from .dataflow.graph import BROADCASTS, GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
-from .dataflow.pairing import score_product, softmax_over_rows, value_product
+from .dataflow.pairing import Meeting, score_product, softmax_over_rows, value_product
 from .dataflow.products import Product
 from .dataflow.scoring import multiply, read_scoring
-from .dataflow.softmaxes import masks_on_exponentials
+from .dataflow.softmaxes import LateSoftmax, late_softmax_of, masks_on_exponentials
 from .ops import Op, Recording, Tensor
 
 __all__ = ["Found", "Graph", "Step", "attentions_of", "find_attentions"]
@@ -27,9 +27,8 @@ def find_attentions(recording: Recording) -> list[Found]:
 
 def attentions_of(graph: Graph) -> list[Found]:
     """Every attention of a recording whose dataflow has been read already, in the order of computation."""
-    finder, ops = _Finder(graph), graph.recording.ops
-    found = [finder.attention(op, *softmax) for op in ops if (softmax := graph.softmax(op)) is not None]
-    return merge_branches(graph, [attention for attention in found if attention is not None])
+    finder = _Finder(graph)
+    return merge_branches(graph, [found for op in graph.recording.ops if (found := finder.attention(op)) is not None])
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,25 @@ class _Finder:
         self.graph = graph
         self.recording = graph.recording
 
-    def attention(self, softmax: Op, masked: Tensor, dim: int) -> Found | None:
-        """The attention around one softmax; None where it is a softmax of something else."""
+    def attention(self, op: Op) -> Found | None:
+        """The attention whose softmax an operation completes; None where it completes none of an attention."""
+        softmax = self.graph.softmax(op)
+        if softmax is not None:
+            masked, dim = softmax
+            ahead = value_product(self.graph, op.output, dim)
+            return None if ahead is None else self._around(op, masked, dim, ahead)
+        late = late_softmax_of(self.recording, op)
+        if late is None:
+            return None
+        return self._around(late.exponential, late.masked, late.dim, Meeting(late.product, (), late.carried), late)
+
+    def _around(
+        self, softmax: Op, masked: Tensor, dim: int, ahead: Meeting, late: LateSoftmax | None = None
+    ) -> Found | None:
+        """The stages around a softmax whose weights, or exponentials, meet the values in `ahead`."""
         graph = self.graph
         behind = score_product(graph, masked, dim)
-        ahead = value_product(graph, softmax.output, dim)
-        if behind is None or ahead is None:
+        if behind is None:
             return None
         product, averaged = behind.product, ahead.product
         scoring = read_scoring(graph, product.op, behind.path, masked)
@@ -72,8 +84,9 @@ class _Finder:
             stages["scores"] = scoring.scores
         if scoring.masks or scoring.bent:
             stages["masked_scores"] = scoring.masked
-        stages["weights"] = _without_sinks(softmax.output, ahead.path)
-        stages["context"] = graph.after_call(averaged.op)
+        if late is None:
+            stages["weights"] = _without_sinks(softmax.output, ahead.path)
+        stages["context"] = graph.after_call(averaged.op) if late is None else late.divided.output
         self._combine(stages, projections, product.op.module)
         scores_scale = multiply([q_scale, k_scale, scoring.scale])
         early = [self._early_scale(ends[name]) for name in ("query", "key") if name in ends]
@@ -87,7 +100,8 @@ class _Finder:
             softmax_dim=dim,
             key_first=key_first,
             value_first=value_first,
-            masks=(*scoring.masks, *masks_on_exponentials(self.recording, softmax)),
+            masks=(*scoring.masks, *masks_on_exponentials(self.recording, softmax if late is None else late.total)),
+            divided=None if late is None else late.divided,
             softcap=scoring.softcap,
             sinks=scoring.sinks,
             projections=projections,

@@ -43,6 +43,9 @@ class StageFacts:
             return self._scores(stage)
         if stage == "weights":
             return f"softmax({'masked_scores' if 'masked_scores' in stages else 'scores'})"
+        if stage == "context" and self._found.divided is not None:
+            exponentials = f"exp({'masked_scores' if 'masked_scores' in stages else 'scores'})"
+            return f"{exponentials} · v_heads / Σ {exponentials}"
         if stage == "context":
             weights = "dropout(weights)" if self.drops() else "weights"
             return f"{weights} · v_heads"

@@ -264,6 +264,10 @@ def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if found.divided is not None:
+        notes.append(
+            "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."
+        )
     if found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:

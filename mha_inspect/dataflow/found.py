@@ -35,6 +35,8 @@ class Found:
     """c where scores go through `c · tanh(scores / c)` before the mask."""
     sinks: Op | None = None
     """The operation that puts sinks beside the scores: keys that take a part of the weight and have no value."""
+    divided: Op | None = None
+    """Where the weights are never formed: the operation that divides the context by the sum of the exponentials."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
     branches: tuple[Found, ...] = ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..ops import Op, Recording, Tensor
+from .products import Product, product_of
 
 _SOFTMAXES = {"_softmax", "_safe_softmax"}
 _GUARDS = {"add", "clamp", "clamp_min", "maximum"}
@@ -48,13 +51,60 @@ def masks_on_exponentials(recording: Recording, op: Op) -> tuple[Op, ...]:
     return ()
 
 
+@dataclass(frozen=True)
+class LateSoftmax:
+    """A softmax whose weights are never formed: exponentials meet the values, and their sum divides what comes out."""
+
+    divided: Op
+    """The operation that divides by the sum."""
+    exponential: Op
+    total: Op
+    """The sum."""
+    product: Product
+    """The exponentials with the values."""
+    carried: Tensor
+    """The factor of the product that is the exponentials."""
+    masked: Tensor
+    dim: int
+
+
+def late_softmax_of(recording: Recording, op: Op) -> LateSoftmax | None:
+    """`(exp(x) · v) / sum(exp(x))`, where this operation is the division, or multiplies by one over the sum."""
+    name = op.base_name.rstrip("_")
+    if name not in ("div", "mul") or len(op.inputs) != 2:
+        return None
+    for above, below in (op.inputs,) if name == "div" else (op.inputs, op.inputs[::-1]):
+        total = _total(recording, below, inverse=name == "mul")
+        exponential = None if total is None else _exponential(recording, total[0].inputs[0])
+        if total is None or exponential is None:
+            continue
+        behind = recording.producer(above)
+        while behind is not None and behind.kind in ("view", "copy") and behind.inputs:
+            behind = recording.producer(behind.inputs[0])
+        product = None if behind is None else product_of(recording, behind)
+        for factor in () if product is None else (product.left, product.right):
+            if product is not None and _exponential(recording, factor) is exponential:
+                masked = _unshifted(recording, exponential.inputs[0])
+                return LateSoftmax(op, exponential, total[0], product, factor, masked, total[1])
+    return None
+
+
 def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bool) -> tuple[Tensor, int] | None:
     """`exp(x) / sum`; with `inverse` it is multiplied by one over the sum."""
     if above.numel < below.numel:
         return None
     exponential = _exponential(recording, above)
-    if exponential is None:
+    total = None if exponential is None else _total(recording, below, inverse=inverse)
+    if exponential is None or total is None:
         return None
+    summed = total[0].inputs[0]
+    if summed.id != above.id and _exponential(recording, summed) is not exponential:
+        return None
+    return _unshifted(recording, exponential.inputs[0]), total[1]
+
+
+def _total(recording: Recording, below: Tensor, *, inverse: bool) -> tuple[Op, int] | None:
+    """The sum over one dimension that a tensor is, guarded and moved at most; with `inverse` one over it."""
     total = recording.producer(below)
     for _ in range(_MANY):
         if total is None or not total.inputs:
@@ -67,12 +117,8 @@ def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bo
         total = recording.producer(total.inputs[0])
     if total is None or inverse or total.base_name != "sum" or len(total.args) < 2:
         return None
-    if total.inputs[0].id != above.id and _exponential(recording, total.inputs[0]) is not exponential:
-        return None
     dims = total.args[1] if isinstance(total.args[1], tuple) else (total.args[1],)
-    if len(dims) != 1:
-        return None
-    return _unshifted(recording, exponential.inputs[0]), int(dims[0]) % len(total.inputs[0].shape)
+    return (total, int(dims[0]) % len(total.inputs[0].shape)) if len(dims) == 1 else None
 
 
 def _by_one(op: Op) -> bool:

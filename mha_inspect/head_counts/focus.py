@@ -56,8 +56,10 @@ def module_weights(run: ModuleRun) -> list[HeadWeights]:
     for place, contents in enumerate(run.contents):
         if "weights" not in contents:
             raise RecordingError(
-                f"--focus: an axis of the weights of {run.side.label} has no name, and by head they cannot be laid "
-                "out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
+                f"--focus: the weights of {run.side.label} are never formed, and cannot be looked at. Leave it out."
+                if run.opened.attentions[place][0].divided is not None
+                else f"--focus: an axis of the weights of {run.side.label} has no name, and by head they cannot be "
+                "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
             )
         given = contents.get("key")
         key_len = None if given is None else min(given.shape[1], contents["weights"].shape[-1])

@@ -136,7 +136,9 @@ class RunSight(Sight):
         """As the class says, by the keys that the baseline's queries meet, and by the weights of each head count."""
         alike = self._stage("k_heads")
         for run in self._runs if bool(alike.any()) else ():
-            weights = run.contents[0]["weights"]
+            weights = run.contents[0].get("weights")
+            if weights is None:
+                return torch.zeros_like(alike)
             equal = self.allowed / self.left[..., None].clamp(min=1)
             apart = float(((weights.detach().cpu().double() - equal[:, None]).abs() * alike[:, None, :, None]).max())
             if judge(apart, run.floor(0, "weights", weights))[1] != "same":

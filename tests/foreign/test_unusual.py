@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import mha_inspect
+
 from . import unusual
 from .styles import D, E, H
 from .truth import Attention, assert_close, assert_true, attentions
@@ -83,6 +85,48 @@ def test_windows_that_are_multiplied_have_queries_with_keys_of_their_own() -> No
     assert attention.found.stages["scores"].shape == (B, H, N, 5)
     assert attention.names.of_stage("k_heads") == "batch heads query head_dim key"
     assert attention.names.of_stage("context") == "batch heads query head_dim"
+
+
+@pytest.mark.parametrize("name", ["Late", "LateShifted", "LateCausal", "LateEinsum"])
+def test_weights_that_are_never_formed_are_no_stage(name: str) -> None:
+    module, x, (attention,) = find(name)
+    assert_true(attention)
+    stages, names = attention.found.stages, attention.names
+    assert {"q_heads", "k_heads", "v_heads", "scores", "context", "concat", "output"} <= set(stages)
+    assert "weights" not in stages
+    assert (names.num_heads, names.head_dim, attention.found.scale) == (H, D, pytest.approx(D**-0.5))
+    weights, context = by_hand(module, x, causal=name == "LateCausal")
+    last = "masked_scores" if name == "LateCausal" else "scores"
+    assert_close(attention.canonical(last, "batch heads query key").softmax(-1), weights)
+    assert_close(attention.canonical("context", "batch heads query head_dim"), context)
+    trace = mha_inspect.trace(module, x)
+    (shown,) = trace.attentions
+    formula = next(stage.formula for stage in shown.stages if stage.name == "context")
+    assert formula == f"exp({last}) · v_heads / Σ exp({last})"
+    assert [note for note in shown.notes if note.startswith("The weights are never formed")]
+    assert shown.kind == (("self", "causal") if name == "LateCausal" else ("self",))
+    assert not trace.products
+
+
+class ExponentialFeatures(unusual.Base):
+    """Linear attention: queries and keys are exponentials one by one, and nothing is a softmax."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q.exp(), k.exp()
+        return (q @ (k.mT @ v)) / (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
+
+
+class OtherExponentials(unusual.Base):
+    """What is divided is no average: the values meet the scores themselves."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return (scores @ v) / scores.exp().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("style", [ExponentialFeatures, OtherExponentials])
+def test_a_division_by_exponentials_is_not_always_a_softmax(style: type[unusual.Base]) -> None:
+    assert attentions(style(), torch.randn(B, N, E)) == []
 
 
 def test_a_loop_over_queries_is_an_attention_for_each_query() -> None:

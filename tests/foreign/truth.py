@@ -96,13 +96,17 @@ def assert_true(attention: Attention, *, numbers: bool = False, dropped: bool = 
     scores_axes = "batch heads query key"
     q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
     v = attention.canonical("v_heads", f"batch heads key {value_dim}")
-    weights = attention.canonical("weights", scores_axes)
+    last = "masked_scores" if "masked_scores" in found.stages else "scores"
+    # Where the sum divides what the exponentials give with the values, there are no weights.
+    formed = "weights" in found.stages
+    weights = (
+        attention.canonical("weights", scores_axes) if formed else attention.canonical(last, scores_axes).softmax(-1)
+    )
     if "scores" in found.stages and found.scores_scale is not None:
         assert_close(q @ k.transpose(-1, -2) * found.scores_scale, attention.canonical("scores", scores_axes))
-    stage = "masked_scores" if "masked_scores" in found.stages else "scores"
-    on_exponentials = found.masks and stage == "scores"
-    if stage in found.stages and found.sinks is None and not on_exponentials:
-        assert_close(attention.canonical(stage, scores_axes).softmax(-1), weights)
+    on_exponentials = found.masks and last == "scores"
+    if last in found.stages and found.sinks is None and not on_exponentials:
+        assert_close(attention.canonical(last, scores_axes).softmax(-1), weights)
     context = attention.canonical("context", f"batch heads query {value_dim}")
     if not dropped:
         assert_close(weights @ v, context)

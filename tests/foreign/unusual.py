@@ -148,6 +148,42 @@ class BroadcastWindows(Base):
         return (weights.unsqueeze(-2) * v).sum(-1)
 
 
+class Late(Base):
+    """The sum of the exponentials divides what they give with the values: weights are never formed."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        exponentials = (q @ k.mT / math.sqrt(D)).exp()
+        return (exponentials @ v) / exponentials.sum(-1, keepdim=True)
+
+
+class LateShifted(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / math.sqrt(D)
+        exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+        return (1 / exponentials.sum(-1)).unsqueeze(-1) * (exponentials @ v)
+
+
+class LateCausal(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+        exponentials = (q @ k.mT / math.sqrt(D)).masked_fill(future, -math.inf).exp()
+        return (exponentials @ v) / (exponentials.sum(-1, keepdim=True) + 1e-9)
+
+
+class LateEinsum(Base):
+    """The heads stay behind the positions, and nothing is transposed by hand."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (H, D))
+
+    def join(self, x: Tensor) -> Tensor:
+        return x.flatten(-2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        exponentials = torch.einsum("bqhd,bkhd->bhqk", q, k).div(math.sqrt(D)).exp()
+        return torch.einsum("bhqk,bkhd->bqhd", exponentials, v) / exponentials.sum(-1).mT.unsqueeze(-1)
+
+
 class OneQueryAtATime(Base):
     """A loop over the queries, each with the keys up to its own."""
 
