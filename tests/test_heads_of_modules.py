@@ -159,15 +159,13 @@ def test_a_frozen_parameter_is_left_out(x):
 
 
 def test_nothing_is_left_changed(x):
-    module = Attention(n_head=1)
-    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    mha_inspect.compare_heads((1, 3), {1: module, 3: Attention(n_head=3)}.__getitem__, x, gradients=True, steps=2)
-    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-    assert all(parameter.grad is None for parameter in module.parameters())
-    after = torch.get_rng_state()
-    torch.set_rng_state(state)
-    Attention(n_head=3)  # drew what the test itself drew
-    assert torch.equal(after, torch.get_rng_state())
+    modules = {heads: Attention(n_head=heads) for heads in (1, 3)}
+    before, state = copy.deepcopy(modules), torch.get_rng_state()
+    mha_inspect.compare_heads((1, 3), modules.__getitem__, x, gradients=True, steps=2)
+    for heads, module in modules.items():
+        assert all(map(torch.equal, before[heads].state_dict().values(), module.state_dict().values()))
+        assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_the_first_position_under_a_causal_mask(x):

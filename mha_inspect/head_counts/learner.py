@@ -100,7 +100,7 @@ def layer_learner(forward: Forward) -> Learner:
 
 
 def module_learner(num_heads: int, side: ModuleSide, output: Tensor) -> Learner:
-    """Any module: its parts are its parameters, by their own names, but for those that are frozen."""
+    """Any module: its parts are its parameters, by their own names. Those that are frozen have no gradient."""
     nan = int(output.isnan().sum())
     return Learner(
         num_heads=num_heads,
@@ -115,4 +115,4 @@ def module_learner(num_heads: int, side: ModuleSide, output: Tensor) -> Learner:
 
 def _by_name(module: nn.Module, numbers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     held = module.named_parameters() if numbers is None else numbers.items()
-    return {name: tensor.detach() for name, tensor in held if numbers is not None or tensor.requires_grad}
+    return {name: tensor.detach() for name, tensor in held}
