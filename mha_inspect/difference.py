@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from einops import repeat
 from torch import Tensor
 
@@ -15,26 +14,29 @@ from .errors import DeviceError, WeightsError
 from .fit import SAFE, need_of, rough_need
 from .layers.weights import read_weights
 from .memory import free_memory, largest, require_memory
-from .reports.common import Verdict
 from .reports.diff import (
     DiffReport,
-    MaskedRowPair,
-    NoiseSource,
     OtherWay,
-    OutputDifference,
-    RowContent,
     SharedWeights,
-    SideName,
     StageRow,
 )
+from .sides.compared import (
+    Rows,
+    blocked,
+    compare_elsewhere,
+    compare_outputs,
+    masked_row,
+    noise_source,
+    other_way,
+    stage_row,
+)
 from .sides.parameter_pairs import parameter_pairs
-from .sides.run import Rows, SideRun, without
+from .sides.run import SideRun
 from .sides.settings import Side, make_sides
 from .sides.shared_weights import draw, finer_dtype
-from .sides.words import Blocked, Measured, answer, notes, stage_note
+from .sides.words import Measured, answer, notes, stage_note
 from .spec import AttentionSpec, InputSpec, RunSpec
-from .stage_difference import BLOCKED_BELOW, compare_stage
-from .stages import CANONICAL_AXES, STAGES
+from .stages import STAGES
 
 
 def diff_spec(
@@ -82,27 +84,30 @@ def diff_spec(
     rows = _fully_masked(ours, theirs)
     stages = tuple(_stage_row(stage, ours, theirs, rows) for stage in STAGES if _either_has(stage, ours, theirs))
     differing = [row.name for row in stages if row.verdict == "differs"]
-    output = _outputs(ours, theirs, rows)
-    some = bool(rows) and ours.rows_of_output() and len(rows) < ours.output.shape[0] * ours.output.shape[1]
-    elsewhere = _outputs(ours, theirs, rows, leave_out=True) if some else None
+    output = compare_outputs(ours, theirs, rows)
     pairs = parameter_pairs(*sides, (ours.forward.module, theirs.forward.module))
     report = DiffReport(
         left=ours.report(rows),
         right=theirs.report(rows),
         weights=_shared_weights(ours, theirs, rows),
-        noise=_noise_source(*sides),
+        noise=noise_source(**{side.name: side.spec.dtype for side in sides}),
         stages=stages,
         first_differing_stage=differing[0] if differing else None,
         output=output,
         verdict=output.verdict,
         parameters=pairs,
-        masked_rows=tuple(_masked_row(ours, theirs, *row) for row in rows),
-        elsewhere=elsewhere,
+        masked_rows=tuple(masked_row(row, _both("weights", ours, theirs), (ours, theirs)) for row in rows),
+        elsewhere=compare_elsewhere(ours, theirs, rows),
         notes=(),
         answer=(),
     )
-    measured = Measured(report, *sides, blocked=_blocked(ours, theirs, rows))
+    barred = blocked(_both("masked_scores", ours, theirs), _both("weights", ours, theirs), rows)
+    measured = Measured(report, *sides, blocked=barred)
     return replace(report, notes=notes(measured), answer=answer(measured))
+
+
+def _both(stage: str, left: SideRun, right: SideRun) -> list[Tensor | None]:
+    return [left.opened.get(stage), right.opened.get(stage)]
 
 
 def _require_fit(left: Side, right: Side) -> None:
@@ -145,26 +150,10 @@ def _stage_row(stage: str, left: SideRun, right: SideRun, rows: Rows) -> StageRo
         assert theirs is not None
         return max(left.stage_floor(stage, theirs, rows), right.stage_floor(stage, ours, rows))
 
-    found = compare_stage(stage, ours, theirs, floor)
-    if found.verdict is None:
-        note = stage_note(stage, *_having(stage, left), *_having(stage, right))
-    elif rows and found.verdict == "differs" and ours is not None and theirs is not None:
-        rest = compare_stage(stage, without(stage, ours, rows), without(stage, theirs, rows), floor)
-        note = f"without the fully masked queries: {rest.verdict}" if rest.verdict != "differs" else note
-    if found.compared != CANONICAL_AXES[stage]:
-        note = f"compared by {found.compared}"
-    return StageRow(
-        name=stage,
-        left=left.stage(stage),
-        right=right.stage(stage),
-        compared=found.compared,
-        max_abs_difference=found.max_abs_difference,
-        relative_difference=found.relative_difference,
-        noise_floor=found.noise_floor,
-        times_noise=found.times_noise,
-        verdict=found.verdict,
-        note=note or found.note,
-    )
+    def missing() -> str:
+        return stage_note(stage, *_having(stage, left), *_having(stage, right))
+
+    return stage_row(stage, (left.stage(stage), right.stage(stage)), (ours, theirs), rows, floor, missing, note)
 
 
 def _having(stage: str, side: SideRun) -> tuple[str, frozenset[str]]:
@@ -190,29 +179,6 @@ def _repeated(left: SideRun, right: SideRun, ours: Tensor, theirs: Tensor) -> tu
     return both[0], both[1], " and ".join(shared)
 
 
-def _outputs(left: SideRun, right: SideRun, rows: Rows, *, leave_out: bool = False) -> OutputDifference:
-    """The outputs of the plain forwards, judged by the rounding of the step by step computation.
-
-    With `leave_out` the rows are not looked at.
-    """
-    ours, theirs = left.output, right.output
-    if ours.shape != theirs.shape:
-        return OutputDifference(None, None, None, None, "differs")
-    if leave_out:
-        ours, theirs = (without("output", side, rows) for side in (ours, theirs))
-    found = compare_stage("output", ours, theirs, lambda: max(left.output_floor(rows), right.output_floor(rows)))
-    verdict: Verdict = found.verdict or "differs"
-    return OutputDifference(
-        found.max_abs_difference, found.relative_difference, found.noise_floor, found.times_noise, verdict
-    )
-
-
-def _noise_source(left: Side, right: Side) -> NoiseSource:
-    eps = {side.name: torch.finfo(getattr(torch, side.spec.dtype)).eps for side in (left, right)}
-    names: tuple[SideName, ...] = tuple(side.name for side in (left, right) if eps[side.name] == max(eps.values()))
-    return NoiseSource((left if "left" in names else right).spec.dtype, names)
-
-
 def _shared_weights(left: SideRun, right: SideRun, rows: Rows) -> SharedWeights:
     reasons = (*left.left_out, *right.left_out)
     if not reasons:
@@ -235,63 +201,10 @@ def _other_way(left: SideRun, right: SideRun, rows: Rows) -> OtherWay | None:
         return None
     if again.left_out:
         return None
-    found = _outputs(poorer, again, rows, leave_out=poorer.rows_of_output())
-    if found.max_abs_difference is None or found.times_noise is None:
-        return None
-    return OtherWay(
-        source=poorer.side.name,
-        max_abs_difference=found.max_abs_difference,
-        times_noise=found.times_noise,
-        verdict=found.verdict,
-        sentence=f"with the numbers of {poorer.side.label} in {richer.side.label}, both outputs are {found.verdict}",
-    )
+    return other_way(poorer, again, rows, poorer.side.name, poorer.side.label, richer.side.label)
 
 
 def _fully_masked(left: SideRun, right: SideRun) -> list[tuple[int, int]]:
     """(batch, query) of every row that has no key to look at, on either side."""
     rows = [row for side in (left, right) for row in side.forward.inputs.fully_masked_rows(side.side.spec.num_heads)]
     return sorted(set(rows))
-
-
-def _masked_row(left: SideRun, right: SideRun, batch: int, query: int) -> MaskedRowPair:
-    def weights(side: SideRun) -> RowContent:
-        content = side.opened.get("weights")
-        return "finite" if content is None else _content(content[batch, :, query])
-
-    def output(side: SideRun) -> RowContent:
-        kind = _content(side.output[batch, query]) if side.rows_of_output() else "finite"
-        return "finite" if kind == "uniform" else kind
-
-    return MaskedRowPair(batch, query, weights(left), weights(right), output(left), output(right))
-
-
-def _content(row: Tensor) -> RowContent:
-    if bool(row.isnan().any()):
-        return "nan"
-    if not bool(row.any()):
-        return "zero"
-    low, high = row.double().aminmax()
-    return "uniform" if float(high - low) <= 1e-2 * float(high) else "finite"
-
-
-def _blocked(left: SideRun, right: SideRun, rows: Rows) -> Blocked | None:
-    """What a mask puts in the place of a score on each side; None where there is no mask on a side."""
-    scores = [side.opened.get("masked_scores") for side in (left, right)]
-    weights = [side.opened.get("weights") for side in (left, right)]
-    if scores[0] is None or scores[1] is None or weights[0] is None or weights[1] is None:
-        return None
-    if len({tensor.shape for tensor in (*scores, *weights) if tensor is not None}) != 1:
-        return None
-    places = (scores[0] < BLOCKED_BELOW).cpu() & (scores[1] < BLOCKED_BELOW).cpu()
-    for batch, query in rows:
-        places[batch, :, query] = False
-    if not bool(places.any()):
-        return None
-    words = [_written(tensor.cpu()[places]) for tensor in scores if tensor is not None]
-    zero = all(not bool(tensor.cpu()[places].any()) for tensor in weights if tensor is not None)
-    return Blocked(words[0], words[1], int(places.sum()), zero)
-
-
-def _written(blocked: Tensor) -> str:
-    lowest = float(blocked.double().min())
-    return "−inf" if lowest == float("-inf") else f"about {lowest:.2g}".replace("-", "−").replace("e+", "e")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
-from .reports.common import Verdict
-from .reports.diff import (
-    DiffReport,
-    NoiseSource,
-    OutputDifference,
-    SharedWeights,
-    SideName,
-    StageRow,
-    StageSide,
+from .reports.diff import DiffReport, OtherWay, SharedWeights, StageRow, StageSide
+from .sides.compared import (
+    Rows,
+    blocked,
+    compare_elsewhere,
+    compare_outputs,
+    masked_row,
+    noise_source,
+    other_way,
+    stage_row,
 )
 from .sides.module_run import ModuleRun, ModuleSide
-from .sides.module_weights import carried, pairs, share
-from .sides.words import stage_note, whether
-from .stage_difference import compare_stage
-from .stages import CANONICAL_AXES, STAGES
+from .sides.module_weights import carried, in_the_fuller, pairs, share
+from .sides.words import note_of_masks, of_accuracy, of_masks, of_weights, stage_note, whether
+from .stages import STAGES
 
 _AS_THEY_ARE = SharedWeights(False, "not carried: each side has the weights that it came with.", (), None)
 
@@ -40,90 +40,92 @@ def diff_modules(left: ModuleSide, right: ModuleSide, *, carry: bool = True) -> 
     ours, theirs = ModuleRun(left), ModuleRun(right)
     counts = [len(run.opened.attentions) for run in (ours, theirs)]
     several = max(counts) > 1
+    masked = [sorted({*ours.masked_queries(n), *theirs.masked_queries(n)}) for n in range(max(counts))]
     rows = tuple(
         replace(row, attention=place + 1 if several else None)
         for place in range(max(counts))
-        for row in _rows(place, ours, theirs)
+        for row in _rows(place, ours, theirs, masked[place])
     )
-    output = _outputs(ours, theirs)
+    every = _of_output(ours, masked)
+    barred = blocked(
+        _both("masked_scores", 0, ours, theirs), _both("weights", 0, ours, theirs), masked[0] if masked else ()
+    )
+    output = compare_outputs(ours, theirs, every)
     report = DiffReport(
-        left=ours.report(),
-        right=theirs.report(),
-        weights=weights,
-        noise=_noise(left, right),
+        left=ours.report(every),
+        right=theirs.report(every),
+        weights=replace(weights, other_way=_other_way(ours, theirs, every)) if carried(weights) else weights,
+        noise=noise_source(left=left.dtype, right=right.dtype),
         stages=rows,
         first_differing_stage=next((row.name for row in rows if row.verdict == "differs"), None),
         output=output,
         verdict=output.verdict,
         parameters=pairs(left, right),
-        masked_rows=(),
-        elsewhere=None,
-        notes=tuple(_notes(ours, theirs)),
+        masked_rows=tuple(
+            masked_row(row, _both("weights", place, ours, theirs), (ours, theirs), place + 1 if several else None)
+            for place, rows_of_it in enumerate(masked)
+            for row in rows_of_it
+        ),
+        elsewhere=compare_elsewhere(ours, theirs, every),
+        notes=(*_notes(ours, theirs), *note_of_masks(barred)),
         answer=(),
     )
     given = "the same weights" if weights.whole else "weights that are the same as far as they could be carried"
     given = given if carried(weights) else "weights of its own on each side"
-    names = (f"the left {left.label}", f"the right {right.label}") if left.label == right.label else None
-    sentence = whether(report, names or (left.label, right.label), f"with {given} and the same input")
-    return replace(report, answer=(sentence, *_why(report)))
+    same_name = left.label == right.label
+    names = (f"the left {left.label}", f"the right {right.label}") if same_name else (left.label, right.label)
+    sentence = whether(report, names, f"with {given} and the same input")
+    why = (*_why(report), *of_weights(report, names), *of_masks(report, names, barred), *of_accuracy(report, names))
+    return replace(report, answer=(sentence, *why))
 
 
-def _rows(place: int, left: ModuleRun, right: ModuleRun) -> Iterator[StageRow]:
+def _other_way(left: ModuleRun, right: ModuleRun, rows: Rows) -> OtherWay | None:
+    """The numbers of a layer that has a place for fewer, in a copy of the target beside it."""
+    for poorer, richer in ((left, right), (right, left)):
+        fuller = in_the_fuller(poorer.side, richer.side)
+        if fuller is not None:
+            return other_way(poorer, ModuleRun(fuller), rows, poorer.side.name, poorer.side.label, richer.side.label)
+    return None
+
+
+def _both(stage: str, place: int, *runs: ModuleRun) -> list[Tensor | None]:
+    return [run.contents[place].get(stage) if place < len(run.contents) else None for run in runs]
+
+
+def _of_output(run: ModuleRun, masked: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """The masked queries of all attentions that are rows of the output."""
+    rows = run.rows
+    if rows is None:
+        return []
+    return sorted({(batch, query) for every in masked for batch, query in every if batch < rows[0] and query < rows[1]})
+
+
+def _rows(place: int, left: ModuleRun, right: ModuleRun, rows: Rows) -> Iterator[StageRow]:
     ours, theirs = (run.contents[place] if place < len(run.contents) else {} for run in (left, right))
     sides = {stage: (left.stage(place, stage), right.stage(place, stage)) for stage in STAGES}
     has = [frozenset(stage for stage, both in sides.items() if both[side] is not None) for side in (0, 1)]
     for stage, (one, other) in sides.items():
         if one is None and other is None:
             continue
-        mine, its = ours.get(stage), theirs.get(stage)
 
         def floor(stage: str = stage) -> float:
-            return max(left.floor(place, stage, theirs[stage]), right.floor(place, stage, ours[stage]))
+            return max(left.floor(place, stage, theirs[stage], rows), right.floor(place, stage, ours[stage], rows))
 
-        found = compare_stage(stage, mine, its, floor)
-        note = found.note
-        if found.verdict is None:
-            note = stage_note(stage, left.side.label, has[0], right.side.label, has[1])
+        def missing(stage: str = stage) -> str:
+            one, other = sides[stage]
             if not has[0] or not has[1]:
-                note = f"{(right if not has[1] else left).side.label} has no attention {place + 1}"
-            elif packed := _packed((left, one), (right, other)):
-                note = f"{packed} makes it in one product with others, and cuts that into heads and projections at once"
-        elif found.compared != CANONICAL_AXES[stage]:
-            note = f"compared by {found.compared}"
-        yield StageRow(
-            name=stage,
-            left=one,
-            right=other,
-            compared=found.compared,
-            max_abs_difference=found.max_abs_difference,
-            relative_difference=found.relative_difference,
-            noise_floor=found.noise_floor,
-            times_noise=found.times_noise,
-            verdict=found.verdict,
-            note=note,
-        )
+                return f"{(right if not has[1] else left).side.label} has no attention {place + 1}"
+            if packed := _packed((left, one), (right, other)):
+                return f"{packed} makes it in one product with others, and cuts that into heads and projections at once"
+            return stage_note(stage, left.side.label, has[0], right.side.label, has[1])
+
+        yield stage_row(stage, (one, other), (ours.get(stage), theirs.get(stage)), rows, floor, missing)
 
 
 def _packed(*sides: tuple[ModuleRun, StageSide | None]) -> str:
     """The side whose stage is one product for several projections; empty where none is."""
     words = ((run, side.axes.replace("(", "").replace(")", "").split()) for run, side in sides if side is not None)
     return next((run.side.label for run, axes in words if {"qkv", "qk", "kv", "packed"} & set(axes)), "")
-
-
-def _outputs(left: ModuleRun, right: ModuleRun) -> OutputDifference:
-    if left.output.shape != right.output.shape:
-        return OutputDifference(None, None, None, None, "differs")
-    found = compare_stage("output", left.output, right.output, lambda: max(left.output_floor, right.output_floor))
-    verdict: Verdict = found.verdict or "differs"
-    return OutputDifference(
-        found.max_abs_difference, found.relative_difference, found.noise_floor, found.times_noise, verdict
-    )
-
-
-def _noise(left: ModuleSide, right: ModuleSide) -> NoiseSource:
-    eps = {side.name: torch.finfo(getattr(torch, side.dtype)).eps for side in (left, right)}
-    names: tuple[SideName, ...] = tuple(name for name, step in eps.items() if step == max(eps.values()))
-    return NoiseSource((left if "left" in names else right).dtype, names)
 
 
 def _notes(left: ModuleRun, right: ModuleRun) -> Iterator[str]:
@@ -143,6 +145,8 @@ def _notes(left: ModuleRun, right: ModuleRun) -> Iterator[str]:
 
 def _why(report: DiffReport) -> Iterator[str]:
     if report.first_differing_stage is None and report.verdict == "differs" and report.stages:
-        yield "Every stage that both have is the same: what differs comes after the attention, or around it."
+        output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
+        after = ": what differs comes after the attention, or around it" if output is None else f"; {output.note}"
+        yield f"Every stage that both have is the same{after}."
     if not carried(report.weights):
         yield f"The weights could not be carried: {' '.join(report.weights.left_out)}"

@@ -83,7 +83,7 @@ def compare_modules(
         verdict=overall([row.verdict for row in rows[1:]]),
         equalities=_equalities(equal, sight, runs),
         answer=answer(rows, carried, all_nan=all(bool(run.output.isnan().all()) for run in runs)),
-        pairs=pair_rows(outputs, runs[0].output_floor) if pairwise else None,
+        pairs=pair_rows(outputs, runs[0].output_floor()) if pairwise else None,
         gradients=compare_gradients(learners, cause) if gradients else None,
         training=compare_training(learners, steps, cause) if steps else None,
         focus=compare_focus(look for run in runs for look in module_weights(run)) if focus else None,
@@ -93,7 +93,7 @@ def compare_modules(
 def _equalities(equal: Sequence[Claim], sight: Sight | None, runs: Sequence[ModuleRun]) -> tuple[str, ...]:
     """Where outputs must be equal, why, and what was measured there."""
     said = []
-    outputs, floor = [run.output for run in runs], runs[0].output_floor
+    outputs, floor = [run.output for run in runs], runs[0].output_floor()
     for claim in equal:
         own = outputs
         if bool(claim.rows.all()):
@@ -152,7 +152,7 @@ def _row(
     specs: Sequence[AttentionSpec], place: int, runs: Sequence[ModuleRun], carried: Carried, cause: str
 ) -> HeadCount:
     base, run = runs[0], runs[place]
-    row = count_row(specs[place], run.side.own.module, (base.output, run.output), base.output_floor, carried)
+    row = count_row(specs[place], run.side.own.module, (base.output, run.output), base.output_floor(), carried)
     if not place:
         return row
     walk = _walk(base, run)

@@ -192,6 +192,7 @@ def _difference(output: OutputDifference) -> tuple[Cell, ...]:
 
 def _masked_rows(report: DiffReport) -> Table:
     columns = (
+        Column("attention", "right", optional=True),
         Column("batch", "right"),
         Column("queries"),
         Column("weights left"),
@@ -204,18 +205,19 @@ def _masked_rows(report: DiffReport) -> Table:
         columns,
         (
             (
+                "" if attention is None else str(attention),
                 str(batch),
                 numbers.spans(row.query for row in rows),
                 *(Cell(kinds[content], "bad" if content == "nan" else "") for content in contents),
             )
-            for (batch, *contents), rows in groupby(report.masked_rows, _of_masked_row)
+            for (attention, batch, *contents), rows in groupby(report.masked_rows, _of_masked_row)
         ),
     )
 
 
-def _of_masked_row(row: MaskedRowPair) -> tuple[int, RowContent, RowContent, RowContent, RowContent]:
+def _of_masked_row(row: MaskedRowPair) -> tuple[int | None, int, RowContent, RowContent, RowContent, RowContent]:
     """What rows of the table have in common that become one."""
-    return row.batch, row.left_weights, row.right_weights, row.left_output, row.right_output
+    return row.attention, row.batch, row.left_weights, row.right_weights, row.left_output, row.right_output
 
 
 def _parameters(report: DiffReport) -> Table:

@@ -153,6 +153,8 @@ class MaskedRowPair:
     left_output: RowContent
     """Of the plain forward."""
     right_output: RowContent
+    attention: int | None = None
+    """Which of several attentions, from 1; None where each side has one."""
 
 
 @dataclass(frozen=True)

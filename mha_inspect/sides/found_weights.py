@@ -8,7 +8,7 @@ columns of it, moved at most.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
@@ -23,6 +23,7 @@ from ..layers.weights import AttentionWeights
 from ..ops import Op
 from ..ops import Tensor as Recorded
 
+_BY_KEY_HEAD = ("w_k", "w_v", "b_k", "b_v")
 SIDES = {"query": "q", "key": "k", "value": "v"}
 
 
@@ -91,23 +92,48 @@ class FoundWeights:
             b_o=None if out is None else out.bias,
         )
 
-    def write(self, other: FoundWeights) -> None:
-        """Write the numbers of another attention into these parameters. All of them or, where it raises, none.
+    def completed(self, weights: AttentionWeights) -> AttentionWeights:
+        """The weights as these parameters can hold them: shared key/value heads repeated, an identity for want of W_o.
 
-        Raises `WeightsError` where sizes differ, or there is no place for a bias that is not zero.
+        Raises `WeightsError` where no identity could stand there.
         """
-        if (self.output is None) != (other.output is None):
+        if self.key.heads != weights.kv_heads and self.key.heads % weights.kv_heads == 0:
+            group = self.key.heads // weights.kv_heads
+            shared = {name: tensor for name, tensor in weights.tensors().items() if name in _BY_KEY_HEAD}
+            repeated = {name: tensor.repeat_interleave(group, dim=0) for name, tensor in shared.items()}
+            weights = replace(weights, **repeated)
+        if self.output is None or weights.w_o is not None:
+            return weights
+        features, embed = weights.num_heads * weights.head_dim, self.output.rows[0].shape[0]
+        if features != embed:
+            raise WeightsError(
+                f"one has no output projection and {features} features, and the other gives {embed}: no identity can "
+                "stand for W_o."
+            )
+        identity = torch.eye(features, dtype=weights.w_q.dtype, device=weights.w_q.device)
+        return replace(weights, w_o=identity.reshape(features, weights.num_heads, weights.head_dim))
+
+    def write(self, weights: AttentionWeights) -> None:
+        """Write numbers into these parameters, zeros for biases that are absent. All or, where it raises, none.
+
+        Raises `WeightsError` where sizes differ, or there is no place for numbers that matter.
+        """
+        if (self.output is None) != (weights.w_o is None):
             raise WeightsError("one has an output projection and the other has none.")
+        given = {
+            name: rearrange(tensor, "embed heads d -> (heads d) embed") if name == "w_o" else tensor.flatten(0, 1)
+            for name, tensor in weights.tensors().items()
+            if name.startswith("w_")
+        }
         writes: list[tuple[Tensor, Tensor]] = []
-        for mine, theirs in zip(self.matrices, other.matrices, strict=True):
-            writes += _writes(mine, theirs)
+        for mine in self.matrices:
+            writes += _writes(mine, given[f"w_{mine.label}"], getattr(weights, f"b_{mine.label}"))
         with torch.no_grad():
             for place, numbers in writes:
                 place.copy_(numbers)
 
 
-def _writes(mine: Matrix, theirs: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
-    given, bias = theirs.matrix, theirs.bias
+def _writes(mine: Matrix, given: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     own = (len(mine.rows), *mine.rows[0].shape)
     if own != tuple(given.shape):
         raise WeightsError(f"W_{mine.label} is {list(given.shape)} in the one and {list(own)} in the other.")

@@ -20,6 +20,7 @@ from ..reports.diff import DiffSide, SideName, StageSide
 from ..reports.trace import OpRef
 from ..stage_difference import stage_noise
 from ..tracing import environment_of
+from .compared import Rows, masked_queries, without
 
 _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
@@ -105,12 +106,21 @@ class ModuleRun:
         """The stages of each attention, in canonical axes."""
         return _contents(self.opened)
 
-    def floor(self, place: int, stage: str, like: Tensor) -> float:
-        """Rounding error of a stage, in the form in which it is compared with `like`."""
+    def masked_queries(self, place: int) -> list[tuple[int, int]]:
+        """(batch, query) of those whose every key is masked, in at least one head of an attention."""
+        scores = self.contents[place].get("masked_scores") if place < len(self.contents) else None
+        return [] if scores is None else masked_queries(scores)
+
+    def floor(self, place: int, stage: str, like: Tensor, rows: Rows = ()) -> float:
+        """Rounding error of a stage without these queries, in the form in which it is compared with `like`.
+
+        A query whose every key is masked has no result that rounding could be measured against.
+        """
         exact, measured = self._all_exact, self._all_measured
         if place >= min(len(exact), len(measured)) or stage not in exact[place] or stage not in measured[place]:
             return 0.0
-        return stage_noise(stage, measured[place][stage], exact[place][stage], like) * self._unit
+        content, finer = (without(stage, tensor, rows) for tensor in (measured[place][stage], exact[place][stage]))
+        return stage_noise(stage, content, finer, like) * self._unit
 
     @cached_property
     def _all_exact(self) -> list[dict[str, Tensor]]:
@@ -125,10 +135,23 @@ class ModuleRun:
         """What the plain forward returns first, in canonical axes where they are known."""
         return _output(self.opened, self.plain.returned)
 
-    @cached_property
-    def output_floor(self) -> float:
-        """Rounding error of the output, computed step by step."""
-        return rounding_error(_output(self._measured), _output(self._exact)) * self._unit
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """How many sequences and queries the output has, where it is `batch query` and one more."""
+        weights = self.contents[-1].get("weights") if self.contents else None
+        if weights is None or self.output.shape[:2] != (weights.shape[0], weights.shape[2]):
+            return None
+        return weights.shape[0], weights.shape[2]
+
+    def output_floor(self, rows: Rows = ()) -> float:
+        """Rounding error of the output, computed step by step, without these queries."""
+        return self._error(_output(self._measured), rows) * self._unit
+
+    def _error(self, output: Tensor, rows: Rows) -> float:
+        exact = _output(self._exact)
+        if self.rows is not None:
+            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
+        return rounding_error(output, exact)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """How this side has a stage; None where it does not."""
@@ -148,12 +171,12 @@ class ModuleRun:
             count=len(found.branches) if found.branches and not shared else 1,
         )
 
-    def report(self) -> DiffSide:
+    def report(self, rows: Rows = ()) -> DiffSide:
         """This side as the report has it."""
         side, environment = self.side, environment_of(self.side.own)
         error = None
         if side.dtype != "float64" and not side.own.module.training:
-            error = rounding_error(self.output, _output(self._exact))
+            error = self._error(self.output, rows)
         return DiffSide(
             label=side.label,
             environment=Environment(environment.torch, environment.device, side.dtype, side.seed),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..forward import Forward
-from ..layers.weights import AttentionWeights
+from ..layers.weights import AttentionWeights, read_weights
 from ..reports.diff import ParameterPair, ParameterPlace, SharedWeights
 from .found_weights import FoundWeights, find_weights
 from .module_run import ModuleRun, ModuleSide
@@ -30,18 +32,37 @@ def share(left: ModuleSide, right: ModuleSide) -> SharedWeights:
     if isinstance(source.own, Forward):
         source, other = other, source
     try:
-        if isinstance(other.own, Forward):
-            return _into_layer(source, other, other.own)
         try:
+            if isinstance(other.own, Forward):
+                return _into_layer(source, other, other.own)
             return _into_target(source, other)
         except WeightsError:
-            # What has no place for a bias can still give its numbers to what has one.
+            # What has no place for some numbers can still give its own to what has a place for all.
             with suppress(WeightsError):
                 return _into_target(other, source)
             raise
     except WeightsError as error:
         sentence = f"not carried: each side has its own weights, as it was built from seed {left.seed}."
         return SharedWeights(False, sentence, (str(error),), None)
+
+
+def in_the_fuller(layer: ModuleSide, fuller: ModuleSide) -> ModuleSide | None:
+    """A copy of a target with the numbers of a layer that has a place for fewer; None where it has a place for all.
+
+    None as well where the layer's numbers cannot be written there.
+    """
+    if not isinstance(layer.own, Forward) or isinstance(fuller.own, Forward):
+        return None
+    copied = replace(fuller, own=replace(fuller.own, module=copy.deepcopy(fuller.own.module)))
+    try:
+        (found,) = _weights_of(copied)
+        numbers = found.completed(read_weights(layer.own.module))
+        if _equal(found.read(), numbers):
+            return None
+        found.write(numbers)
+    except (WeightsError, ValueError):  # more than one attention
+        return None
+    return copied
 
 
 def carried(weights: SharedWeights) -> bool:
@@ -84,9 +105,10 @@ def _into_target(source: ModuleSide, other: ModuleSide) -> SharedWeights:
         raise WeightsError(f"{source.label} has {len(given)} attentions, and {other.label} has {len(own)}.")
     before = {name: parameter.detach().clone() for name, parameter in other.own.module.named_parameters()}
     try:
-        for mine, theirs in zip(own, given, strict=True):
+        numbers = [mine.completed(theirs.read()) for mine, theirs in zip(own, given, strict=True)]
+        for mine, theirs in zip(own, numbers, strict=True):
             mine.write(theirs)
-        if not all(_equal(a.read(), b.read()) for a, b in zip(own, given, strict=True)):
+        if not all(_equal(a.read(), b) for a, b in zip(own, numbers, strict=True)):
             raise WeightsError(f"{other.label}: one parameter serves several of its projections.")
     except WeightsError:
         with torch.no_grad():
@@ -95,6 +117,8 @@ def _into_target(source: ModuleSide, other: ModuleSide) -> SharedWeights:
         raise
     left_out = (*_rest(source, given), *_rest(other, own))
     how = f"read off the products of {source.label} and written into the parameters of {other.label}"
+    if any(one.output is None for one in given) and any(one.output is not None for one in own):
+        how += ", the identity for W_o"
     return SharedWeights(not left_out, f"{how}.", left_out, None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -21,13 +20,10 @@ from ..spec import DtypeName, plain_fields
 from ..stage_contents import StageContents, exact_forward, in_dtype
 from ..stage_difference import stage_noise
 from ..stages import CANONICAL_AXES
+from .compared import Rows, without
 from .settings import Side
 from .shared_weights import load_what_fits
 
-Rows = Sequence[tuple[int, int]]
-"""(batch, query) of queries whose every key is masked."""
-
-_OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's."""
 
@@ -90,13 +86,13 @@ class SideRun:
         content, exact = (without(stage, tensor, rows) for tensor in (content, exact))
         return stage_noise(stage, content, exact, like) * self._unit
 
-    def output_floor(self, rows: Rows) -> float:
+    def output_floor(self, rows: Rows = ()) -> float:
         """Rounding error of the output, computed step by step, without these queries."""
         return self._error(_output(self._measured), rows) * self._unit
 
     def _error(self, output: Tensor, rows: Rows) -> float:
         exact = _output(self._exact)
-        if self.rows_of_output():
+        if self.rows is not None:
             output, exact = (without("output", tensor, rows) for tensor in (output, exact))
         return rounding_error(output, exact)
 
@@ -105,9 +101,12 @@ class SideRun:
         """What the plain forward returns, in canonical axes where they are known."""
         return _in_canonical_axes(self.opened, first_tensor(self.plain.returned).detach())
 
-    def rows_of_output(self) -> bool:
-        """Whether the output is `batch query` and one more."""
-        return self.output.shape[:2] == (self.forward.inputs.batch, self.forward.inputs.query_len)
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """How many sequences and queries the output has, where it is `batch query` and one more."""
+        rows = (self.forward.inputs.batch, self.forward.inputs.query_len)
+        has_them = tuple(self.output.shape[:2]) == rows
+        return rows if has_them else None
 
     def stage(self, stage: str) -> StageSide | None:
         """How this side has a stage; None where it does not."""
@@ -145,19 +144,6 @@ class SideRun:
             output_shape=tuple(first_tensor(self.plain.returned).shape),
             rounding_error=error,
         )
-
-
-def without(stage: str, content: Tensor, rows: Rows) -> Tensor:
-    """The stage, in canonical axes, with zeros for these queries."""
-    if stage in _OF_KEYS or not rows:
-        return content
-    cleared = content.clone()
-    for batch, query in rows:
-        if "heads" in CANONICAL_AXES[stage].split():
-            cleared[batch, :, query] = 0
-        else:
-            cleared[batch, query] = 0
-    return cleared
 
 
 def _kept(forward: Forward) -> StageContents:

@@ -68,7 +68,11 @@ def _notes(measured: Measured) -> Iterator[str]:
             "Dropout is at work: where both do not draw the same elements, the difference is theirs. The noise floor "
             "is measured without it."
         )
-    blocked = measured.blocked
+    yield from note_of_masks(measured.blocked)
+
+
+def note_of_masks(blocked: Blocked | None) -> Iterator[str]:
+    """What a mask does to scores, where it does the same on both sides."""
     if blocked is not None and blocked.left == blocked.right and blocked.zero:
         yield (
             f"The mask puts {blocked.left} in {blocked.count:,} scores on both sides, and softmax makes all of them "
@@ -120,7 +124,7 @@ def _why(measured: Measured) -> Iterator[str]:
     output = next((row for row in report.stages if row.name == "output"), None)
     if report.first_differing_stage is None and report.verdict == "differs" and output and output.verdict is None:
         yield f"Every stage that both have is the same; {output.note}."
-    yield from _of_weights(measured)
+    yield from of_weights(report, measured.names)
     pair = _split(report)
     if pair is not None and report.verdict == "same":
         many, one = (right, left) if _places(pair)[1] > 1 else (left, right)
@@ -128,7 +132,13 @@ def _why(measured: Measured) -> Iterator[str]:
             f"The split of {one} is a logical one, exactly one matrix a head as {many} has them: in {pair.part}, "
             f"{pair.mapping}."
         )
-    blocked = measured.blocked
+    yield from of_masks(report, measured.names, measured.blocked)
+    yield from of_accuracy(report, measured.names)
+
+
+def of_masks(report: DiffReport, names: tuple[str, str], blocked: Blocked | None) -> Iterator[str]:
+    """Where two ways to mask differ, and what comes of queries that have no key left."""
+    left, right = names
     if blocked is not None and blocked.left != blocked.right:
         zero = "softmax makes all of them exactly 0 on both sides" if blocked.zero else "softmax does not make all 0"
         yield (
@@ -136,22 +146,22 @@ def _why(measured: Measured) -> Iterator[str]:
             f"to look at, {zero} ({blocked.count:,} weights)."
         )
     if report.elsewhere is not None and report.elsewhere.verdict != "same" and report.verdict == "differs":
-        yield f"Where every key is masked they differ as well: {_masked_rows(report, measured.names)}."
-    yield from _accuracy(measured)
+        yield f"Where every key is masked they differ as well: {_masked_rows(report, names)}."
 
 
-def _of_weights(measured: Measured) -> Iterator[str]:
-    report = measured.report
+def of_weights(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
+    """What comes of the weights that one side has no place for."""
     if report.weights.whole:
         return
-    left, right = measured.names
+    left, right = names
     pair = next((p for p in report.parameters if p.part == "W_q" and p.left and p.right), None)
     sliced = any("features" in reason for reason in report.weights.left_out)
     other = report.weights.other_way
     poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
     if sliced:
-        features = measured.left.spec.embed_dim
-        width = features // measured.left.spec.num_heads
+        spec = (report.left if poorer == left else report.right).layer.spec
+        features = spec["embed_dim"]
+        width = features // spec["num_heads"]
         # A layer with a matrix for each head has nothing to split.
         then = " and splits the result" if pair is not None and 1 in _places(pair) else ""
         yield (
@@ -216,15 +226,12 @@ def _kind(row: MaskedRowPair) -> tuple[str, str]:
     return said(row.left_weights, row.left_output), said(row.right_weights, row.right_output)
 
 
-def _accuracy(measured: Measured) -> Iterator[str]:
-    """What a kernel or a dtype costs, where the sides have different ones."""
-    report, (left, right) = measured.report, measured.names
+def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
+    """What a kernel or a dtype costs, where one layer has different ones on the two sides."""
     one, other = report.left, report.right
     dtypes = one.environment.dtype != other.environment.dtype
     kernels = one.path.plain != other.path.plain
-    if measured.left.kind.name != measured.right.kind.name or not (dtypes or kernels):
-        return
-    if report.verdict == "differs":
+    if one.layer.name != other.layer.name or not (dtypes or kernels) or report.verdict == "differs":
         return
     what = " and ".join(
         part
@@ -237,7 +244,7 @@ def _accuracy(measured: Measured) -> Iterator[str]:
     errors = [side.rounding_error for side in (one, other)]
     told = [
         f"{name} is off the result in float64 by at most {_small(error)}"
-        for name, error in zip((left, right), errors, strict=True)
+        for name, error in zip(names, errors, strict=True)
         if error is not None
     ]
     if told:

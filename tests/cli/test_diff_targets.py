@@ -119,6 +119,40 @@ class Ids(nn.Module):
         return self.attention(self.table(input_ids))
 
 
+class Padded(Packed):
+    """The last keys of every sequence are padding, all of them in the second."""
+
+    def __init__(self, dim, num_heads=2, low=-1e9):
+        super().__init__(dim, num_heads)
+        self.low = low
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        padded = torch.arange(n) >= n - torch.tensor([0, n, 2])[:, None]
+        scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(padded[:, None, None], self.low)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class PaddedStack(Stack):
+    def __init__(self, dim, num_heads=2, low=-1e9):
+        super().__init__(dim)
+        self.blocks = nn.ModuleList(Padded(dim, 2, low) for _ in range(2))
+
+
+class Bare(nn.Module):
+    """Without an output projection."""
+
+    def __init__(self, dim, num_heads=2):
+        super().__init__()
+        self.heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return ((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
 class Broken(nn.Module):
     def __init__(self, dim, num_heads=2):
         super().__init__()
@@ -323,3 +357,78 @@ def test_help_says_that_a_side_may_be_a_target(invoke):
     page = " ".join(invoke("diff", "--help").out.split())
     assert "a module of your own: package.module:Name" in page
     assert "Importing it runs its code" in page
+
+
+def test_queries_without_a_key(invoke, mine):
+    """What comes of them is worked out by hand: the mean of all values under -1e9, NaN under -inf."""
+    data = report_of(invoke, mine, "mine:Padded mine:Padded --right-set low=-inf")
+    rows = data["masked_rows"]
+    assert [(row["batch"], row["query"]) for row in rows] == [(1, query) for query in range(5)]
+    assert {(row["left_weights"], row["right_weights"], row["left_output"], row["right_output"]) for row in rows} == {
+        ("uniform", "nan", "finite", "nan")
+    }
+    assert "attention" not in rows[0]
+    assert (data["verdict"], data["output"]["max_abs_difference"]) == ("differs", "Infinity")
+    assert (data["elsewhere"]["verdict"], data["elsewhere"]["max_abs_difference"]) == ("same", 0.0)
+    notes = {row["name"]: row["note"] for row in data["stages"]}
+    assert notes["weights"] == notes["output"] == "without the fully masked queries: same"
+    assert data["answer"][0].startswith(
+        "The same wherever there is a key to look at, and not where every key is masked"
+    )
+    # Of the scores of three queries that have keys left, two keys in each of two heads are masked: 5 * 2 * 2.
+    assert data["answer"][1].startswith("A masked score is about −1e09 in Padded and −inf in Padded with low -inf")
+    assert data["answer"][1].endswith("exactly 0 on both sides (20 weights).")
+
+
+def test_queries_without_a_key_beside_a_layer(invoke, mine):
+    data = report_of(
+        invoke, mine, "torch.nn:MultiheadAttention split-heads --left-set batch_first=true --padding 0,5,2"
+    )
+    assert {(row["left_weights"], row["right_weights"]) for row in data["masked_rows"]} == {("nan", "uniform")}
+    assert data["elsewhere"]["verdict"] == "same"
+    assert data["elsewhere"]["noise_floor"] < 1e-5
+
+
+def test_queries_without_a_key_in_several_attentions(invoke, mine):
+    data = report_of(invoke, mine, "mine:PaddedStack mine:PaddedStack --right-set low=-inf")
+    assert sorted({row["attention"] for row in data["masked_rows"]}) == [1, 2]
+    assert len(data["masked_rows"]) == 10
+    assert data["elsewhere"]["verdict"] == "same"
+    page = invoke("diff", *[f"{mine}:PaddedStack"] * 2, "--right-set", "low=-inf", *SIZES, "--format", "table").out
+    assert "queries whose every key is masked" in page
+
+
+def test_a_mask_that_does_the_same_on_both_sides_is_noted(invoke, mine):
+    data = report_of(invoke, mine, "mine:Padded mine:Padded --right-set low=-1e9")
+    assert data["verdict"] == "same"
+    assert any("puts about −1e09 in 20 scores on both sides" in note for note in data["notes"])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("mine:Packed bert", "Only with the identity for W_o in its weights does Packed return what bert does"),
+        ("narrow mine:Packed", "Only with zeros outside of each head's own features in its weights does Packed return"),
+    ],
+)
+def test_the_other_way(invoke, mine, line, said):
+    data = report_of(invoke, mine, line)
+    way = data["weights"]["other_way"]
+    assert (way["source"], way["verdict"]) == ("right" if line.endswith("bert") else "left", "same")
+    assert any(sentence.startswith(said) for sentence in data["answer"])
+    if line.startswith("narrow"):
+        assert any("it projects all 22 features" in sentence for sentence in data["answer"])
+        assert any("a head reads 11 of them" in sentence for sentence in data["answer"])
+
+
+@pytest.mark.parametrize("line", ["mine:Bare mine:Packed", "mine:Packed mine:Bare", "mine:Bare torch"])
+def test_an_identity_stands_for_an_output_projection_that_is_not_there(invoke, mine, line):
+    data = report_of(invoke, mine, line)
+    assert (data["verdict"], data["weights"]["whole"]) == ("same", True)
+    assert ("the identity for W_o" in data["weights"]["sentence"]) == ("torch" not in line)
+
+
+def test_shared_key_heads_are_repeated_where_each_head_has_its_own(invoke, mine):
+    data = report_of(invoke, mine, "mine:Packed grouped-query --right-set num_kv_heads=1")
+    assert data["weights"]["sentence"].startswith("read off the products of grouped-query with num_kv_heads 1")
+    assert data["verdict"] == "same"
