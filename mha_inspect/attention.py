@@ -115,10 +115,10 @@ class _Finder:
         tensor = operand
         while (op := self.recording.producer(tensor)) is not None and op.inputs:
             if self._belongs(op, product):
-                swapped = swapped or _swaps_last_two(op)
+                swapped = swapped or op.swaps_last_two
             elif self.graph.is_scale(op):
                 scales.append(self.graph.scale_of(op))
-            elif transposed and not swapped and _swaps_last_two(op):
+            elif transposed and not swapped and op.swaps_last_two:
                 swapped = True
             else:
                 break
@@ -295,17 +295,3 @@ def _without_sinks(weights: Tensor, path: tuple[Op, ...]) -> Tensor:
         if op.base_name in ("slice", "narrow", "split", "split_with_sizes") and op.output.numel < weights.numel:
             return next((t for t in op.outputs if t.numel < weights.numel), op.output)
     return weights
-
-
-def _swaps_last_two(op: Op) -> bool:
-    shape = op.output.shape
-    rank = len(shape)
-    if rank < 2:
-        return False
-    if op.base_name == "t":
-        return True
-    if op.base_name == "transpose":
-        return {int(op.args[1]) % rank, int(op.args[2]) % rank} == {rank - 1, rank - 2}
-    if op.base_name == "permute":
-        return [int(place) % rank for place in op.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
-    return False

@@ -73,6 +73,18 @@ class Op:
         """The first tensor that came out."""
         return self.outputs[0]
 
+    @property
+    def swaps_last_two(self) -> bool:
+        """Whether it transposes matrices: the last two dimensions change places, and no others do."""
+        rank = len(self.output.shape)
+        if rank < 2:
+            return False
+        if self.base_name == "transpose":
+            return {int(self.args[1]) % rank, int(self.args[2]) % rank} == {rank - 1, rank - 2}
+        if self.base_name == "permute":
+            return [int(place) % rank for place in self.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
+        return self.base_name == "t"
+
 
 @dataclass(frozen=True)
 class Named:

@@ -66,6 +66,7 @@ CAUSAL = {
     "where": lambda s: torch.where(tril(s), s, torch.tensor(-1e9)),
     "where, the other way": lambda s: torch.where(~tril(s), torch.tensor(LOW), s),
     "added": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), LOW),
+    "added, as low as BERT's masks": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), -1e4),
     "subtracted": lambda s: s - 1e9 * (~tril(s)).float(),
     "written into": in_place,
     "from positions": by_positions,
@@ -77,6 +78,7 @@ OTHER = {
     "padding, written for each query": lambda s: s.masked_fill((torch.arange(5) > 0).expand(s.shape), LOW),
     "a window": window,
     "the past": behind,
+    "the past alone": lambda s: s.masked_fill(torch.ones(s.shape[-2:]).triu().bool(), LOW),
     "everything": lambda s: s.masked_fill(torch.ones(s.shape[-2:]).bool(), LOW),
     "a small bias": lambda s: s + torch.ones(s.shape[-2:]).triu(1) * -3.0,
 }
@@ -105,6 +107,33 @@ def test_a_mask_from_a_buffer_and_from_an_argument():
     x, above = torch.randn(2, 5, 6), torch.ones(5, 5).triu(1).bool()
     assert kinds(layer, x, x, x, attn_mask=above) == [("self", "causal")]
     assert kinds(layer, x, x, x, attn_mask=above.T) == [("self",)]
+
+
+@pytest.mark.parametrize(("ahead", "causal"), [(3, True), (4, False)])
+def test_fewer_queries_than_keys_end_together(ahead, causal):
+    """As with a cache: the last query of 2 is at the last key of 5."""
+
+    class Last(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.q(x[:, -2:].clone()) @ self.k(x).mT
+            return scores.masked_fill(torch.ones(2, 5).triu(ahead + 1).bool(), LOW).softmax(-1) @ self.v(x)
+
+    (kind,) = kinds(Last(lambda s: s), torch.randn(2, 5, 6))
+    assert ("causal" in kind) is causal
+
+
+def test_one_mask_that_two_layers_read_the_other_way_round():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Masked(lambda s: s.masked_fill(self.later, LOW))
+            self.second = Masked(lambda s: torch.where(self.later, s, LOW))
+            self.register_buffer("later", torch.ones(5, 5).triu(1).bool())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    assert kinds(Two(), torch.randn(2, 5, 6)) == [("self", "causal"), ("self",)]
 
 
 def test_a_buffer_that_the_forward_writes_is_written_once():

@@ -216,7 +216,7 @@ def _name_side(reached: Reached, role: str, operand: Tensor) -> None:
     reached.sides[operand.id] = side
     tensor = operand
     while (op := graph.recording.producer(tensor)) is not None:
-        swaps = role == "key" and _swaps_last_two(op) and tensor.id == operand.id
+        swaps = role == "key" and op.swaps_last_two and tensor.id == operand.id
         if not (swaps or graph.is_scale(op)):
             break
         tensor = op.inputs[0]
@@ -249,16 +249,3 @@ def _piece(step: Step, heads: Tensor) -> Tensor | None:
             made = {tensor.id for tensor in step.path[place].outputs}
             return next((tensor for tensor in reads if tensor.id in made), None)
     return None
-
-
-def _swaps_last_two(op: Op) -> bool:
-    rank = len(op.output.shape)
-    if rank < 2:
-        return False
-    if op.base_name == "t":
-        return True
-    if op.base_name == "transpose":
-        return {int(op.args[1]) % rank, int(op.args[2]) % rank} == {rank - 1, rank - 2}
-    if op.base_name == "permute":
-        return [int(place) % rank for place in op.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
-    return False
