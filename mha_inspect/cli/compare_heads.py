@@ -11,7 +11,7 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
-from .target import TargetArgument, check_target
+from .target_argument import TargetArgument
 from .values import counts, shown
 
 app = typer.Typer(add_completion=False)
@@ -109,6 +109,7 @@ def compare_heads(
 def _counts_of_target(options: Options, text: str, heads: tuple[int, ...]) -> tuple[int, ...]:
     """The head counts to build the target with. Raises `MhaInspectError` where it can be told that none will do."""
     from .compare_heads_target import check_counts
+    from .target import check_target
 
     check_target(text, options, "compare-heads")
     if not heads and "embed_dim" not in options.given:

@@ -12,7 +12,7 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
-from .target import FORMS, is_target
+from .target_argument import FORMS, is_target
 from .values import shown
 
 app = typer.Typer(add_completion=False)

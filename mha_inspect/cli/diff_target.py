@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DeviceError, SpecError
 from ..layers.registry import find_layer
 from .options import Options
-from .target import call_of, called, check_target, is_target, load, try_once
+from .target import call_of, called, check_target, load, try_once
+from .target_argument import is_target
 from .values import shown
 
 if TYPE_CHECKING:

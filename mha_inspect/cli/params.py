@@ -10,7 +10,7 @@ from ..errors import ExitCode
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
-from .target import TargetArgument, check_target, params_target
+from .target_argument import TargetArgument
 
 app = typer.Typer(add_completion=False)
 
@@ -60,10 +60,11 @@ def params(
 
 
 def _of_target(target: str, options: Options, per_head: bool) -> ExitCode:
+    from .answer import give, prepare
+    from .target import check_target, params_target
+
     check_target(target, options, "params")
     options.show()
-    from .answer import give, prepare
-
     export = prepare(options)
     resume()
     give(params_target(target, options, per_head=per_head), options, export)

@@ -1,15 +1,14 @@
-"""A target on the command line: its argument, what it is built and called with, and what its own code does wrong."""
+"""A target on the command line: what it is built and called with, and what its own code does wrong."""
 
-# No `from __future__ import annotations` here: Typer reads these annotations at run time.
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, ForwardError, MhaInspectError, SpecError
 from ..layers.registry import LAYERS
 from .options import SEEDS, Options
+from .target_argument import FORMS, is_target
 from .values import shown
 
 if TYPE_CHECKING:
@@ -19,23 +18,11 @@ if TYPE_CHECKING:
     from ..targets.inputs import Asked
     from ..targets.target import Target
 
-FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
-HELP = f"A module of your own: {FORMS}. Importing it runs its code. Without one, a layer is built from the options."
-
-TargetArgument = Annotated[
-    str | None, typer.Argument(metavar="[TARGET]", help=HELP, show_default=False, rich_help_panel="Target")
-]
-
 
 class TargetFailedError(MhaInspectError):
     """The target's own forward raised."""
 
     exit_code = ExitCode.CONDITION
-
-
-def is_target(text: str) -> bool:
-    """Whether a text has the form of a target, and not that of a layer's name."""
-    return ":" in text or text.endswith(".py")
 
 
 def check_target(text: str, options: Options, command: str, *, beside_layer: bool = False) -> None:
@@ -63,7 +50,7 @@ def check_target(text: str, options: Options, command: str, *, beside_layer: boo
     options.flags()
 
 
-def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> "Target":
+def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:
     """Build the target as the options say, and with settings of its own that come before those of --set.
 
     `sizes` stand in for those options that nobody has given.
@@ -85,7 +72,7 @@ def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[st
     return load_target(text, parse_settings([*(options.settings or []), *own]), spec)
 
 
-def trace_target(text: str, options: Options) -> "Trace":
+def trace_target(text: str, options: Options) -> Trace:
     """Build the target, call it, and report what it did; where its forward raises, as far as it came.
 
     What it prints goes to stderr: stdout is for the answer.
@@ -124,7 +111,7 @@ def trace_target(text: str, options: Options) -> "Trace":
     )
 
 
-def called(call: "Call") -> str:
+def called(call: Call) -> str:
     """What the forward was called with, in a sentence."""
     if not call.described:
         return ""
@@ -133,7 +120,7 @@ def called(call: "Call") -> str:
     return f"The forward was called with {call.described}.{drawn}"
 
 
-def params_target(text: str, options: Options, *, per_head: bool) -> "ParamsReport":
+def params_target(text: str, options: Options, *, per_head: bool) -> ParamsReport:
     """Build the target, and report its parameters. Raises as `trace_target`."""
     from dataclasses import replace
 
@@ -166,7 +153,7 @@ def tell(note: str) -> None:
     say(note)
 
 
-def call_of(target: "Target", options: Options) -> "Call":
+def call_of(target: Target, options: Options) -> Call:
     """The arguments of its forward; lazy parameters get their shapes from one call with them."""
     import torch
     from torch.nn.parameter import is_lazy
@@ -184,7 +171,7 @@ def call_of(target: "Target", options: Options) -> "Call":
     return call
 
 
-def try_once(target: "Target", call: "Call", options: Options, how: str = "") -> None:
+def try_once(target: Target, call: Call, options: Options, how: str = "") -> None:
     """Run its forward once, and leave no trace of that: what it does wrong is told with the line that did it.
 
     Raises `TargetFailedError`; `how` says how the target was built.
@@ -202,7 +189,7 @@ def try_once(target: "Target", call: "Call", options: Options, how: str = "") ->
             raise explained(error, target, call, how) from error
 
 
-def asked(options: Options) -> "Asked":
+def asked(options: Options) -> Asked:
     """What the options say of the inputs."""
     from ..targets.inputs import Asked
     from ..targets.shapes import parse_shapes
@@ -210,7 +197,7 @@ def asked(options: Options) -> "Asked":
     return Asked(options.inputs(), options.flags(), parse_shapes(options.input_shape or []), options.seed)
 
 
-def explained(error: Exception, target: "Target", call: "Call", how: str = "") -> BaseException:
+def explained(error: Exception, target: Target, call: Call, how: str = "") -> BaseException:
     """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
     from ..targets.importing import in_one_line
     from .failure import is_out_of_memory
@@ -224,13 +211,13 @@ def explained(error: Exception, target: "Target", call: "Call", how: str = "") -
     )
 
 
-def _ways(call: "Call") -> str:
+def _ways(call: Call) -> str:
     """How to call it with other inputs than those that were drawn."""
     ways = [f"--input-shape {name}={_shape(call, name)}" for name in call.guessed]
     return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
 
 
-def _shape(call: "Call", name: str) -> str:
+def _shape(call: Call, name: str) -> str:
     tensor: Any = call.kwargs.get(name, call.args[0] if call.args else None)
     sizes = "x".join(map(str, tensor.shape))
     return f"{sizes}:{str(tensor.dtype).removeprefix('torch.')}"

@@ -11,7 +11,7 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
-from .target import TargetArgument, check_target, trace_target
+from .target_argument import TargetArgument
 
 app = typer.Typer(add_completion=False)
 
@@ -55,6 +55,8 @@ def trace(
 
         check_settings(LAYERS[options.layer], spec, inputs, run)
     else:
+        from .target import check_target, trace_target
+
         check_target(target, options, "trace")
     from .answer import give, prepare
 
