@@ -6,12 +6,13 @@ product with the values; from the operands of those two products back to the pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .dataflow.branches import merge_branches
-from .dataflow.found import Found
+from .dataflow.found import Found, Mixing
 from .dataflow.graph import BROADCASTS, GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
-from .dataflow.pairing import Meeting, score_product, softmax_over_rows, value_product
+from .dataflow.pairing import Meeting, mixing_of, score_product, softmax_over_rows, value_product
 from .dataflow.products import Product
 from .dataflow.scoring import multiply, read_scoring
 from .dataflow.softmaxes import LateSoftmax, late_softmax_of, masks_on_exponentials
@@ -104,9 +105,15 @@ class _Finder:
             divided=None if late is None else late.divided,
             softcap=scoring.softcap,
             sinks=scoring.sinks,
+            mixed_scores=self._mixings(scoring.mixed),
+            mixed_weights=self._mixings(ahead.path),
+            weights_path=ahead.path,
             projections=projections,
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         )
+
+    def _mixings(self, ops: Iterable[Op]) -> tuple[Mixing, ...]:
+        return tuple(mixing for op in ops if (mixing := mixing_of(self.graph, op)) is not None)
 
     def _heads(self, product: Product, operand: Tensor, *, transposed: bool) -> tuple[Tensor, float | None]:
         """The operand as the implementation wrote it, before it was scaled, or transposed for the product alone."""

@@ -95,8 +95,10 @@ def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
     """Whether a tensor is the product of scores, scaled, moved or masked at most."""
     product = found.score_product.op.output
 
+    mixing = {mixing.op.index for mixing in found.mixed_scores}
+
     def through(op: Op) -> bool:
-        return seen.graph.carries(op) and not takes_shape_only(op)
+        return (seen.graph.carries(op) and not takes_shape_only(op)) or op.index in mixing
 
     return any(step.tensor.id == product.id for step in seen.graph.back(tensor, through))
 

@@ -40,6 +40,10 @@ class AxisNames:
     def __init__(self, found: Found, dimensions: Dimensions) -> None:
         self._dimensions = dimensions
         self._found = found
+        for mixing in (*found.mixed_scores, *found.mixed_weights):
+            # From heads to heads, where there are as many.
+            tensors = (mixing.source, mixing.op.output)
+            dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
         self._roles = roles = Roles(found, dimensions)
         self._heads = roles.heads
         self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}

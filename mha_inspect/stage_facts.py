@@ -48,6 +48,8 @@ class StageFacts:
             return f"{exponentials} · v_heads / Σ {exponentials}"
         if stage == "context":
             weights = "dropout(weights)" if self.drops() else "weights"
+            if self._found.mixed_weights:
+                weights += " mixed by head"
             return f"{weights} · v_heads"
         return self._rearranged(stage)
 
@@ -130,21 +132,18 @@ class StageFacts:
         if "scores" not in found.stages:
             return f"mask + {product}"
         names = {op.base_name.rstrip("_") for op in found.masks}
+        if found.mixed_scores:
+            return f"scores mixed by head{', then masked' if names else ''}"
         if names & {"masked_fill", "where", "index_put", "copy"}:
             return "scores where allowed, else masked"
         return "scores + mask"
 
     def drops(self) -> bool:
         """Whether weights were dropped between the softmax and the product with the values."""
-        path = next(
-            (
-                step.path
-                for op, step in self._graph.forward(self._found.softmax.output, self._graph.carries)
-                if op is self._found.value_product.multiply
-            ),
-            (),
+        return any(
+            op.base_name in ("native_dropout", "bernoulli_", "mul") and _is_dropout(op)
+            for op in self._found.weights_path
         )
-        return any(op.base_name in ("native_dropout", "bernoulli_", "mul") and _is_dropout(op) for op in path)
 
     def _rearranged(self, stage: str) -> str:
         source = next((name for name in _BEFORE[stage] if name in self._found.stages), None)

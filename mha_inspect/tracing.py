@@ -275,6 +275,10 @@ def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
             f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
             "and so are their bytes and FLOPs."
         )
+    mixed = ["scores before the softmax"] if found.mixed_scores else []
+    mixed += ["weights after it"] if found.mixed_weights else []
+    if mixed:
+        notes.append(f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).")
     if facts.drops():
         notes.append("Weights are shown as softmax gives them, before dropout.")
     return tuple(notes)

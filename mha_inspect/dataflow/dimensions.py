@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ops import Op, Recording, Tensor
-from .atoms import Atom, Dim, fresh, resolve, size_of
+from .atoms import Atom, Dim, fresh, resolve, size_of, unify
 from .dimension_rules import rule_of, slice_unevenly, uneven_slices
 
 __all__ = ["Atom", "Dim", "Dimensions", "resolve", "size_of"]
@@ -33,6 +33,10 @@ class Dimensions:
     def of(self, tensor: Tensor) -> tuple[Dim, ...]:
         """The dimensions of a tensor, each as the atoms that it is known to consist of."""
         return tuple(resolve(dim) for dim in self._known(tensor))
+
+    def same(self, left: Dim, right: Dim) -> None:
+        """Say that two axes are one, where they can be."""
+        unify(left, right)
 
     def _known(self, tensor: Tensor) -> tuple[Dim, ...]:
         dims = self._dims.get(tensor.id)

@@ -9,6 +9,17 @@ from .products import Product
 
 
 @dataclass(frozen=True)
+class Mixing:
+    """A projection of scores or weights from heads to heads."""
+
+    op: Op
+    source: Tensor
+    """What is projected."""
+    place: int
+    """The dimension of it that is summed over, and of what comes out the one that stands there instead."""
+
+
+@dataclass(frozen=True)
 class Found:
     """One scaled-dot-product computation, as it stands in a recording."""
 
@@ -37,6 +48,12 @@ class Found:
     """The operation that puts sinks beside the scores: keys that take a part of the weight and have no value."""
     divided: Op | None = None
     """Where the weights are never formed: the operation that divides the context by the sum of the exponentials."""
+    mixed_scores: tuple[Mixing, ...] = ()
+    """What mixes the scores of the heads before the softmax, in order."""
+    mixed_weights: tuple[Mixing, ...] = ()
+    """What mixes the weights of the heads before they meet the values, in order."""
+    weights_path: tuple[Op, ...] = ()
+    """What is done to the weights before they meet the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
     branches: tuple[Found, ...] = ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..ops import Op, Tensor
 from .dimensions import Atom
+from .found import Mixing
 from .graph import GATHERING, Graph
 from .products import Product, product_of
 
@@ -25,17 +27,18 @@ def score_product(graph: Graph, masked: Tensor, dim: int) -> Meeting | None:
 
     Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
     """
-    best: tuple[tuple[bool, bool, bool, int], Meeting] | None = None
-    for step in graph.back(masked, graph.carries):
+    best: tuple[tuple[bool, bool, bool, bool, int], Meeting] | None = None
+    over = _wide(graph, masked, dim) if masked.shape else set()
+    for step in graph.back(masked, lambda op: graph.carries(op) or _mixes(graph, op, over)):
         op = graph.recording.producer(step.tensor)
         if op is None:
             continue
         learned = _has_learned_query(graph, op, masked, dim)
         product = product_of(graph.recording, op) if learned else graph.product(op)
-        if product is not None:
+        if product is not None and _mixes_heads(graph, step.path, product):
             gathered = any(passed.base_name in GATHERING for passed in step.path)
             of_positions = not all(map(graph.comes_from_inputs, (product.left, product.right)))
-            rank = (learned, gathered, of_positions, len(step.path))
+            rank = (learned, gathered, of_positions, any(map(graph.is_projection, step.path)), len(step.path))
             if best is None or rank < best[0]:
                 best = (rank, Meeting(product, tuple(reversed(step.path)), product.op.output))
     return None if best is None else best[1]
@@ -59,13 +62,16 @@ def _has_learned_query(graph: Graph, op: Op, masked: Tensor, dim: int) -> bool:
 def value_product(graph: Graph, weights: Tensor, dim: int) -> Meeting | None:
     """The product of weights and values."""
     single: Meeting | None = None
-    for op, step in graph.forward(weights, graph.carries):
+    over = _wide(graph, weights, dim) if weights.shape else set()
+    for op, step in graph.forward(weights, lambda op: graph.carries(op) or _mixes(graph, op, over)):
         product = graph.product(op)
         if product is None:
             product = graph.product_with(op)
             # A sum over anything else is no average over keys.
-            if product is not None and not _sums(graph, product, weights, dim):
+            if product is not None and not _sums(graph, product, over):
                 product = None
+        if product is not None and any(map(graph.is_projection, step.path)) and not _sums(graph, product, over):
+            product = None
         if product is not None:
             return Meeting(product, step.path, step.tensor)
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
@@ -76,11 +82,38 @@ def value_product(graph: Graph, weights: Tensor, dim: int) -> Meeting | None:
     return single
 
 
-def _sums(graph: Graph, product: Product, weights: Tensor, dim: int) -> bool:
+def _sums(graph: Graph, product: Product, over: set[Atom]) -> bool:
     """Whether a product sums over what the softmax runs over."""
     axes = product.axes(graph.dimensions)
-    over = _wide(graph, weights, dim)
     return not over or bool(over & {*axes.left_inner, *axes.right_inner})
+
+
+def mixing_of(graph: Graph, op: Op) -> Mixing | None:
+    """A projection, as far as it could be one from heads to heads; None for any other operation."""
+    if not graph.is_projection(op):
+        return None
+    source, place = graph.projected(op), -1
+    if op.base_name == "convolution":
+        place = 1
+    elif graph.is_weight((graph.operands(op) or op.inputs)[0]) and len(source.shape) > 1:
+        place = -2
+    return Mixing(op, source, place)
+
+
+def _mixes(graph: Graph, op: Op, over: set[Atom]) -> bool:
+    """Whether a projection leaves alone what the softmax runs over, so that it may mix scores or weights by head."""
+    mixing = mixing_of(graph, op) if over else None
+    if mixing is None:
+        return False
+    kept = {atom for dim in graph.dimensions.of(mixing.source) for atom in dim}
+    return over <= kept - set(graph.dimensions.of(mixing.source)[mixing.place])
+
+
+def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
+    """Whether projections on the way from the scores to the softmax mix what their product runs over, the heads."""
+    heads = {atom for atom in product.axes(graph.dimensions).batch if atom.size > 1}
+    mixings = (mixing for op in path if (mixing := mixing_of(graph, op)) is not None)
+    return all(_wide(graph, mixing.source, mixing.place) <= heads for mixing in mixings)
 
 
 def softmax_over_rows(graph: Graph, product: Product, masked: Tensor, dim: int) -> bool:

@@ -27,6 +27,8 @@ class Scoring:
     late_scale: float | None = 1.0
     """What they were multiplied by afterwards, together with the masks."""
     masks: list[Op] = field(default_factory=list)
+    mixed: list[Op] = field(default_factory=list)
+    """Projections that mix the scores of the heads."""
     bent: bool = False
     """Whether they went through something that is neither a scale nor a mask."""
     softcap: float | None = None
@@ -58,7 +60,14 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
             if not found.masks and not found.bent:
                 found.masked = found.scores
             break
-        if graph.is_scale(op):
+        if graph.is_projection(op):
+            if early:
+                # What turns the heads to the end for the projection is no part of the scores.
+                scores = graph.before_moves(found.scores)
+                found.scores = graph.after_call(product) if scores.id == product.output.id else scores
+            found.mixed.append(op)
+            found.bent = True
+        elif graph.is_scale(op):
             number = graph.scale_of(op)
             if early:
                 before_scale, last_scale = tensor, number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mha_inspect
 
@@ -27,7 +27,7 @@ LOOPS = (
 
 def find(name: str) -> tuple[unusual.Base, Tensor, list[Attention]]:
     torch.manual_seed(0)
-    module, x = getattr(unusual, name)(), torch.randn(B, N, E)
+    module, x = getattr(unusual, name)().eval(), torch.randn(B, N, E)
     return module, x, attentions(module, x)
 
 
@@ -127,6 +127,58 @@ class OtherExponentials(unusual.Base):
 @pytest.mark.parametrize("style", [ExponentialFeatures, OtherExponentials])
 def test_a_division_by_exponentials_is_not_always_a_softmax(style: type[unusual.Base]) -> None:
     assert attentions(style(), torch.randn(B, N, E)) == []
+
+
+TALKING = sorted(name for name in vars(unusual) if name.startswith("Talking"))
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_talking_heads(name: str) -> None:
+    module, x, (attention,) = find(name)
+    assert isinstance(module, unusual.Talking)
+    found, names = attention.found, attention.names
+    assert_true(attention, dropped=True)
+    weights, context = by_hand(module, x, causal=module.causal)
+    assert_close(attention.canonical("weights", "batch heads query key"), weights)
+    assert_close(attention.canonical("context", "batch heads query head_dim"), context)
+    assert (names.num_heads, names.head_dim, found.scale) == (H, D, pytest.approx(D**-0.5))
+    assert names.of_stage("scores") == names.of_stage("weights") == "batch heads query key"
+    assert names.of_stage("concat") == "batch query (heads head_dim)"
+    assert found.stages["scores"].shape == (B, H, N, N)
+    assert len(found.mixed_scores) == (name != "TalkingAfter")
+    assert len(found.mixed_weights) == (name != "TalkingBefore")
+    (shown,) = mha_inspect.trace(module, x).attentions
+    assert [note for note in shown.notes if "(talking heads)" in note]
+    assert ("causal" in shown.kind) == module.causal
+    formulas = {stage.name: stage.formula for stage in shown.stages}
+    mixed = "" if name == "TalkingBefore" else " mixed by head"
+    assert formulas["context"] == f"weights{mixed} · v_heads"
+    assert ("masked_scores" in formulas) == (name != "TalkingAfter")
+
+
+def test_weights_are_dropped_before_they_are_mixed() -> None:
+    torch.manual_seed(0)
+    (shown,) = mha_inspect.trace(unusual.TalkingAfter().train(), torch.randn(B, N, E)).attentions
+    assert "Weights are shown as softmax gives them, before dropout." in shown.notes
+
+
+class AttendThenPool(nn.Module):
+    """A softmax over the positions of what a matrix makes of an attention's result: the matrix mixes no heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.score = unusual.Broadcast(), nn.Linear(E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for y in (self.attend(x), x + self.attend(x), self.attend.attend(x[:, None], x[:, None], x[:, None])[:, 0]):
+            pooled = self.score(y).softmax(1).mT @ y
+        return pooled
+
+
+def test_pooling_over_positions_is_no_attention_with_talking_heads() -> None:
+    found = attentions(AttendThenPool(), torch.randn(B, N, E))
+    assert [len(attention.found.mixed_scores) for attention in found] == [0, 0, 0]
+    assert all(attention.found.stages["scores"].shape[-2:] == (N, N) for attention in found)
 
 
 def test_a_loop_over_queries_is_an_attention_for_each_query() -> None:

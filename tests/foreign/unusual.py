@@ -18,10 +18,14 @@ def by_hand(module: Base, x: Tensor, *, causal: bool = False) -> tuple[Tensor, T
         for p in (module.q, module.k, module.v)
     )
     scores = q @ k.mT / math.sqrt(width)
+    before, after = (m.double() for m in module.matrices()) if isinstance(module, Talking) else (None, None)
+    if before is not None:
+        scores = torch.einsum("gh,bhqk->bgqk", before, scores)
     if causal:
         scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -math.inf)
     weights = scores.softmax(-1)
-    return weights, weights @ v
+    mixed = weights if after is None else torch.einsum("gh,bhqk->bgqk", after, weights)
+    return weights, mixed @ v
 
 
 class Loop(Base):
@@ -182,6 +186,77 @@ class LateEinsum(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         exponentials = torch.einsum("bqhd,bkhd->bhqk", q, k).div(math.sqrt(D)).exp()
         return torch.einsum("bhqk,bkhd->bqhd", exponentials, v) / exponentials.sum(-1).mT.unsqueeze(-1)
+
+
+class Talking(Base):
+    """Talking heads: a matrix mixes the scores of the heads, and another their weights."""
+
+    causal = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Linear(H, H, bias=False) for _ in range(2))
+
+    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
+        return matrix(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        future = torch.ones(scores.shape[-2:]).triu(1).bool()
+        return scores.masked_fill(future, -math.inf) if self.causal else scores
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.mix(self.before, q @ k.mT / math.sqrt(D))
+        return self.mix(self.after, self.mask(scores).softmax(-1)) @ v
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.before.weight, self.after.weight
+
+
+class TalkingCausal(Talking):
+    causal = True
+
+
+class TalkingEinsum(Talking):
+    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
+        return torch.einsum("bhqk,gh->bgqk", x, matrix.weight)
+
+
+class TalkingConvolved(Talking):
+    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, matrix.weight[:, :, None, None])
+
+
+class TalkingFlat(Talking):
+    """The matrix stands first, and the scale and the mask, which is added, come after it."""
+
+    causal = True
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores + torch.full(scores.shape[-2:], -math.inf).triu(1)
+
+    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
+        return (matrix.weight @ x.flatten(2)).view(x.shape)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.mask(self.mix(self.before, q @ k.mT) / math.sqrt(D))
+        return self.mix(self.after, scores.softmax(-1)) @ v
+
+
+class TalkingBefore(Talking):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.mix(self.before, q @ k.mT / math.sqrt(D)).softmax(-1) @ v
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.before.weight, torch.eye(H)
+
+
+class TalkingAfter(Talking):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = nn.functional.dropout((q @ k.mT / math.sqrt(D)).softmax(-1), 0.5, self.training)
+        return self.mix(self.after, weights) @ v
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return torch.eye(H), self.after.weight
 
 
 class OneQueryAtATime(Base):
