@@ -77,6 +77,7 @@ def compare_heads(
     if steps is not None and steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
+    from . import specs
     from .answer import give, prepare
 
     if target is not None:
@@ -89,13 +90,13 @@ def compare_heads(
     else:
         options.require_no_target_settings("compare-heads")
         compared = chosen_counts(options, counts("heads", heads))
-        spec, *_ = [options.attention(count) for count in compared]
-        inputs, run = options.inputs(), options.run()
+        spec, *_ = [specs.attention(options, count) for count in compared]
+        inputs, run = specs.inputs(options), specs.run(options)
 
         from ..layers.settings import check_settings
 
         check_settings(LAYERS[options.layer], spec, inputs, run)
-        options.show()
+        specs.show(options)
         export = prepare(options)
 
         from ..heads import compare_heads_spec
@@ -130,14 +131,15 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     Raises `SpecError` when fewer than two are left.
     """
     from ..spec import divisors
+    from . import specs
 
-    named = options.head_counts()
-    if named == (Options(layer=options.layer).head_counts()):
+    named = specs.head_counts(options)
+    if named == specs.head_counts(Options(layer=options.layer)):
         named = ()
     if not heads and len(named) > 1:
         heads = named
     elif not heads:
-        options.attention(1)
+        specs.attention(options, 1)
         usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
         heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
         heads = (*named, *heads)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
+from . import specs
 from .options import Options
 from .target import call_of, called, load, tell, try_once
 
@@ -24,8 +25,8 @@ def check_counts(options: Options, counts: tuple[int, ...]) -> None:
     from ..targets.aliases import flag_of
     from ..targets.values import parse_settings
 
-    options.inputs()
-    options.show()
+    specs.inputs(options)
+    specs.show(options)
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
     fixed = next(

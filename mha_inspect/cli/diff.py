@@ -123,15 +123,16 @@ def diff(
             raise SpecError(f"{flag} {shown(path)} names a module of a target, and that side is a layer. Drop it.")
     options.require_no_target_settings("trace")
     from ..sides.settings import make_sides, parse_settings
+    from . import specs
 
     ours, theirs = parse_settings("--left-set", left_set or ()), parse_settings("--right-set", right_set or ())
     first, second = chosen_layers(options, left, right, several_settings=bool(ours or theirs))
     # The layer whose sizes are checked here is the one that both are, or else one that takes any.
     options.layer = first if first == second and first in LAYERS else "torch"
-    spec = options.attention(options.single_head_count("diff"))
-    inputs, run = options.inputs(), options.run()
+    spec = specs.attention(options, specs.single_head_count(options, "diff"))
+    inputs, run = specs.inputs(options), specs.run(options)
     make_sides(first, second, spec, inputs, run, ours, theirs)
-    options.show()
+    specs.show(options)
     from .answer import give, prepare
 
     target = prepare(options)

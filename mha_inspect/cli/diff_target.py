@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..layers.registry import find_layer
+from . import specs
 from .options import Options
 from .target import call_of, called, check_target, load, try_once
 from .target_argument import is_target
@@ -51,9 +52,9 @@ def check_sides(
             raise SpecError(
                 f"{flag} {shown(path)} names a module of a target, and that side is the layer {text}. Drop it."
             )
-    options.single_head_count("diff")
-    options.inputs()
-    options.show()
+    specs.single_head_count(options, "diff")
+    specs.inputs(options)
+    specs.show(options)
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
@@ -190,14 +191,14 @@ def _layer_side(
     batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
     cross = key is not query
     asked = replace(
-        options.inputs(),
+        specs.inputs(options),
         input=None,
         batch=batch,
         seq_len=query_len,
         key_len=key.shape[-2] if cross else None,
         unbatched=unbatched,
     )
-    asked, run = replace(asked, **of(InputSpec)), replace(options.run(), **of(RunSpec))
+    asked, run = replace(asked, **of(InputSpec)), replace(specs.run(options), **of(RunSpec))
     check_settings(kind, spec, asked, run)
     made = make_inputs(spec, asked, run)
     moved = {id(t): t.to(device=made.query.device, dtype=made.query.dtype) for t in (query, key, value)}
@@ -234,7 +235,7 @@ def _spec(name: str, options: Options, side: ModuleSide, widths: tuple[int, ...]
     kind = find_layer(name)
     embed_dim, kdim, vdim = widths
     found = _sizes(side)
-    sizes: dict[str, Any] = {"num_heads": options.single_head_count("diff"), "bias": options.bias}
+    sizes: dict[str, Any] = {"num_heads": specs.single_head_count(options, "diff"), "bias": options.bias}
     sizes |= {flag: found[flag] for flag in sizes if flag in found and flag not in options.given}
     if "num_heads" in found:
         if found["num_kv_heads"] != found["num_heads"] and "num_kv_heads" in kind.takes:

@@ -7,24 +7,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
-from .values import completing, counts, one_of, real_number, shown, size_number, whole_number
-
-if TYPE_CHECKING:
-    from ..spec import AttentionSpec, InputSpec, RunSpec, Show
-    from ..targets.aliases import Flags
+from .values import completing, one_of, real_number, shown, size_number, whole_number
 
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
 FORMATS = ("table", "plain", "json")
-SEEDS = range(0, 2**64)
 VARIABLES = (
     "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
     "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
@@ -213,20 +208,6 @@ class Options:
         """Those that somebody has set on the command line, and not by a variable."""
         self.__dict__.update(values)
 
-    def flags(self) -> "Flags":
-        """What is set, and by whom, for a target whose constructor may take some of it.
-
-        Raises `SpecError` when --num-heads is a list.
-        """
-        from ..targets.aliases import Flags
-
-        named = ["embed_dim", "num_kv_heads", "head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv"]
-        named += ["add_zero_attn", "dropout", "batch_first"]
-        values = {name: getattr(self, name) for name in named}
-        values |= {"num_heads": self.single_head_count("a target"), "causal": self.causal, "seq_len": self.seq_len}
-        values |= {"need_weights": self.need_weights, "average_weights": self.average_weights}
-        return Flags(values, self.given, self.typed)
-
     def require_no_target_settings(self, command: str) -> None:
         """Let it pass when nothing was set that only a target has a use for.
 
@@ -238,110 +219,6 @@ class Options:
                     f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, "
                     "as in mha-inspect trace path/to/file.py:Name."
                 )
-
-    def head_counts(self) -> tuple[int, ...]:
-        """The numbers of --num-heads: one, or several.
-
-        Raises `SpecError` when there is none, or one that is not a whole number.
-        """
-        typed = counts("num_heads", self.num_heads)
-        if not typed:
-            raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
-        return typed
-
-    def single_head_count(self, command: str) -> int:
-        """The one number of --num-heads.
-
-        Raises `SpecError` that names the commands which take a list, when it is a list.
-        """
-        first, *more = self.head_counts()
-        if more:
-            raise SpecError(
-                f"num_heads {self.num_heads} is a list, and {command} takes one number, as in --num-heads {first}. "
-                f"Several: `mha-inspect params --num-heads {self.num_heads}`, `mha-inspect compare-heads --heads "
-                f"{self.num_heads}`."
-            )
-        return first
-
-    def attention(self, num_heads: int) -> "AttentionSpec":
-        """The layer that was asked for, with this head count.
-
-        Raises `SpecError` when its sizes contradict each other.
-        """
-        from ..layers.settings import spec_for
-
-        if self.seed not in SEEDS:
-            raise SpecError(f"seed {self.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
-        return spec_for(
-            LAYERS[self.layer],
-            embed_dim=self.embed_dim,
-            num_heads=num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rope=self.rope,
-            kdim=self.kdim,
-            vdim=self.vdim,
-            bias=self.bias,
-            add_bias_kv=self.add_bias_kv,
-            add_zero_attn=self.add_zero_attn,
-            dropout=self.dropout,
-            batch_first=self.batch_first,
-            training=self.train,
-            dtype=self.dtype,
-            seed=self.seed,
-        )
-
-    def inputs(self) -> "InputSpec":
-        """What goes into the layer.
-
-        Raises `SpecError` when its sizes contradict each other.
-        """
-        from ..spec import InputSpec
-
-        return InputSpec(
-            batch=self.batch,
-            seq_len=self.seq_len,
-            key_len=self.key_len,
-            unbatched=self.unbatched,
-            causal=self.causal,
-            padding=counts("padding", self.padding),
-            attn_mask=self.attn_mask,
-            input=self.input,
-        )
-
-    def run(self) -> "RunSpec":
-        """How the layer is run."""
-        from ..spec import RunSpec
-
-        return RunSpec(
-            device=self.device,
-            grad=self.grad,
-            need_weights=self.need_weights,
-            average_weights=self.average_weights,
-        )
-
-    def show(self) -> "Show":
-        """What the report holds beyond names, shapes and axes.
-
-        Raises `SpecError` for a precision or a number of edge items that cannot be.
-        """
-        from ..spec import Show
-
-        if not 0 <= self.precision <= 17:
-            raise SpecError(
-                f"precision {self.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
-            )
-        if self.edge_items < 1:
-            raise SpecError(f"edge_items {self.edge_items} shows nothing: it must be 1 or more. Try --edge-items 3.")
-        for_a_machine = self.format == "json" or (self.export is not None and self.export.suffix.lower() == ".json")
-        return Show(
-            ops=self.ops,
-            stats=self.stats,
-            values=self.values,
-            full_values=self.values and for_a_machine,
-            precision=self.precision,
-            edge_items=self.edge_items,
-        )
 
 
 @cache

@@ -40,12 +40,14 @@ def params(
     if target is not None:
         return _of_target(target, options, per_head)
     options.require_no_target_settings("params")
-    first, *more = options.head_counts()
-    spec = options.attention(first)
+    from . import specs
+
+    first, *more = specs.head_counts(options)
+    spec = specs.attention(options, first)
     for count in more:
-        options.attention(count)
-    options.inputs()
-    run, show = options.run(), options.show()
+        specs.attention(options, count)
+    specs.inputs(options)
+    run, show = specs.run(options), specs.show(options)
     from .answer import give, prepare
 
     export = prepare(options)
@@ -60,11 +62,12 @@ def params(
 
 
 def _of_target(target: str, options: Options, per_head: bool) -> ExitCode:
+    from . import specs
     from .answer import give, prepare
     from .target import check_target, params_target
 
     check_target(target, options, "params")
-    options.show()
+    specs.show(options)
     export = prepare(options)
     resume()
     give(params_target(target, options, per_head=per_head), options, export)

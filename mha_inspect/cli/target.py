@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, ForwardError, MhaInspectError, SpecError
 from ..layers.registry import LAYERS
-from .options import SEEDS, Options
+from . import specs
+from .options import Options
 from .target_argument import FORMS, is_target
 from .values import shown
 
@@ -43,11 +44,10 @@ def check_target(text: str, options: Options, command: str, *, beside_layer: boo
         split_target(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers: drop one of them.")
-    if options.seed not in SEEDS:
-        raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
+    specs.seed(options)
     parse_settings(options.settings or [])
     parse_shapes(options.input_shape or [])
-    options.flags()
+    specs.flags(options)
 
 
 def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:
@@ -60,7 +60,7 @@ def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[st
     from ..targets.target import TargetSpec, load_target
     from ..targets.values import parse_settings
 
-    flags = options.flags()
+    flags = specs.flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in flags.given}
     spec = TargetSpec(
         flags=replace(flags, values={**flags.values, **unsaid}),
@@ -90,7 +90,7 @@ def trace_target(text: str, options: Options) -> Trace:
     from ..targets.target import seed_everything
     from ..tracing import trace_module
 
-    show = options.show()
+    show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
         call = call_of(target, options)
@@ -131,7 +131,7 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
     from ..reports.common import LayerInfo
     from ..targets.importing import stdout_for_the_answer
 
-    show = options.show()
+    show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
         if any(map(is_lazy, target.module.parameters())):
@@ -194,7 +194,7 @@ def asked(options: Options) -> Asked:
     from ..targets.inputs import Asked
     from ..targets.shapes import parse_shapes
 
-    return Asked(options.inputs(), options.flags(), parse_shapes(options.input_shape or []), options.seed)
+    return Asked(specs.inputs(options), specs.flags(options), parse_shapes(options.input_shape or []), options.seed)
 
 
 def explained(error: Exception, target: Target, call: Call, how: str = "") -> BaseException:

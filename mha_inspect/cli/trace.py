@@ -45,11 +45,13 @@ def trace(
     the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
     its code.
     """
-    show = options.show()
+    from . import specs
+
+    show = specs.show(options)
     if target is None:
         options.require_no_target_settings("trace")
-        spec = options.attention(options.single_head_count("trace"))
-        inputs, run = options.inputs(), options.run()
+        spec = specs.attention(options, specs.single_head_count(options, "trace"))
+        inputs, run = specs.inputs(options), specs.run(options)
 
         from ..layers.settings import check_settings
 
