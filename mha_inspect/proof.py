@@ -52,6 +52,8 @@ def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequen
     else:
         floor = rounding_error(output, exact)
     _, verdict = judge(difference, floor)
+    if floor == 0 and output.numel() and not bool(output.isfinite().any()):
+        notes.append("no number in either is finite")
     if verdict == "differs" and rows and isinstance(forward, Forward):
         rest = _without(forward, rows, output.shape)
         if judge(max_difference(other[rest], output[rest]), floor)[1] != "differs":

@@ -175,6 +175,37 @@ def test_a_mistake_in_a_call_of_torch_is_named(
     assert failure.source.endswith(line_of(type(module), "# fails"))
 
 
+MASKS = [
+    {"attn_mask": bools(2, 7, 7).triu(1)},
+    {"attn_mask": floats(2, 7, 7)},
+    {"attn_mask": floats(2, 1, 7, 7)},
+    {"attn_mask": floats(2, 3, 7, 7)},
+    {"attn_mask": ints(7, 7).tril()},
+    {"key_padding_mask": ints(2, 7).tril(3)},
+]
+
+
+@pytest.mark.parametrize("masks", MASKS, ids=lambda masks: str([list(mask.shape) for mask in masks.values()]))
+def test_the_fix_of_a_mask_is_one_that_torch_takes_for_what_was_meant(masks: dict[str, torch.Tensor]):
+    ((name, mask),) = masks.items()
+    module = attend(**FIRST)
+    failure = failure_of(module, X, **masks)
+    assert failure.cause is not None
+    code = failure.cause.fix.removesuffix(".").partition(" where 0 means hidden")[0]
+    fixed = eval(code, {name: mask})
+    heads = module.attn(X, X, X, **{name: fixed}, average_attn_weights=False)[1]
+    hidden = mask if mask.dtype == torch.bool else mask == 0
+    meant = mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(hidden, float("-inf"))
+    if name == "key_padding_mask":
+        meant = meant[:, None, None]
+    elif meant.dim() == 3:
+        meant = meant[:, None]
+    q, k, _ = module.attn.in_proj_weight.chunk(3)
+    split = [(X @ w.T).unflatten(-1, (3, 8)).transpose(1, 2) for w in (q, k)]
+    expected = (split[0] @ split[1].mT / 8**0.5 + meant).softmax(-1)
+    torch.testing.assert_close(heads, expected)
+
+
 OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("OwnCheck", (X,)),
     ("OwnAssert", (X,)),

@@ -265,3 +265,15 @@ def test_one_key_says_nothing_where_the_weights_are_others():
     report = compare_heads((2, 5), **{**SIZES, "seq_len": 1}, layer="narrow")
     assert report.verdict == "differs"
     assert report.equalities == ()
+
+
+@pytest.mark.parametrize(("num_kv_heads", "counts"), [(2, (2, 4, 12)), (1, (1, 2, 12)), (2, (12, 2, 4))])
+def test_head_counts_that_share_keys_stand_beside_one_that_does_not(num_kv_heads, counts):
+    """The keys' axis is `heads` where every head has its own, and `kv_heads` where it has not."""
+    sizes = {"embed_dim": 24, "batch": 3, "seq_len": 7, "num_kv_heads": num_kv_heads}
+    report = compare_heads(counts, **sizes, layer="grouped-query")
+    assert [count.num_heads for count in report.counts] == list(counts)
+    for count in report.counts[1:]:
+        assert (count.verdict, count.first_differing_stage) == ("differs", "k_proj")
+        width, base = (num_kv_heads * one.head_dim for one in (count, report.counts[0]))
+        assert f"so it is {width} features wide instead of {base}" in count.reason

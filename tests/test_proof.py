@@ -137,6 +137,11 @@ def test_dropout_is_spoken_of_where_there_is_some() -> None:
         assert (found.agrees, found.note) == (True, "")
 
 
+def test_a_floor_of_0_is_explained_where_nothing_is_finite() -> None:
+    assert proof(inputs=InputSpec(batch=BATCH, seq_len=QUERY, padding=(QUERY,))).note == "no number in either is finite"
+    assert proof(inputs=InputSpec(batch=BATCH, seq_len=QUERY, padding=(QUERY, 1, 0))).note == ""
+
+
 def test_what_cannot_be_measured_is_said() -> None:
     found = proof({"device": "meta"})
     assert (found.max_abs_difference, found.noise_floor, found.agrees) == (None, None, None)

@@ -109,6 +109,23 @@ def test_no_alias_means_two_flags():
     ]
 
 
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("embed_dim", "d_model hidden_size n_embd dim emb_dim num_hiddens"),
+        ("num_heads", "n_heads nhead num_attention_heads heads n_head h"),
+        ("num_kv_heads", "num_key_value_heads n_kv_heads"),
+        ("head_dim", "dim_head d_head head_size d_k"),
+        ("kdim", "context_dim cross_attention_dim"),
+        ("dropout", "attn_drop attention_dropout attn_pdrop"),
+        ("bias", "qkv_bias"),
+        ("seq_len", "block_size context_length n_positions max_position_embeddings"),
+    ],
+)
+def test_names_that_well_known_models_and_tutorials_use(flag, names):
+    assert {name: flag_of(name) for name in names.split()} == dict.fromkeys(names.split(), flag)
+
+
 def test_flags_that_nobody_set_follow_from_others():
     flags = Flags({"embed_dim": 35, "num_heads": 5, "kdim": None})
     assert (flags.value("head_dim"), flags.value("kdim"), flags.value("num_kv_heads")) == (7, 35, 5)
