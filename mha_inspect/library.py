@@ -23,10 +23,22 @@ from .reports.common import Environment, LayerInfo
 from .reports.read import read_report
 from .reports.trace import Attention, Proof, Stage, Trace
 from .spec import Show
+from .stages import STAGES
 from .tracing import report, traced
 
 
-class LiveStage:
+class _Shows:
+    """Shows the fields of a report as its own."""
+
+    report: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "report":  # asked for before it is there, as copying does
+            raise AttributeError(name)
+        return getattr(self.report, name)
+
+
+class LiveStage(_Shows):
     """A stage of a trace: the fields of `reports.trace.Stage`, and its tensor where tensors were kept."""
 
     def __init__(self, stage: Stage, tensor: Tensor | None) -> None:
@@ -40,15 +52,12 @@ class LiveStage:
             raise ValueError(f"the tensor of {self.report.name} was not kept: trace with keep=True.")
         return self._tensor
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.report, name)
-
     def __repr__(self) -> str:
         stage = self.report
         return f"{stage.name} {list(stage.shape)} {stage.axes}: {stage.formula}"
 
 
-class LiveAttention:
+class LiveAttention(_Shows):
     """An attention of a trace: the fields of `reports.trace.Attention`, and each stage by its name."""
 
     def __init__(self, attention: Attention, tensors: dict[str, Tensor]) -> None:
@@ -56,10 +65,12 @@ class LiveAttention:
         self.stages = tuple(LiveStage(stage, tensors.get(stage.name)) for stage in attention.stages)
 
     def __getattr__(self, name: str) -> Any:
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        return getattr(self.report, name)
+        stages = {stage.name: stage for stage in vars(self).get("stages", ())}
+        if name in STAGES and stages:
+            if name not in stages:
+                raise AttributeError(f"this attention has no {name}. It has {', '.join(stages)}.")
+            return stages[name]
+        return super().__getattr__(name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
@@ -69,16 +80,11 @@ class LiveAttention:
         return "\n".join([head, *(f"  {stage!r}" for stage in self.stages)])
 
 
-class LiveReport:
+class LiveReport(_Shows):
     """A report that prints itself: the fields of a report of `mha_inspect.reports`, read as they are there."""
 
     def __init__(self, report: Any) -> None:
         self.report = report
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "report":  # asked for before it is there, as copying does
-            raise AttributeError(name)
-        return getattr(self.report, name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *vars(self.report)]
@@ -145,6 +151,7 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
 
     An argument of the module's own that is called keep or show goes in by place, or through `functools.partial`.
     """
+    _require_module(module, "trace")
     show = show or Show()
     found, seen = traced(Pass(module, args, kwargs), show, keep=keep or show.stats or show.values)
     return LiveTrace(found, _stage_tensors(seen) if keep else ())
@@ -154,6 +161,7 @@ def params(module: nn.Module, *, show: Show | None = None, per_head: bool = Fals
     """Every parameter tensor of a module: `mha_inspect.parameters.params`, in a report that prints itself."""
     from .parameters import params as report_of
 
+    _require_module(module, "params")
     return LiveReport(report_of(module, show=show, per_head=per_head))
 
 
@@ -216,6 +224,8 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
 
     Raises `InputError` where a side cannot be run in float64, against which rounding is measured.
     """
+    _require_module(left, "diff")
+    _require_module(right, "diff")
     from .module_difference import diff_modules
     from .sides.module_run import ModuleSide
 
@@ -224,6 +234,17 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
         return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
 
     return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
+
+
+def _require_module(value: object, asked: str) -> None:
+    """Raise `TypeError` with what to do for what is no module."""
+    if not isinstance(value, nn.Module):
+        way_out = (
+            "Call it inside of a block instead: with mha_inspect.recording(open_up=True) as r."
+            if callable(value) and not isinstance(value, type)
+            else "Give a module, such as MyAttention(64, 8)."
+        )
+        raise TypeError(f"mha_inspect.{asked} takes a torch.nn.Module, and {value!r:.60} is none. {way_out}")
 
 
 class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 
@@ -53,8 +55,33 @@ def test_kept_tensors_are_what_torch_returns(layer, x):
 def test_tensors_are_kept_only_when_asked_for(layer, x):
     with pytest.raises(ValueError, match="trace with keep=True"):
         _ = mha_inspect.trace(layer, x, x, x).attentions[0].scores.tensor
-    with pytest.raises(AttributeError, match="masked_scores"):
+    with pytest.raises(AttributeError, match=r"has no masked_scores\. It has query, key, value, q_proj"):
         _ = mha_inspect.trace(layer, x, x, x).attentions[0].masked_scores
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda trace: pickle.loads(pickle.dumps(trace))])
+def test_copies_are_what_they_were(layer, x, again):
+    trace = mha_inspect.trace(layer, x, x, x, keep=True)
+    same = again(trace)
+    assert same == trace
+    assert repr(same) == repr(trace)
+    assert repr(same.attentions[0].weights) == repr(trace.attentions[0].weights)
+    assert same.attentions[0].weights.tensor.equal(trace.attentions[0].weights.tensor)
+    assert not hasattr(same.attentions[0], "absent")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda x: mha_inspect.trace(torch.relu, x), r"trace takes a torch\.nn\.Module.*mha_inspect\.recording\("),
+        (lambda x: mha_inspect.trace(nn.Linear, x), r"trace takes a torch\.nn\.Module.*MyAttention\(64, 8\)"),
+        (lambda x: mha_inspect.params(x), "params takes"),
+        (lambda x: mha_inspect.diff(nn.Identity(), "torch", x), "diff takes a torch.nn.Module, and 'torch' is none"),
+    ],
+)
+def test_what_is_no_module_is_answered_with_what_to_do(x, asked, said):
+    with pytest.raises(TypeError, match=said):
+        asked(x)
 
 
 def test_it_prints_itself_and_its_parts(layer, x):
