@@ -114,6 +114,18 @@ def _field(path: Path, name: str) -> int | None:
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch, on the CPU or on a device."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # On the CPU torch has no class of its own for it.
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
+
+
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:
     """Let it pass when `need` bytes fit on the device, or when that cannot be known.
 

@@ -8,6 +8,7 @@ import torch
 
 from .forward import Forward, Pass, Seen
 from .kernels import fused_kernels
+from .memory import is_out_of_memory
 from .noise import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
 from .ops import Op
 from .recorder import opened as opening
@@ -43,6 +44,7 @@ def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequen
             exact = float64_output(forward.module, forward.args, forward.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # a module that cannot run in float64
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = "there is no room for that" if is_out_of_memory(error) else reason
         return Proof(difference, None, True if difference == 0 else None, f"it does not run in float64: {reason}")
     notes = []
     if output.dtype == torch.float64 or forward.module.training:

@@ -9,6 +9,7 @@ import typer
 from typer._click.exceptions import ClickException
 
 from ..errors import ExitCode, MhaInspectError
+from ..memory import is_out_of_memory
 
 
 def explain(error: BaseException) -> ExitCode:
@@ -41,17 +42,6 @@ def say(message: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"mha-inspect: {message}", file=sys.stderr)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch, on the CPU or on a device."""
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
 
 
 def _allocation(error: BaseException) -> str:

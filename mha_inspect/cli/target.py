@@ -93,7 +93,7 @@ def trace_target(text: str, options: Options) -> Trace:
     show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
-        call = call_of(target, options)
+        call = call_of(target, options, kept=show.stats or show.values)
         seed_everything(options.seed)
         hint = ""
         try:
@@ -153,13 +153,20 @@ def tell(note: str) -> None:
     say(note)
 
 
-def call_of(target: Target, options: Options) -> Call:
-    """The arguments of its forward; lazy parameters get their shapes from one call with them."""
+def call_of(target: Target, options: Options, *, kept: bool = True) -> Call:
+    """The arguments of its forward; lazy parameters get their shapes from one call with them.
+
+    `kept`: whether every tensor of its run will be kept, and its run in float64.
+
+    Raises `DoesNotFitError` where it is sure that it would not fit in memory.
+    """
     import torch
     from torch.nn.parameter import is_lazy
 
     from ..targets.inputs import make_call
+    from ..targets.room import require_room
 
+    require_room(target, asked(options), kept=kept)
     call = make_call(target, asked(options))
     if any(map(is_lazy, target.module.parameters())):
         torch.manual_seed(options.seed)
@@ -199,8 +206,8 @@ def asked(options: Options) -> Asked:
 
 def explained(error: Exception, target: Target, call: Call, how: str = "") -> BaseException:
     """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
+    from ..memory import is_out_of_memory
     from ..targets.importing import in_one_line
-    from .failure import is_out_of_memory
 
     if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
         return error

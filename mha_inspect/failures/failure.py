@@ -64,11 +64,9 @@ def forward_error(own: Pass, before: State, attempt: Attempt, show: Show) -> Exc
 def is_not_the_forwards(error: Exception) -> bool:
     """Whether an error is no answer to what is wrong with a forward."""
     from ..errors import MhaInspectError
+    from ..memory import is_out_of_memory
 
-    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and ("not enough memory" in str(error) or "can't allocate memory" in str(error))
-    )
-    return out_of_memory or isinstance(error, MhaInspectError) or not site_of(error).entered
+    return is_out_of_memory(error) or isinstance(error, MhaInspectError) or not site_of(error).entered
 
 
 def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Trace:

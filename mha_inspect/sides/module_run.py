@@ -14,6 +14,7 @@ from ..canonical import canonical, contents_of, own_axes
 from ..errors import InputError
 from ..forward import Pass, Seen
 from ..kernels import describe, hidden_stages
+from ..memory import is_out_of_memory
 from ..noise import cast_tensors, first_tensor, rounding_error
 from ..reports.common import Environment, LayerInfo
 from ..reports.diff import DiffSide, SideName, StageSide
@@ -93,7 +94,7 @@ class ModuleRun:
         try:
             return self._run(own, keep=True)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             name = str(dtype).removeprefix("torch.")
             raise InputError(

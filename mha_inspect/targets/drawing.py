@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from ..memory import require_memory
 from .names import Kind
+
+_WORTH_A_LOOK = 1 << 26
+"""Bytes below which nobody asks whether there is room."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Ge
     dtype = getattr(torch, plan.dtype) if plan.dtype else own
     if device.type == "meta":
         return torch.empty(plan.shape, dtype=dtype, device="meta")
+    size = prod(plan.shape) * dtype.itemsize
+    if size >= _WORTH_A_LOOK:
+        require_memory(size, device, f"an input {list(plan.shape)}", "Try a smaller --batch or --seq-len.")
     if dtype == torch.bool:
         # Both words in every row: never fully masked, whichever of them means masked.
         tensor = (torch.arange(plan.shape[-1]) % 2 == 0).expand(plan.shape).clone()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MhaInspectError
-from ..memory import require_memory
+from ..memory import is_out_of_memory, require_memory
 from .hugging_face_config import (
     NetworkNeededError,
     config_values,
@@ -154,9 +154,9 @@ def _build(
         return module
     except MhaInspectError:
         raise
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         if _NETWORK.search(f"{type(error).__name__} {error}") and isinstance(error, (OSError, ConnectionError)):
             raise NetworkNeededError(
                 f"{shown(text)} would have to download a part of it, and nothing is downloaded: {in_one_line(error)}"

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..forward import Pass
+from ..memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def probe(
     except _EnoughError:
         pass
     except Exception as raised:
+        if is_out_of_memory(raised):
+            raise
         error = raised
     finally:
         before.restore()

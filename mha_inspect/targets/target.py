@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from ..device import resolve
-from ..errors import InputError, MhaInspectError, SpecError
+from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
+from ..memory import is_out_of_memory
 from .aliases import Flags, dashed
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
+from .building import with_room
 from .importing import in_one_line, load_object
 from .values import convert, shown
 
@@ -156,22 +158,26 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
 
 
 def _build(found: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
-    seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
+
+    def build() -> Any:
+        seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
+        return bound.call(found)
+
+    called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
     try:
         if spec.device == "meta":
             with torch.device("meta"):
-                return bound.call(found)
-        return bound.call(found)
+                return build()
+        return with_room(build, called)
     except MissingSettingError as error:
         raise SpecError(
             f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "
             f"Give it: --set {error.config}.{error.asked}=VALUE."
         ) from None
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
-        called = ", ".join(f"{n}={_plain(value)}" for n, value in bound.values.items())
-        raise InputError(f"{name}({called}) cannot be built: {in_one_line(error)}") from None
+        if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
+            raise
+        raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
 
 
 def _already_made(

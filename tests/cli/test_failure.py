@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from mha_inspect.cli import app, failure
+from mha_inspect.cli import app
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError
+from mha_inspect.memory import is_out_of_memory
 
 # A product of whole numbers has no fast routine: this one takes seconds, inside one call into C++.
 LONG_PRODUCT = """
@@ -121,5 +122,5 @@ def test_out_of_memory_is_refused_in_one_line(monkeypatch, invoke, error, said):
 
 
 def test_an_error_that_only_sounds_like_it_is_not_out_of_memory():
-    assert not failure.is_out_of_memory(ValueError("not enough memory"))
-    assert not failure.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("not enough memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
