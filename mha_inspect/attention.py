@@ -103,6 +103,7 @@ class _Finder:
             value_first=value_first,
             masks=(*scoring.masks, *masks_on_exponentials(self.recording, softmax if late is None else late.total)),
             divided=None if late is None else late.divided,
+            scoring=tuple(scoring.steps),
             softcap=scoring.softcap,
             sinks=scoring.sinks,
             mixed_scores=self._mixings(scoring.mixed),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isclose
 
 from .attention import Found, Graph
@@ -125,18 +126,11 @@ class StageFacts:
     def _scores(self, stage: str) -> str:
         found = self._found
         product = f"q_heads · k_headsᵀ{scale_text(found.scores_scale)}"
-        if found.softcap is not None:
-            product = f"{found.softcap:g} · tanh({product} / {found.softcap:g})"
         if stage == "scores":
             return product
-        if "scores" not in found.stages:
-            return f"mask + {product}"
-        names = {op.base_name.rstrip("_") for op in found.masks}
-        if found.mixed_scores:
-            return f"scores mixed by head{', then masked' if names else ''}"
-        if names & {"masked_fill", "where", "index_put", "copy"}:
-            return "scores where allowed, else masked"
-        return "scores + mask"
+        if "scores" in found.stages:
+            return masked_text("scores", found.scoring)
+        return masked_text(f"mask + {product}", found.scoring, last="add")
 
     def drops(self) -> bool:
         """Whether weights were dropped between the softmax and the product with the values."""
@@ -184,6 +178,39 @@ class StageFacts:
         """Size of an axis that has a dimension to itself; 0 where it has none."""
         dims = dims_of(self._axes[stage])
         return self._found.stages[stage].shape[dims.index([axis])] if [axis] in dims else 0
+
+
+def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: str = "") -> str:
+    """What is done to the scores before the softmax: `scores + mask`, `30 · tanh(scores / 30)`.
+
+    Args:
+        scores: what it begins with.
+        steps: as `dataflow.scoring.Scoring.steps` has them. One mask on top of another is told once.
+        last: the step that `scores` ends with.
+    """
+    text, whole = scores, " " not in scores
+    for place, (kind, number) in enumerate(steps):
+        inside = text if whole else f"({text})"
+        if kind in ("add", "fill"):
+            added = {"add": " + mask", "fill": " where allowed, else masked"}[kind]
+            text, whole = text if last == kind else f"{text}{added}", False
+        elif kind in ("times", "mixed"):
+            text, whole = f"{inside} {'· mask' if kind == 'times' else 'mixed by head'}", False
+        elif kind == "scale":
+            beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
+            bends = bool(number) and bool(beside - {"", "scale", "add", "fill", "times", "mixed"})
+            text, whole = _scaled(inside, number, as_a_root=not bends), False
+        else:
+            text, whole = f"{kind}({text})", True
+        last = kind
+    return text
+
+
+def _scaled(text: str, number: float | None, *, as_a_root: bool) -> str:
+    """A product with a number: what a function bends is divided by 30, and not by √900."""
+    if number is None or as_a_root:
+        return f"{text}{scale_text(number)}"
+    return f"{number:g} · {text}" if abs(number) >= 1 else f"{text} / {1 / number:g}"
 
 
 def scale_text(scale: float | None) -> str:

@@ -42,6 +42,8 @@ class Found:
     """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may hold another part."""
     value_first: bool = False
     """Whether the values are the left operand of the product with the weights."""
+    scoring: tuple[tuple[str, float | None], ...] = ()
+    """What is done to the scores before the softmax, in order: `Scoring.steps`."""
     softcap: float | None = None
     """c where scores go through `c · tanh(scores / c)` before the mask."""
     sinks: Op | None = None

@@ -31,6 +31,9 @@ class Scoring:
     """Projections that mix the scores of the heads."""
     bent: bool = False
     """Whether they went through something that is neither a scale nor a mask."""
+    steps: list[tuple[str, float | None]] = field(default_factory=list)
+    """What was done to the scores, in order: `add`, `fill` or `times` for a mask, `scale` and its number, `mixed` for
+    a projection from heads to heads, or the name of a function."""
     softcap: float | None = None
     sinks: Op | None = None
 
@@ -66,33 +69,42 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
                 scores = graph.before_moves(found.scores)
                 found.scores = graph.after_call(product) if scores.id == product.output.id else scores
             found.mixed.append(op)
+            found.steps.append(("mixed", None))
             found.bent = True
         elif graph.is_scale(op):
             number = graph.scale_of(op)
             if early:
                 before_scale, last_scale = tensor, number
                 found.scale, found.scores = multiply((found.scale, number)), op.output
-            elif waiting is not None and number is not None and isclose(number, waiting, rel_tol=1e-5):
-                found.softcap, waiting = waiting, None
             else:
-                found.late_scale = multiply((found.late_scale, number))
+                found.steps.append(("scale", number))
+                if waiting is not None and number is not None and isclose(number, waiting, rel_tol=1e-5):
+                    found.softcap, waiting = waiting, None
+                else:
+                    found.late_scale = multiply((found.late_scale, number))
         elif adds_mask(op) and not is_shift(graph.recording, op):
             found.masks.append(op)
+            found.steps.append(("fill" if name in _FILLS else "add", None))
         elif name == "tanh":
             if early and last_scale and found.scale is not None and found.scores.id == tensor.id:
                 waiting = 1 / last_scale
                 found.scale, found.scores = found.scale / last_scale, before_scale
+                found.steps.append(("scale", last_scale))
             found.bent = True
+            found.steps.append((name, None))
         elif name in _BENDS:
             found.bent = True
+            found.steps.append((name, None))
         elif name in ("mul", "div"):  # by a number for each head, or by a mask
             other = min(op.inputs, key=lambda t: t.numel)
             if any(size > 1 for size in other.shape[-2:]):
                 found.masks.append(op)
+                found.steps.append(("times", None))
             elif early:
                 found.scale, found.scores = None, op.output
             else:
                 found.late_scale = None
+                found.steps.append(("scale", None))
         elif early and name != "_to_copy":
             found.scores = op.output
         tensor = op.output
