@@ -91,28 +91,38 @@ def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.T
 
     Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
     """
+    contents: dict[str, torch.Tensor] = {}
     turns = found.branches or (found,)
-    each = {"heads": names.num_heads // len(turns), "kv_heads": names.num_kv_heads // len(turns) or 1}
-    whole = {"heads": names.num_heads, "kv_heads": names.num_kv_heads}
+    for stage in found.stages:
+        by_turn = is_by_turn(found, stage)
+        values = [seen.recording.values[turn.stages[stage].id] for turn in (turns if by_turn else (found,))]
+        parts = [canonical(value, stage, names.of_stage(stage), sizes_in(found, names, stage)) for value in values]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            dim = 1 if "heads" in CANONICAL_AXES[stage].split() else -1
+            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=dim)
+    return contents
+
+
+def is_by_turn(found: Found, stage: str) -> bool:
+    """Whether each turn of a loop over heads has this stage for itself, with its own heads in it."""
+    own = "heads" in CANONICAL_AXES[stage].split() or stage in ("q_proj", "k_proj", "v_proj")
+    return len(found.branches) > 1 and own
+
+
+def sizes_in(found: Found, names: AxisNames, stage: str) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in a stage, or in one turn of it."""
+    turns = len(found.branches) if is_by_turn(found, stage) else 1
     # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
     alone = {
         name: size
-        for stage in ("query", "output", "weights")
-        if stage in found.stages and "(" not in names.of_stage(stage)
-        for name, size in zip(names.of_stage(stage).split(), found.stages[stage].shape, strict=False)
+        for other in ("query", "output", "weights")
+        if other in found.stages and "(" not in names.of_stage(other)
+        for name, size in zip(names.of_stage(other).split(), found.stages[other].shape, strict=False)
         if name in ("batch", "query")
     }
-    contents: dict[str, torch.Tensor] = {}
-    for stage in found.stages:
-        words = CANONICAL_AXES[stage].split()
-        by_turn = len(turns) > 1 and ("heads" in words or stage in ("q_proj", "k_proj", "v_proj"))
-        sizes = {**alone, "head_dim": names.head_dim, **(each if by_turn else whole)}
-        axes = names.of_stage(stage)
-        parts = [canonical_stage(seen, turn, stage, axes, sizes) for turn in (turns if by_turn else (found,))]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in words else -1)
-    return contents
+    heads = {"heads": names.num_heads // turns, "kv_heads": names.num_kv_heads // turns or 1}
+    return {**alone, "head_dim": names.head_dim, **heads}
 
 
 def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:

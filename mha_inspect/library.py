@@ -157,12 +157,19 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     return LiveTrace(found, _stage_tensors(seen) if keep else ())
 
 
-def params(module: nn.Module, *, show: Show | None = None, per_head: bool = False) -> LiveReport:
-    """Every parameter tensor of a module: `mha_inspect.parameters.params`, in a report that prints itself."""
+def params(
+    module: nn.Module, *args: Any, show: Show | None = None, per_head: bool = False, **kwargs: Any
+) -> LiveReport:
+    """Every parameter tensor of a module: `mha_inspect.parameters.params`, in a report that prints itself.
+
+    With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
+    W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
+    """
     from .parameters import params as report_of
 
     _require_module(module, "params")
-    return LiveReport(report_of(module, show=show, per_head=per_head))
+    own = Pass(module, args, kwargs) if args or kwargs else None
+    return LiveReport(report_of(module, own=own, show=show, per_head=per_head))
 
 
 def compare_heads(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from .content import stats_of, values_of
 from .device import resolve
 from .errors import InputError
 from .formulas import evaluate, symbols
+from .forward import Pass
 from .head_proof import prove
 from .inputs import make_inputs
 from .layers import torch_mha
@@ -21,6 +22,7 @@ from .layers.roles import Role
 from .layers.settings import own_spec
 from .memory import require_memory
 from .parameter_columns import side_by_side
+from .parameter_roles.found import FoundRole, found_roles
 from .reports.common import Environment, LayerInfo
 from .reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from .spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
@@ -33,6 +35,15 @@ class _Known:
     roles: Mapping[str, Role]
     formula: str = ""
     formula_numel: int | None = None
+    found: Mapping[str, FoundRole] = field(default_factory=dict)
+    """What a recording shows; it stands where a kind of module says less."""
+
+    def of(self, name: str, parameter: torch.Tensor) -> FoundRole:
+        """The role of one parameter. What nothing is known of keeps its sizes for axes."""
+        sizes = " ".join(map(str, parameter.shape))
+        declared = self.roles.get(name) or Role("", "")
+        found = self.found.get(name) or FoundRole(declared.axes, declared.text, declared.slices(), bool(declared.parts))
+        return replace(found, axes=found.axes or declared.axes or sizes)
 
 
 def params_spec(
@@ -74,7 +85,7 @@ def params_spec(
     return ParamsReport(
         environment=Environment(torch=torch.__version__, device=str(device), dtype=spec.dtype, seed=spec.seed),
         layer=LayerInfo(name=layer, spec=plain_fields(spec)),
-        parameters=_parameters(module, known.roles, show, per_head),
+        parameters=_parameters(module, known, show, per_head),
         total=_total(module, known),
         per_head_proof=proof,
         side_by_side=columns,
@@ -82,8 +93,18 @@ def params_spec(
     )
 
 
-def params(module: nn.Module, *, show: Show | None = None, per_head: bool = False) -> ParamsReport:
-    """The parameters of any module. What they are for is said where the kind of module tells it, and else left empty.
+def params(
+    module: nn.Module, *, own: Pass | None = None, show: Show | None = None, per_head: bool = False
+) -> ParamsReport:
+    """The parameters of any module.
+
+    Args:
+        module: any module.
+        own: a call of it, which is run once and recorded: what the parameters are for is read off that, and which rows
+            and columns belong to which head. Without one it is said where the kind of module tells it. The run leaves
+            buffers and generators as they were.
+        show: whether statistics and values are shown.
+        per_head: whether to show each head's rows and columns.
 
     Raises:
         InputError: the module has lazy parameters, which have no shape before its first call.
@@ -91,7 +112,9 @@ def params(module: nn.Module, *, show: Show | None = None, per_head: bool = Fals
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
-    known = _known_module(module)
+    known, notes = _known_module(module), tuple[str, ...]()
+    if own is not None:
+        known, notes = _read_off(own, known)
     first = next(module.parameters(), None)
     return ParamsReport(
         environment=Environment(
@@ -101,10 +124,20 @@ def params(module: nn.Module, *, show: Show | None = None, per_head: bool = Fals
             seed=None,
         ),
         layer=LayerInfo(name=type(module).__qualname__, spec={}),
-        parameters=_parameters(module, known.roles, Show() if show is None else show, per_head),
+        parameters=_parameters(module, known, Show() if show is None else show, per_head),
         total=_total(module, known),
         per_head_proof=_prove_module(module, known.roles) if per_head else None,
+        notes=notes,
     )
+
+
+def _read_off(own: Pass, known: _Known) -> tuple[_Known, tuple[str, ...]]:
+    """What a run of the module shows its parameters to be for, and a sentence where it has no attention."""
+    with torch.no_grad(), own.replaying(own.state()):
+        seen = own.recorded(keep=True)
+    found = found_roles(own.module, seen)
+    notes = () if seen.attentions else ("No attention was found in the forward: it tells what reads the parameters.",)
+    return replace(known, found=found), notes
 
 
 def _known_layer(kind: LayerKind, spec: AttentionSpec) -> _Known:
@@ -154,13 +187,12 @@ def _prove_module(module: nn.Module, roles: Mapping[str, Role]) -> PerHeadProof 
     return prove(module, roles, spec, inputs, torch_mha.arguments(inputs, run))
 
 
-def _parameters(module: nn.Module, roles: Mapping[str, Role], show: Show, per_head: bool) -> tuple[Parameter, ...]:
+def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) -> tuple[Parameter, ...]:
     named = dict(module.named_parameters())
     whole = sum(parameter.numel() for parameter in named.values())
     rows = []
     for name, parameter in named.items():
-        # What nothing is known of keeps its sizes for axes.
-        role = roles.get(name) or Role(" ".join(map(str, parameter.shape)), "")
+        role = known.of(name, parameter)
         rows.append(
             Parameter(
                 name=name,
@@ -171,7 +203,7 @@ def _parameters(module: nn.Module, roles: Mapping[str, Role], show: Show, per_he
                 nbytes=parameter.numel() * parameter.element_size(),
                 share=parameter.numel() / whole if whole else 0.0,
                 role=role.text,
-                heads=role.slices() if per_head and role.parts else None,
+                heads=role.heads if per_head and role.is_part else None,
                 stats=stats_of(parameter) if show.stats else None,
                 values=values_of(parameter, show) if show.values else None,
             )

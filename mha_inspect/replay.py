@@ -6,7 +6,7 @@ the few operations that made it are run once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -90,30 +90,39 @@ class Replay:
     def _run(self, op: Op) -> None:
         if all(tensor.id in self._known for tensor in op.outputs):
             return
-        namespace, name, overload = op.name.split(".")
-        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        writes = op.kind == "write"
-        result = function(
-            *(self._argument(value, writes) for value in op.args),
-            **{key: self._argument(value, writes) for key, value in op.kwargs.items()},
-        )
-        for tensor, (_, made) in zip(op.outputs, tensors_in(result), strict=True):
-            if tuple(made.shape) != tensor.shape:
-                raise CannotReplayError("it came out in another shape")
+        for tensor, made in run_again(op, self._content):
             self._known[tensor.id] = made
 
-    def _argument(self, value: Any, writes: bool) -> Any:
+    def _content(self, tensor: Tensor) -> torch.Tensor:
+        if tensor.id not in self._known:  # of which the operation takes the shape alone
+            return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        return self._known[tensor.id]
+
+
+def run_again(op: Op, content: Callable[[Tensor], torch.Tensor]) -> list[tuple[Tensor, torch.Tensor]]:
+    """Run an operation of a recording once more; what came out, beside what it is in the recording.
+
+    Raises `CannotReplayError` where it comes out in another shape.
+    """
+    writes = op.kind == "write"
+
+    def argument(value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.id not in self._known:  # of which the operation takes the shape alone
-                return torch.empty(value.shape, dtype=getattr(torch, value.dtype))
-            known = self._known[value.id]
             # What an operation writes into is written once, in the run: here it must stay as it was.
-            return known.clone() if writes else known
+            return content(value).clone() if writes else content(value)
         if isinstance(value, tuple):
-            return [self._argument(item, writes) for item in value]
+            return [argument(item) for item in value]
         if isinstance(value, str):
             if value.startswith("torch."):
                 return getattr(torch, value.removeprefix("torch."))
             if value.split(":")[0] in ("cpu", "cuda", "mps", "meta", "xpu"):
                 return torch.device(value)
         return value
+
+    namespace, name, overload = op.name.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    result = function(*map(argument, op.args), **{key: argument(value) for key, value in op.kwargs.items()})
+    made = [tensor for _, tensor in tensors_in(result)]
+    if [tuple(tensor.shape) for tensor in made] != [tensor.shape for tensor in op.outputs]:
+        raise CannotReplayError("it came out in another shape")
+    return list(zip(op.outputs, made, strict=True))

@@ -27,7 +27,7 @@ def params(
     options: Options,
     target: TargetArgument = None,
     per_head: Annotated[
-        bool, option("--per-head", "Params", "Show the rows and columns of each head, and prove by running it.")
+        bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
     ] = False,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
@@ -35,7 +35,8 @@ def params(
     With a list, as in --num-heads 1,2,4,8, it sets the head counts side by side.
 
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
-    the options under the names that it has for them. Importing it runs its code.
+    the options under the names that it has for them. Importing it runs its code. Its forward is run once, on inputs as
+    trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
     """
     if target is not None:
         return _of_target(target, options, per_head)

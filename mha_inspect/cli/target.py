@@ -15,6 +15,7 @@ from .values import shown
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
+    from ..spec import Show
     from ..targets.call import Call
     from ..targets.inputs import Asked
     from ..targets.target import Target
@@ -121,7 +122,11 @@ def called(call: Call) -> str:
 
 
 def params_target(text: str, options: Options, *, per_head: bool) -> ParamsReport:
-    """Build the target, and report its parameters. Raises as `trace_target`."""
+    """Build the target, and report its parameters: what they are for is read off one call of it.
+
+    Where its inputs cannot be made, or its forward raises, the report says why, and has no roles. Raises as
+    `trace_target`, and where inputs were asked for that are of no use.
+    """
     from dataclasses import replace
 
     import torch
@@ -134,16 +139,35 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
     show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
-        if any(map(is_lazy, target.module.parameters())):
-            call_of(target, options)
-        report = params(target.module, show=show, per_head=per_head)
+        try:
+            report, why = _params_of_call(target, options, show, per_head), ""
+        except MhaInspectError as error:
+            if options.input_shape or options.input or any(map(is_lazy, target.module.parameters())):
+                raise
+            report = params(target.module, show=show, per_head=per_head)
+            why = f"What they are for is read off a run, and there is none: {error}"
     for note in target.notes:
         tell(note)
     return replace(
         report,
         environment=replace(report.environment, seed=options.seed),
         layer=LayerInfo(target.name, target.passed),
+        notes=(*report.notes, *filter(None, [why])),
     )
+
+
+def _params_of_call(target: Target, options: Options, show: Show, per_head: bool) -> ParamsReport:
+    """Raises `MhaInspectError` where it cannot be called, or its forward raises."""
+    from ..forward import Pass
+    from ..parameters import params
+    from ..targets.target import seed_everything
+
+    call = call_of(target, options)
+    seed_everything(options.seed)
+    try:
+        return params(target.module, own=Pass(target.module, call.args, call.kwargs), show=show, per_head=per_head)
+    except Exception as error:
+        raise explained(error, target, call) from error
 
 
 def tell(note: str) -> None:

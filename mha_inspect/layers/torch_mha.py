@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..inputs import Inputs
 from ..spec import DTYPES, AttentionSpec, RunSpec
 from .building import build_seeded
+from .linear_roles import axis_of_width
 from .roles import Part, Role, ranges, stacked
 
 
@@ -81,10 +82,13 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
     if spec.key_width == embed and spec.value_width == embed:
         text = f"W_q, W_k, W_v one above the other: rows {ranges(packed)}"
         return {"in_proj_weight": Role("(qkv heads head_dim) embed", text, packed), **table}
-    inputs = (("q", "embed", embed), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
+    key, value = axis_of_width("kdim", spec.key_width, embed), axis_of_width("vdim", spec.value_width, embed)
+    inputs = (("q", "embed", embed), ("k", key, spec.key_width), ("v", value, spec.value_width))
     apart = {
         f"{letter}_proj_weight": Role(
-            f"(heads head_dim) {axis}", f"W_{letter}", (Part(f"W_{letter}", width, (0, size), heads=heads),)
+            f"(heads head_dim) {axis}",
+            f"W_{letter}: its rows are the heads one above the other, {int(spec.head_dim)} each",
+            (Part(f"W_{letter}", width, (0, size), heads=heads),),
         )
         for letter, axis, size in inputs
     }

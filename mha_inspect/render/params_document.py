@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from . import numbers
-from .common import VERDICT_TONES, contents, page, shape_cell, statistics
+from .common import VERDICT_TONES, contents, notes, page, shape_cell, statistics
 from .document import Cell, Column, Document, Paragraph, Section, Table, table
 
 PARAMETER_COLUMNS = (
@@ -46,6 +46,8 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
     elif report.changes:
         yield Section((Paragraph(report.changes, label="what changes"),))
+    if report.notes:
+        yield Section(notes(report.notes))
 
 
 def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Table:

@@ -14,7 +14,7 @@ class HeadSlice:
 
     head: int
     part: str
-    """The matrix or bias that it is a part of: `W_q`, `b_v`, `W_o`."""
+    """The matrix or bias that it is a part of: `W_q`, `b_v`, `W_o`; `norm_q` for what scales the queries."""
     rows: tuple[int, int]
     columns: tuple[int, int] | None
     """None for a bias."""
@@ -88,3 +88,5 @@ class ParamsReport:
     """One a head count, when several were asked for."""
     changes: str = ""
     """What changes between the head counts, in one sentence."""
+    notes: tuple[str, ...] = ()
+    """Why there are no roles, where there are none."""

@@ -92,6 +92,40 @@ def test_it_says_what_was_passed(invoke):
     assert "linears.3.weight" in out
 
 
+def test_params_reads_roles_off_a_run(invoke):
+    line = ("params", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=1", "--per-head", "--format", "json")
+    answer = invoke(*line)
+    data = data_of(answer)
+    jsonschema.Draft202012Validator(load_schema("params")).validate(data)
+    rows = {row["name"]: row for row in data["parameters"]}
+    packed = rows["blocks.0.qkv.weight"]
+    assert packed["axes"] == "(qkv heads head_dim) embed"
+    assert packed["role"] == "W_q, W_k, W_v one above the other: rows 0–13, 14–27, 28–41"
+    assert {"head": 1, "part": "W_k", "rows": [21, 28], "columns": [0, 14]} in packed["heads"]
+    assert "heads" not in rows["tokens.weight"]
+    assert (rows["tokens.weight"]["role"], data["notes"]) == ("read by embedding", [])
+    assert invoke(*line).out == answer.out
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("Needy", "Needy.forward needs freqs_cis, and nothing tells what that is. Give it: --input-shape freqs_cis="),
+        ("Failing", "Failing failed on x float32 [3, 5, 14]"),
+    ],
+)
+def test_params_without_a_run_has_the_table_and_says_why(invoke, target, said):
+    line = ("params", f"{STYLES}:{target}", "--embed-dim", "14", "--batch", "3", "--seq-len", "5")
+    code, out, err = invoke(*line)
+    assert code == 0, err
+    assert "linear.weight" in out
+    assert said in out
+    assert "--input-shape" in out
+    assert "recorder.py" not in out
+    code, out, err = invoke(*line, "--input-shape", "y=2x3")
+    assert (code, out) == (2, "")
+
+
 def test_params_of_lazy_and_of_meta(invoke):
     lazy = data_of(invoke("params", f"{STYLES}:Lazy", *SMALL, "--format", "json"))
     assert lazy["total"]["numel"] == 3 * (14 * 14 + 14)

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from mha_inspect.attention import find_attentions
+from mha_inspect.forward import Pass
+from mha_inspect.head_proof import cut
+from mha_inspect.parameters import params
 from mha_inspect.recorder import opened, record
 from mha_inspect.stages import STAGES
 
@@ -177,3 +180,35 @@ def test_a_model_without_softmax_has_no_attention() -> None:
     with torch.no_grad(), opened():
         recording, _ = record(transformers.AutoModel.from_config(config).eval(), torch.randint(5, 90, (2, 7)))
     assert find_attentions(recording) == []
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "gpt_neox", "bloom", "falcon"])
+def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> None:
+    module, given = model(kind), {**inputs(kind, 2, 7)}
+    report = params(module, own=Pass(module, (), given), per_head=True)
+    heads, shared, _ = HEADS[kind] or (1, 1, 0)
+    group = heads // shared
+
+    def weights() -> torch.Tensor:
+        with torch.no_grad():
+            returned = module(**given, output_attentions=True)
+        first: torch.Tensor = returned["encoder_attentions" if kind == "t5" else "attentions"][0]
+        return first
+
+    before, parameters = weights(), dict(module.named_parameters())
+    seen = set()
+    for row in report.parameters:
+        for piece in row.heads or ():
+            first_layer = ".1." not in row.name and "decoder" not in row.name
+            if piece.part not in ("W_q", "W_k") or not first_layer:
+                continue
+            seen.add(piece.part)
+            with torch.no_grad():
+                kept = parameters[row.name].clone()
+                cut(parameters[row.name], piece).add_(1)
+                after = weights()
+                parameters[row.name].copy_(kept)
+            changed = [head for head in range(before.shape[1]) if not torch.equal(before[:, head], after[:, head])]
+            own = [piece.head] if piece.part == "W_q" else [piece.head * group + n for n in range(group)]
+            assert changed == own, (row.name, piece)
+    assert seen == {"W_q", "W_k"}

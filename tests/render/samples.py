@@ -108,6 +108,9 @@ FULL_PARAMS = replace(
         for n in (1, 2, 4, 8)
     ),
     changes="Nothing but the slices: every parameter keeps its shape, and each head owns 512 / num_heads of its rows.",
+    notes=(
+        "What they are for is read off a run, and there is none: forward needs mask. Give it: --input-shape mask=2x10.",
+    ),
 )
 
 

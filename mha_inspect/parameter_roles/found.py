@@ -1,0 +1,340 @@
+"""What each parameter of a recorded module is for: roles, axes, and the rows and columns of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from ..attention import Found
+from ..axes import AxisNames
+from ..dataflow.graph import NORMS
+from ..forward import Seen
+from ..layers.roles import Bounds
+from ..ops import Op, Tensor
+from ..reports.params import HeadSlice
+from .influence import parameters_behind
+from .naming import Part, axes_of, in_blocks, structured
+from .owned import LETTERS, OwnedParameters, Side
+
+_SIDES = {**LETTERS, "o": "output"}
+_MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
+
+
+@dataclass(frozen=True)
+class FoundRole:
+    """What one parameter is for, as a recording shows it."""
+
+    axes: str
+    """What its dimensions are, as an einops pattern; empty where that is not known."""
+    text: str
+    heads: tuple[HeadSlice, ...] = ()
+    is_part: bool = False
+    """Whether it was found out which of its elements belong to which head, be it to none."""
+
+
+@dataclass
+class _Held:
+    """What a parameter holds for one attention: matrices (`W`), biases (`b`), norms, or what is appended."""
+
+    kind: str
+    letters: list[str] = field(default_factory=list)
+
+
+def found_roles(module: nn.Module, seen: Seen) -> dict[str, FoundRole]:
+    """The role of each parameter, by name, of a run that was recorded with its tensors kept.
+
+    A parameter that is no part of an attention has the operation that reads it first for a role.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    owned = OwnedParameters(seen)
+    roles: dict[str, list[FoundRole]] = {}
+    for found, names in seen.attentions:
+        reader = _Reader(seen, found, names, owned)
+        for name, role in reader.roles(shapes).items():
+            roles.setdefault(name, []).append(role)
+    merged = {name: _merged(several) for name, several in roles.items()}
+    return merged | _others(seen, shapes, merged)
+
+
+def _merged(roles: list[FoundRole]) -> FoundRole:
+    """One role of a parameter that several attentions share."""
+    texts = list(dict.fromkeys(role.text for role in roles))
+    first = roles[0]
+    return first if len(texts) == 1 else replace(first, text="; ".join(texts))
+
+
+class _Reader:
+    """Reads off what the parameters of one attention are for."""
+
+    def __init__(self, seen: Seen, found: Found, names: AxisNames, owned: OwnedParameters) -> None:
+        self._seen, self._found, self._names = seen, found, names
+        self._graph = seen.graph
+        self._turns = found.branches or (found,)
+        self._sides: dict[str, Side] = {letter: owned.of(letter, found, names) for letter in "qkvo"}
+
+    def roles(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, FoundRole]:
+        """The role of each parameter that has a part in this attention."""
+        return {name: self._role(name, held, shapes[name]) for name, held in self._held().items() if name in shapes}
+
+    # -- which parameters -----------------------------------------------------------------------------------------
+
+    def _held(self) -> dict[str, _Held]:
+        held: dict[str, _Held] = {}
+
+        def hold(kind: str, letter: str, names: Iterable[str]) -> None:
+            for name in names:
+                own = held.setdefault(name, _Held(kind))
+                if own.kind == kind and letter not in own.letters:
+                    own.letters.append(letter)
+
+        for letter, side in _SIDES.items():
+            products = [turn.projections[side] for turn in self._turns if side in turn.projections]
+            products += [self._found.projections[side]] if side in self._found.projections else []
+            earlier = self._found.earlier.get(side, ())
+            for op in {op.index: op for op in products}.values():
+                hold("W", letter, parameters_behind(self._graph, [self._matrix(op)]))
+                hold("b", letter, parameters_behind(self._graph, op.inputs[:1] if len(op.inputs) == 3 else ()))
+            given = self._found.stages.get(side) if letter != "o" else None
+            if given is not None and self._graph.is_weight(given):
+                hold("learned", letter, parameters_behind(self._graph, [given]))
+            for op in earlier:
+                hold("before", letter, parameters_behind(self._graph, op.inputs))
+        for letter, side_parameters in self._sides.items():
+            for name in side_parameters:
+                hold(self._kind_of(name, letter), letter, [name])
+        for op in self._found.masks:
+            hold("scores", "", self._in_scores(op))
+        if self._found.sinks is not None:
+            hold("sinks", "", parameters_behind(self._graph, self._found.sinks.inputs))
+        return held
+
+    def _matrix(self, op: Op) -> Tensor:
+        if op.base_name == "convolution":
+            return op.inputs[1]
+        left, right = self._graph.operands(op) or op.inputs[:2]
+        return right if self._graph.is_weight(right) else left
+
+    def _kind_of(self, name: str, letter: str) -> str:
+        """What a parameter does that is no matrix of a projection: it is added, appended, or scales."""
+        for op in readers(self._seen, name):
+            base = op.base_name.rstrip("_")
+            beside = any(not self._graph.is_weight(tensor) for tensor in op.inputs)
+            projection = self._found.projections.get(_SIDES[letter])
+            if op.base_name in NORMS or (base in ("mul", "div") and beside):
+                return "norm" if projection is None or op.index > projection.index else "scale before"
+            if base in ("cat", "copy"):
+                return "appended"
+            if self._graph.operands(op) is not None or base == "convolution":
+                return "before"
+            if base in ("add", "sub") and beside:
+                return "b"
+        return "learned"
+
+    def _in_scores(self, op: Op) -> list[str]:
+        """The parameters of which a bias of positions is made: nothing in it comes from what the forward was given."""
+        parameters = {named.tensor.storage: named.name for named in self._seen.recording.parameters}
+        found: list[str] = []
+        for tensor in op.inputs:
+            if not self._graph.comes_from_inputs(tensor):
+                steps = self._graph.back(tensor, lambda passed: True)
+                found += [parameters[s.tensor.storage] for s in steps if s.tensor.storage in parameters]
+        return found
+
+    # -- what they are --------------------------------------------------------------------------------------------
+
+    def _role(self, name: str, held: _Held, shape: tuple[int, ...]) -> FoundRole:
+        if held.kind in ("scores", "sinks", "learned"):
+            return FoundRole("", self._plain(held))
+        parts = [
+            Part(letter, self._sides[letter][name], self._count(letter))
+            for letter in held.letters
+            if name in self._sides.get(letter, {})
+        ]
+        if held.kind == "W" and len(shape) == 1:
+            parts = []
+        if not parts:
+            return FoundRole("", self._bare(held))
+        # In the order in which they lie there.
+        parts = sorted(parts, key=lambda part: min(touch.places for touch in part.touches))
+        axes = axes_of(shape, parts, self._axis_names(parts), self._inside(held, parts, shape))
+        axes = self._without_heads(axes, held, parts, shape)
+        text = self._text(held, parts, shape, axes)
+        return FoundRole(" ".join(axes), text, _slices(held.kind, parts, shape), is_part=True)
+
+    def _count(self, letter: str) -> int:
+        return self._names.num_kv_heads if letter in "kv" else self._names.num_heads
+
+    def _axis_names(self, parts: list[Part]) -> dict[str, str]:
+        fewer = self._names.num_kv_heads < self._names.num_heads and all(part.letter in "kv" for part in parts)
+        pattern = self._names.of_stage("context")
+        own_width = "v_head_dim" in pattern and all(part.letter in "vo" for part in parts)
+        return {"heads": "kv_heads" if fewer else "heads", "head_dim": "v_head_dim" if own_width else "head_dim"}
+
+    def _inside(self, held: _Held, parts: list[Part], shape: tuple[int, ...]) -> str:
+        letter, stages = parts[0].letter, self._found.stages
+        if held.kind not in ("W", "before"):
+            return ""
+        if held.kind == "W" and self._found.earlier.get(_SIDES[letter]):
+            return "latent"
+        if letter in "kv" and len(parts) == 1 and "query" in stages and _SIDES[letter] in stages:
+            width = stages[_SIDES[letter]].shape[-1]
+            if width != stages["query"].shape[-1] and width in shape:
+                return "kdim" if letter == "k" else "vdim"
+        return "embed"
+
+    def _without_heads(self, axes: list[str], held: _Held, parts: list[Part], shape: tuple[int, ...]) -> list[str]:
+        """A parameter that belongs to no head: by its widths."""
+        letter = parts[0].letter
+        if letter == "o" and held.kind == "b" and len(shape) == 1:
+            return ["embed"]
+        if any(part.owned.shared for part in parts) and held.kind == "norm" and shape == (self._names.head_dim,):
+            return ["head_dim"]
+        if any(part.owned.shared for part in parts) and held.kind in ("before", "scale before"):
+            return ["latent" if word.isdigit() and word != "1" else word for word in axes]
+        return axes
+
+    def _bare(self, held: _Held) -> str:
+        return _listed(held.kind, held.letters) if held.kind in ("W", "b") else self._plain(held)
+
+    def _plain(self, held: _Held) -> str:
+        made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in held.letters))
+        if held.kind == "norm":
+            return f"scales the {made} after their projection"
+        if held.kind == "before":
+            return f"a projection to something narrower, on the way to the {made}"
+        if held.kind == "scale before":
+            return f"scales what is on the way to the {made}, before they are projected"
+        if held.kind == "learned":
+            return f"the {made} themselves: learned, the same for every input"
+        if held.kind in ("scores", "sinks"):
+            return "added to the scores" if held.kind == "scores" else "sinks, beside the scores: they have no value"
+        if held.kind == "appended":
+            one = {"keys": "key", "values": "value"}.get(made, made)
+            return f"one learned {one}, appended to the {made}"
+        return f"on the way to the {made}"
+
+    def _text(self, held: _Held, parts: list[Part], shape: tuple[int, ...], axes: list[str]) -> str:
+        if held.kind in ("norm", "before", "scale before") and any(part.owned.shared for part in parts):
+            return f"{self._plain(held)}: it belongs to no head"
+        if held.kind not in ("W", "b"):
+            return self._plain(held)
+        listed = _listed(held.kind, [part.letter for part in parts])
+        if held.kind == "b" and parts[0].letter == "o":
+            return "b_o: added once, it belongs to no head"
+        if any(part.owned.shared for part in parts):
+            return f"{listed}: the heads have no part of it for themselves"
+        dim = structured(shape, parts)
+        if len(parts[0].touches) == 1 < parts[0].whole and len(parts) == 1:
+            return f"{listed} of head {next(iter(parts[0].owned.heads))}"
+        if dim is None:
+            return listed
+        large = [place for place, size in enumerate(shape) if size > 1 or len(shape) < 3]
+        across = len(large) > 1 and dim == large[-1]
+        unit = "elements" if len(large) < 2 else "columns" if across else "rows"
+        if len(parts) == 1:
+            return self._of_one(listed, parts[0], unit, dim, axes, held.kind, shape)
+        runs = [_runs({i for touch in part.touches for i in touch.places[dim]}) for part in parts]
+        if all(len(run) == 1 for run in runs):
+            where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
+            way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
+            return f"{listed} {way}: {unit} {where}"
+        return f"{listed} {_by_head(parts, dim, shape[dim], unit)}"
+
+    def _of_one(
+        self, listed: str, part: Part, unit: str, dim: int, axes: list[str], kind: str, shape: tuple[int, ...]
+    ) -> str:
+        each = len(part.touches[0].places[dim])
+        used = sum(len(touch.places[dim]) for touch in part.touches)
+        if axes[dim] == "heads" and kind == "W":
+            return f"{listed}: a matrix for each head"
+        if used < shape[dim]:
+            runs = _runs({index for touch in part.touches for index in touch.places[dim]})
+            where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
+            return f"{listed}: {unit} {where}; the others have no part in it"
+        ordered = all(len(_runs(set(touch.places[dim]))) == 1 for touch in part.touches)
+        if kind == "b":
+            return listed
+        if not ordered:
+            return f"{listed}: the {unit} of its heads lie between one another"
+        way = (
+            "its rows are the heads one above the other" if unit == "rows" else "its columns are the heads side by side"
+        )
+        group = self._names.num_heads // max(self._names.num_kv_heads, 1)
+        shared = f", each for {group} query heads" if part.letter in "kv" and group > 1 else ""
+        return f"{listed}: {way}, {each} each{shared}"
+
+
+def _by_head(parts: list[Part], dim: int, size: int, unit: str) -> str:
+    """Parts that lie head by head, or group by group where several query heads share a key and a value."""
+    fewest = min(len(part.touches) for part in parts)
+    if not in_blocks(parts, dim, size):
+        return f"in one, their {unit} between one another: --per-head says which"
+    widths: list[str] = []
+    for part in parts:
+        number, width = len(part.touches) // fewest, len(part.touches[0].places[dim])
+        rows = "" if widths else f" {unit}"
+        widths.append(f"{f'{number}·' if number > 1 else ''}{width}{rows} of {part.letter}")
+    grouped = any(len(part.touches) != fewest for part in parts)
+    return f"{'group by group' if grouped else 'head by head'}: {', '.join(widths)} each"
+
+
+def _listed(kind: str, letters: list[str]) -> str:
+    return ", ".join(f"{kind}_{letter}" for letter in letters)
+
+
+def _runs(indices: Iterable[int]) -> list[Bounds]:
+    """Indices as runs, the start included, the stop not."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    return [(start, stop) for start, stop in runs]
+
+
+def _slices(kind: str, parts: list[Part], shape: tuple[int, ...]) -> tuple[HeadSlice, ...]:
+    """The rows and columns of each head, where they are all of its elements."""
+    large = [dim for dim, size in enumerate(shape) if size > 1] or [0]
+    if kind == "W" and len(shape) == 2:
+        large = [0, 1]
+    if len(large) > 2:
+        return ()
+    found = []
+    for part in parts:
+        if part.owned.shared or (part.letter == "o" and kind == "b"):
+            continue
+        name = {"appended": "bias", "norm": "norm"}.get(kind, kind) + f"_{part.letter}"
+        for head, touch in part.owned.heads.items():
+            if not touch.is_box:
+                return ()
+            rows = _runs(touch.places[large[0]])
+            columns = _runs(touch.places[large[1]]) if len(large) > 1 else [None]
+            found += [HeadSlice(head, name, row, column) for row in rows for column in columns]
+    return tuple(found)
+
+
+def readers(seen: Seen, name: str) -> list[Op]:
+    """The operations that read a parameter, moved or cast at most, first to last."""
+    recording, graph = seen.recording, seen.graph
+    storage = next(named.tensor.storage for named in recording.parameters if named.name == name)
+    moved: set[int] = set()
+    found = []
+    for op in recording.ops:
+        if any(tensor.id in moved or tensor.storage == storage for tensor in op.inputs):
+            if graph.moves(op):
+                moved |= {tensor.id for tensor in op.outputs}
+            else:
+                found.append(op)
+    return found
+
+
+def _others(seen: Seen, shapes: dict[str, tuple[int, ...]], known: Iterable[str]) -> dict[str, FoundRole]:
+    """What reads each parameter first that is no part of an attention."""
+    roles = {}
+    for name in shapes.keys() - set(known):
+        reader = next(iter(readers(seen, name)), None)
+        roles[name] = FoundRole("", "not read by this forward" if reader is None else f"read by {reader.base_name}")
+    return roles
