@@ -25,7 +25,12 @@ _UNSAID = "torch names none; its fast path asks for biases"
 
 def fused_kernels(recording: Recording) -> list[Op]:
     """The operations that hide stages of an attention, in order."""
-    return [op for op in recording.ops if any(op.name.startswith(name) for name, _, _ in _FUSED)]
+    return [op for op in recording.ops if is_fused(op.name)]
+
+
+def is_fused(name: str) -> bool:
+    """Whether an operation of this name does several steps of attention in one."""
+    return any(name.startswith(fused) for fused, _, _ in _FUSED)
 
 
 def hidden_stages(plain: Seen) -> list[frozenset[str]]:

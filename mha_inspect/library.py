@@ -6,7 +6,8 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +15,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from .attempt import AttemptRecorder
 from .canonical import own_axes
 from .export import Target
 from .forward import Pass, Seen
 from .kernels import fused_kernels
-from .recorder import Recorder, opened
+from .recorder import opened
 from .reports.common import Environment, LayerInfo
+from .reports.failure import Failure
 from .reports.read import read_report
 from .reports.trace import Attention, Proof, Stage, Trace
 from .spec import Show
@@ -262,15 +265,17 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         print(r.trace)
 
     Nothing is run twice and nothing runs otherwise than without it. What a fused kernel hides therefore stays hidden;
-    `open_up=True` lets torch run attention step by step inside the block instead.
+    `open_up=True` lets torch run attention step by step inside the block instead. A block that raises raises as ever,
+    and the trace has the failure, with its cause where the evidence shows one.
     """
 
     def __init__(self, *, open_up: bool = False, keep: bool = False) -> None:
         self._open_up = open_up
         self._keep = keep
         self._stack = ExitStack()
-        self._recorder = Recorder(keep=keep)
+        self._recorder = AttemptRecorder(keep=keep)
         self._seen: Seen | None = None
+        self._failed: tuple[Failure, int] | None = None
 
     def __enter__(self) -> recording:
         if self._open_up:
@@ -284,6 +289,11 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
     ) -> None:
         self._stack.close()
         self._seen = Seen(self._recorder.finish(), None)
+        if isinstance(error, Exception):
+            from .failures.failure import block_failure
+
+            with suppress(Exception):  # the error that is on its way is the one that matters
+                self._failed = block_failure(error, self._seen.recording, self._recorder)
 
     @property
     def trace(self) -> LiveTrace:
@@ -295,18 +305,19 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         note = f"{hidden} attentions are hidden in fused kernels; recording(open_up=True) shows them" if hidden else ""
         import torch
 
-        return LiveTrace(
-            report(
-                seen,
-                seen,
-                own_axes(seen),
-                Show(),
-                environment=Environment(torch.__version__, "", "", None),
-                layer=LayerInfo("recording", {}),
-                proof=Proof(None, None, None, note or "nothing was run a second time"),
-            ),
-            _stage_tensors(seen) if self._keep else (),
+        trace = report(
+            seen,
+            seen,
+            own_axes(seen),
+            Show(),
+            environment=Environment(torch.__version__, "", "", None),
+            layer=LayerInfo("recording", {}),
+            proof=Proof(None, None, None, note or "nothing was run a second time"),
         )
+        if self._failed is not None:
+            failure, completed = self._failed
+            trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)
+        return LiveTrace(trace, _stage_tensors(seen) if self._keep else ())
 
 
 def _stage_tensors(seen: Seen) -> tuple[dict[str, Tensor], ...]:

@@ -1,40 +1,35 @@
-"""A forward that raises: run it once more and watch, and report how far it came, what clashed, and why."""
+"""A forward that raises, or a block of code: how far it came, what clashed, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from ..attempt import Attempt, FailureRecorder
+from ..attempt import Attempt, AttemptRecorder, record_until_failure
 from ..canonical import own_axes
 from ..errors import ForwardError
 from ..forward import Pass, Seen, State
-from ..ops import Op, Recording, Tensor
-from ..recorder import opened, tensors_in
+from ..kernels import fused_kernels, is_fused
+from ..ops import Recording, Tensor
+from ..recorder import opened
 from ..reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ..reports.trace import Proof, Trace
 from ..spec import Show
 from ..tracing import environment_of, layer_of, report
 from .axes import Side, pattern
+from .called import Reading, dispatched, read_call
 from .causes import find_cause
+from .evidence import Argument, Evidence, arguments_of
 from .scene import Given, Scene, clash
-from .site import Site, only_argument, site_of
+from .site import site_of
 from .stages import Failing, Reached, reach
-from .witness import Call, Witness
+from .witness import Witness
 
 LAST_OPS = 6
 """How many of the completed operations are told one by one."""
-
-_ROLES: dict[str, tuple[str, ...]] = {
-    "linear": ("input", "weight", "bias"),
-    "layer_norm": ("input", "", "weight", "bias"),
-    "embedding": ("input", "weight"),
-    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
-}
-"""Names of the arguments by place, for functions of torch that have no signature to ask."""
 
 _LAYERS = {"multi_head_attention": "MultiheadAttention", "transformer": "Transformer"}
 
@@ -72,9 +67,10 @@ def is_not_the_forwards(error: Exception) -> bool:
 def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Trace:
     """Report a run that raised.
 
-    The module is run once more, from the state before that run, with attention opened and the calls of torch watched:
-    many of them refuse what they are given before anything is dispatched. Where the second run does not end on the
-    same line with the same kind of error, what is reported is the first run's alone.
+    What the call that raised was given is read off the traceback. Where that does not tell it, or a fused kernel hides
+    stages of an attention before it, the module is run once more, from the state before that run, with attention opened
+    and the calls of torch watched. Where that run does not end on the same line with the same kind of error, what is
+    reported is the first one's alone.
 
     Args:
         own: the module and its arguments.
@@ -84,27 +80,16 @@ def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Tra
     """
     error = attempt.error
     assert error is not None
-    witness = Witness()
-    recorder = FailureRecorder(own.module)
-    with own.replaying(before), opened():
-        again = recorder.run(own.module, own.args, own.kwargs, witness)
+    reading = read_call(error, attempt.recorder, attempt.recording.ops)
+    seen = Seen(attempt.recording, None)
     try:
-        first = site_of(error)
-        call = witness.took(again.error) if again.error is not None else None
-        repeated = again.error is not None and type(again.error) is type(error)
-        if repeated and again.error is not None and site_of(again.error).source == first.source:
-            site = site_of(again.error, _spelled(call))
-            seen = Seen(again.recording, None)
-            failure, reached = _examine(error, seen, recorder.failed_with(again.error), call, site, recorder)
+        if reading.told and not _hides_stages(attempt.recording, error):
+            failure, reached = _examine(error, seen, Evidence(error, reading, attempt.recorder))
         else:
-            note = "Run once more, it did not fail in the same way: what the call was given is not known."
-            seen = Seen(attempt.recording, None)
-            bare = replace(first, variables=(), attention=None)
-            failure, reached = _examine(error, seen, None, None, bare, None)
-            failure = replace(failure, note=note)
+            seen, failure, reached = _run_again(own, before, attempt, error)
     finally:
         # Each of these leads to a traceback, and a traceback to this frame.
-        del again, recorder, witness, error
+        del reading, error
     trace = report(
         Seen(attempt.recording, None),
         seen,
@@ -117,20 +102,49 @@ def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Tra
     return replace(trace, attentions=trace.attentions[: len(reached.others)], failure=failure)
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """One tensor of the failing call, as torch has it."""
+def block_failure(error: Exception, recording: Recording, recorder: AttemptRecorder) -> tuple[Failure, int]:
+    """How a recorded block of code ended that raised, and how many attentions were completed before.
 
-    role: str
-    name: str
-    value: torch.Tensor
-    tensor: Tensor
+    A block cannot be run again: what the traceback does not tell is not told.
+    """
+    reading = read_call(error, recorder, recording.ops, in_block=True)
+    evidence = Evidence(error, reading, recorder, in_block=True)
+    try:
+        failure, reached = _examine(error, Seen(recording, None), evidence)
+        if not reading.told:
+            failure = replace(failure, note="What the call was given cannot be told without running it once more.")
+        return failure, len(reached.others)
+    finally:
+        del reading, evidence, error
 
 
-def _examine(
-    error: Exception, seen: Seen, failed: Op | None, call: Call | None, site: Site, recorder: FailureRecorder | None
-) -> tuple[Failure, Reached]:
-    arguments = list(_arguments(call, site, recorder, seen.recording)) if recorder is not None else []
+def _hides_stages(recording: Recording, error: Exception) -> bool:
+    return bool(fused_kernels(recording)) or is_fused(dispatched(error))
+
+
+def _run_again(own: Pass, before: State, attempt: Attempt, error: Exception) -> tuple[Seen, Failure, Reached]:
+    witness = Witness()
+    with own.replaying(before), opened():
+        again = record_until_failure(own.module, own.args, own.kwargs, watching=witness)
+    try:
+        call = witness.took(again.error) if again.error is not None else None
+        repeated = again.error is not None and type(again.error) is type(error)
+        if repeated and again.error is not None and site_of(again.error).source == site_of(error).source:
+            seen = Seen(again.recording, None)
+            failure, reached = _examine(error, seen, Evidence(again.error, Reading(call, told=True), again.recorder))
+        else:
+            seen = Seen(attempt.recording, None)
+            failure, reached = _examine(error, seen, Evidence(error, Reading(None, told=False), None))
+            note = "Run once more, it did not fail in the same way: what the call was given is not known."
+            failure = replace(failure, note=note)
+        return seen, failure, reached
+    finally:
+        del again, witness, error
+
+
+def _examine(error: Exception, seen: Seen, evidence: Evidence) -> tuple[Failure, Reached]:
+    call, site = evidence.call, evidence.site
+    arguments = list(arguments_of(evidence, seen.recording)) if evidence.known else []
     layer = site.attention.module if site.attention is not None else None
     asserted = call is None and site.attention is None
     base = "" if call is None else call.name.rpartition(".")[2].strip("_")
@@ -147,9 +161,8 @@ def _examine(
         )
     reached = reach(seen, failing)
     variables: dict[int, str] = {}
-    if recorder is not None:
-        for name, value in site.variables:
-            variables.setdefault(recorder.identify(value).id, name)
+    for name, value in site.variables:
+        variables.setdefault(evidence.identify(value).id, name)
     scene = Scene(
         error=type(error).__name__,
         message=_message(error),
@@ -167,8 +180,8 @@ def _examine(
         error=scene.error,
         message=scene.message,
         call=scene.call,
-        op="" if failed is None else failed.name,
-        module=recorder.path_of(site.module) if recorder is not None else "" if failed is None else failed.module,
+        op=evidence.op,
+        module=evidence.module,
         source=site.source,
         line=site.line,
         operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
@@ -181,7 +194,7 @@ def _examine(
     return failure, reached
 
 
-def _is_activation(base: str, argument: _Argument) -> bool:
+def _is_activation(base: str, argument: Argument) -> bool:
     """Whether this is what a layer takes in: batch, sequence, features."""
     if base in _LAYERS:
         return argument.role in ("query", "key", "value", "src", "tgt")
@@ -190,10 +203,6 @@ def _is_activation(base: str, argument: _Argument) -> bool:
 
 def _widths(module: nn.MultiheadAttention) -> dict[str, int]:
     return {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
-
-
-def _spelled(call: Call | None) -> str:
-    return "" if call is None else call.name
 
 
 def _message(error: Exception) -> str:
@@ -207,47 +216,7 @@ def _message(error: Exception) -> str:
     return "\n".join(lines[:4])
 
 
-def _arguments(call: Call | None, site: Site, recorder: FailureRecorder, recording: Recording) -> Iterable[_Argument]:
-    """The tensors that the failing call was given, in order, by role and name."""
-    outside = {named.tensor.id: named.name for named in (*recording.parameters, *recording.buffers)}
-
-    def argument(role: str, text: str, value: torch.Tensor) -> _Argument:
-        tensor = recorder.identify(value)
-        name = text or site.name_of(value) or outside.get(tensor.id, "") or role
-        return _Argument(role, name, value, tensor)
-
-    if site.attention is not None:
-        for role, value in site.attention.arguments.items():
-            if isinstance(value, torch.Tensor):
-                yield argument(role, "", value)
-        weight = next(site.attention.module.parameters())
-        given = [value for value in site.attention.arguments.values() if isinstance(value, torch.Tensor)]
-        if any(v.device != weight.device or (v.is_floating_point() and v.dtype != weight.dtype) for v in given):
-            yield argument("weight", "", weight)
-        return
-    if call is None:
-        if site.by_user:
-            for name, value in site.named_here():
-                yield argument("", name, value)
-        return
-    texts, named = site.texts(call.name)
-    roles = _ROLES.get(call.name.rpartition(".")[2], ())
-    number = 0
-    for place, value in enumerate(call.args):
-        role = roles[place] if place < len(roles) else ""
-        for inner, tensor in tensors_in(value):
-            number += 1
-            text = texts[place] if place < len(texts) and not inner else ""
-            if not text and role == "input":
-                text = only_argument(site.tree)
-            made = argument(role, text, tensor)
-            yield made if made.name else replace(made, name=f"operand {number}")
-    for role, value in call.kwargs.items():
-        for _, tensor in tensors_in(value):
-            yield argument(role, named.get(role, ""), tensor)
-
-
-def _given(argument: _Argument, reached: Reached) -> Given:
+def _given(argument: Argument, reached: Reached) -> Given:
     graph, tensor = reached.graph, argument.tensor
     return Given(
         name=argument.name,

@@ -21,8 +21,8 @@ from ..recorder import tensors_in
 from ..source_lines import place_of
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_MODULE_CALL = nn.Module._call_impl.__code__
-_ATTENTION_FORWARDS = {nn.MultiheadAttention.forward.__code__, nn.Transformer.forward.__code__}
+MODULE_CALL = nn.Module._call_impl.__code__
+ATTENTION_FORWARDS = {nn.MultiheadAttention.forward.__code__, nn.Transformer.forward.__code__}
 _PASSES_ON = ("einops/", "mha_inspect/attempt.py", "mha_inspect/failure")
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.MatMult: "matmul",
@@ -89,16 +89,17 @@ class Site:
         return tuple(map(_text, positional)), {name: _text(node) for name, node in named.items()}
 
 
-def site_of(error: BaseException, call: str = "") -> Site:
-    """Read the traceback of an error that came out of a forward; `call` is the function of torch that raised."""
-    entries = list(_entries(error.__traceback__))
-    inside = next((place for place, (frame, _) in enumerate(entries) if frame.f_code is _MODULE_CALL), len(entries))
-    entries = entries[inside:]
-    bodies = [(frame, tb) for frame, tb in entries if frame.f_code is not _MODULE_CALL and _file(frame)[0]]
-    own = [(frame, tb) for frame, tb in bodies if not _file(frame)[1]]
+def site_of(error: BaseException, call: str = "", *, in_block: bool = False) -> Site:
+    """Read the traceback of an error that came out of a forward, or of the body of a `with` block.
+
+    `call` is the function of torch that raised, where Python does not say which expression did.
+    """
+    entries = entries_inside(error, in_block=in_block)
+    bodies = [(frame, tb) for frame, tb in entries if shows_line(frame)]
+    own = [(frame, tb) for frame, tb in bodies if is_own(frame)]
     shown = own[-1] if own else bodies[-1] if bodies else None
     frame, tb = shown if shown is not None else (None, None)
-    modules = [frame.f_locals["self"] for frame, _ in entries if frame.f_code is _MODULE_CALL]
+    modules = [frame.f_locals["self"] for frame, _ in entries if frame.f_code is MODULE_CALL]
     return Site(
         entered=bool(bodies),
         source="" if frame is None or tb is None else f"{_file(frame)[0]}:{tb.tb_lineno}",
@@ -107,7 +108,7 @@ def site_of(error: BaseException, call: str = "") -> Site:
         module=modules[-1] if modules else None,
         attention=_attention(entries),
         by_user=bool(own) and bodies[-1][0] is own[-1][0],
-        tree=None if frame is None or tb is None else _expression(frame, tb, call),
+        tree=None if frame is None or tb is None else expression_of(frame, tb, call),
     )
 
 
@@ -119,7 +120,25 @@ def _statement(line: str) -> ast.AST | None:
         return None
 
 
-def _entries(tb: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:
+def entries_inside(error: BaseException, *, in_block: bool) -> list[tuple[FrameType, TracebackType]]:
+    """The frames of a traceback from the first call of a module on; all of them where that was a block."""
+    entries = list(entries_of(error.__traceback__))
+    first = next((place for place, (frame, _) in enumerate(entries) if frame.f_code is MODULE_CALL), len(entries))
+    return entries if in_block else entries[first:]
+
+
+def shows_line(frame: FrameType) -> bool:
+    """Whether a frame's lines do more than pass calls on."""
+    return frame.f_code is not MODULE_CALL and bool(_file(frame)[0])
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code, and of no library."""
+    return shows_line(frame) and not _file(frame)[1]
+
+
+def entries_of(tb: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:
+    """The frames of a traceback, outermost first."""
     while tb is not None:
         yield tb.tb_frame, tb
         tb = tb.tb_next
@@ -141,7 +160,7 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _attention(entries: list[tuple[FrameType, TracebackType]]) -> LayerCall | None:
     for before, (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
-        if frame.f_code in _ATTENTION_FORWARDS and before[0].f_code is _MODULE_CALL:
+        if frame.f_code in ATTENTION_FORWARDS and before[0].f_code is MODULE_CALL:
             module, called = frame.f_locals["self"], before[0].f_locals
             try:
                 bound = inspect.signature(module.forward).bind(*called["args"], **called["kwargs"])
@@ -152,7 +171,7 @@ def _attention(entries: list[tuple[FrameType, TracebackType]]) -> LayerCall | No
     return None
 
 
-def _expression(frame: FrameType, tb: TracebackType, call: str) -> ast.expr | ast.stmt | None:
+def expression_of(frame: FrameType, tb: TracebackType, call: str = "") -> ast.expr | ast.stmt | None:
     """The expression of a frame that was being evaluated; where Python does not say, the only one that fits."""
     tree = _parsed(frame.f_code.co_filename)
     if tree is None:

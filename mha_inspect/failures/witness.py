@@ -38,7 +38,7 @@ class Witness(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
-            self._call, self._error = Call(func, _name(func), args, kwargs or {}), error
+            self._call, self._error = Call(func, name_of(func), args, kwargs or {}), error
             raise
 
     def took(self, error: BaseException) -> Call | None:
@@ -49,7 +49,8 @@ class Witness(TorchFunctionMode):
         return call
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """What people call a function of torch: `torch.matmul`, `Tensor.view`, `F.linear`."""
     name = resolve_name(function) or getattr(function, "__qualname__", None) or str(function)
     for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor."), ("torch.functional.", "torch.")):
         if name.startswith(long):
