@@ -9,6 +9,7 @@ import typer
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
 from .collection import resume
+from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
 from .target_argument import TargetArgument
@@ -22,7 +23,6 @@ mha-inspect compare-heads --embed-dim 512 --heads 1,2,4,8,16
 
 mha-inspect compare-heads --embed-dim 512 --heads 1,8 --gradients --focus --fail-if differs"""
 
-PANEL = "Comparison"
 USUAL = (1, 2, 4, 8, 16)
 
 
@@ -57,16 +57,7 @@ def compare_heads(
     focus: Annotated[
         bool, option("--focus", PANEL, "Measure how many keys each head looks at, how far away, how differently.")
     ] = False,
-    fail_if: Annotated[
-        str | None,
-        option(
-            "--fail-if",
-            PANEL,
-            "Exit with code 1 when this is the verdict, for scripts.",
-            known=("differs", "same"),
-            show_default="never",
-        ),
-    ] = None,
+    fail_if: FailIf = None,
 ) -> ExitCode:
     """Run the same weights and the same input through several head counts, and say what differs, where and why.
 
@@ -104,7 +95,7 @@ def compare_heads(
         resume()
         report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, **extras)
     give(report, options, export)
-    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+    return exit_code(report.verdict, fail_if)
 
 
 def _counts_of_target(options: Options, text: str, heads: tuple[int, ...]) -> tuple[int, ...]:

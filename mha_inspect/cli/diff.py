@@ -10,6 +10,7 @@ import typer
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
 from .collection import resume
+from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, option, shares_options
 from .target_argument import FORMS, is_target
@@ -23,7 +24,6 @@ mha-inspect diff torch fold-heads --embed-dim 512 --num-heads 8
 
 mha-inspect diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16"""
 
-PANEL = "Comparison"
 USUAL = ("torch", "per-head")
 """What is compared where nothing is named: what is called a split, and one matrix for each head."""
 
@@ -94,16 +94,7 @@ def diff(
             show_default="the whole target",
         ),
     ] = None,
-    fail_if: Annotated[
-        str | None,
-        option(
-            "--fail-if",
-            PANEL,
-            "Exit with code 1 when this is the verdict, for scripts.",
-            known=("differs", "same"),
-            show_default="never",
-        ),
-    ] = None,
+    fail_if: FailIf = None,
 ) -> ExitCode:
     """Give two layers the same weights and the same input, and show stage by stage where they part ways.
 
@@ -142,7 +133,7 @@ def diff(
     resume()
     report = diff_spec(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
     give(report, options, target)
-    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+    return exit_code(report.verdict, fail_if)
 
 
 def _of_targets(
@@ -166,7 +157,7 @@ def _of_targets(
     resume()
     report = diff_target(options, texts, own, paths)
     give(report, options, export)
-    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+    return exit_code(report.verdict, fail_if)
 
 
 def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from ..layers.places import places_of
 from ..layers.weights import AttentionWeights, load_weights, read_weights
+from ..sides.shared_weights import within_slices
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READS_INPUT = ("w_q", "w_k", "w_v")
@@ -50,7 +50,7 @@ def carry(baseline: nn.Module, module: nn.Module) -> Carried:
             continue
         cut = given.reshape(own.shape)
         if sliced and name in _READS_INPUT:
-            kept = _within_slices(cut)
+            kept = within_slices(cut)
             if not torch.equal(kept, cut):
                 heads, width = own.shape[0], own.shape[1]
                 changes.append(f"{label} keeps {heads} blocks of {[width, width]} and loses the rest")
@@ -112,15 +112,6 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
     if name == "w_o":
         return tensor.flatten(1)
     return tensor if name == "b_o" else tensor.flatten(0, 1)
-
-
-def _within_slices(matrices: Tensor) -> Tensor:
-    """`heads head_dim embed` with zeros where head i reads outside of slice i of the embedding."""
-    heads = matrices.shape[0]
-    columns = rearrange(matrices, "heads head_dim (slices width) -> heads slices head_dim width", slices=heads)
-    own = torch.eye(heads, dtype=torch.bool, device=matrices.device)[:, :, None, None]
-    kept = torch.where(own, columns, torch.zeros((), dtype=matrices.dtype, device=matrices.device))
-    return rearrange(kept, "heads slices head_dim width -> heads head_dim (slices width)")
 
 
 def _numel(module: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -11,6 +11,7 @@ from ..errors import InputError
 
 if TYPE_CHECKING:
     from ..inputs import Inputs
+    from ..spec import RunSpec
 
 
 def merged_mask(inputs: Inputs) -> torch.Tensor | None:
@@ -28,6 +29,11 @@ def merged_mask(inputs: Inputs) -> torch.Tensor | None:
     if mask is None:
         return padding
     return mask | padding if mask.dtype == torch.bool else mask.masked_fill(padding, float("-inf"))
+
+
+def arguments_with_one_mask(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """query, key, value and one mask for all, for a forward that takes these."""
+    return (inputs.query, inputs.key, inputs.value), {"mask": merged_mask(inputs), "need_weights": run.need_weights}
 
 
 def additive_mask(inputs: Inputs, blocked: float = float("-inf")) -> torch.Tensor | None:

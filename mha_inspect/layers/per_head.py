@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -11,12 +11,8 @@ from torch import nn
 from ..spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import axis_of_width, formula_of_widths, one_head, output_projection
-from .masks import mask_of_head, merged_mask
+from .masks import arguments_with_one_mask, mask_of_head
 from .roles import Role
-
-if TYPE_CHECKING:
-    from ..inputs import Inputs
-    from ..spec import RunSpec
 
 
 def attention(
@@ -82,12 +78,7 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """query, key, value and one mask for all."""
-    return (inputs.query, inputs.key, inputs.value), {
-        "mask": merged_mask(inputs),
-        "need_weights": run.need_weights,
-    }
+arguments = arguments_with_one_mask
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import nn
 
 from ..spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import output_projection, projection
-from .masks import merged_mask
+from .masks import arguments_with_one_mask
 from .roles import Role
-
-if TYPE_CHECKING:
-    from ..inputs import Inputs
-    from ..spec import RunSpec
 
 
 class WideAttention(nn.Module):
@@ -74,12 +68,7 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """query, key, value and one mask for all."""
-    return (inputs.query, inputs.key, inputs.value), {
-        "mask": merged_mask(inputs),
-        "need_weights": run.need_weights,
-    }
+arguments = arguments_with_one_mask
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -68,7 +68,8 @@ def _by_parameter(gradients: Gradients, baseline: int) -> Table:
     return table(
         (
             Column("parameter", tone="strong"),
-            *(Column(numbers.plural(count.num_heads, "head"), "right") for count in others),
+            # Where the page is narrow, the last counts go first.
+            *(Column(numbers.plural(count.num_heads, "head"), "right", drop=n) for n, count in enumerate(others)),
         ),
         ((name, *(_apart(of[name]) if name in of else "-" for of in parts)) for name in names),
     )
