@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .axes import name_dimension, write_dimension
 from .axis_roles import Group
-from .dataflow.chains import Chain, find_chains
+from .dataflow.chains import Chain, features_of, find_chains
 from .dataflow.dimensions import Atom, Dim, size_of
 from .dataflow.found import Found
 from .dataflow.graph import Graph
@@ -29,25 +29,12 @@ _IN_SUM = {"sum", "add", "clamp", "clamp_min", "maximum", "abs"}
 def product_pairs(graph: Graph, attentions: Iterable[Found]) -> tuple[ProductPair, ...]:
     """Every pair that is no part of an attention, in order; those that are alike, once, with their number."""
     chains = find_chains(graph, attentions)
-    features = _features(graph) if chains else set()
+    features = features_of(graph) if chains else set()
     counts: dict[ProductPair, int] = {}
     for chain in chains:
         pair = _Writer(graph, chain, features).pair()
         counts[pair] = counts.get(pair, 0) + 1
     return tuple(replace(pair, count=count) for pair, count in counts.items())
-
-
-def _features(graph: Graph) -> set[Atom]:
-    """The axes of the matrices that project something: what they take in, and what they give."""
-    return {
-        atom
-        for op in graph.recording.ops
-        if graph.is_projection(op)
-        for tensor in op.inputs
-        if graph.is_weight(tensor)
-        for dim in graph.dimensions.of(tensor)
-        for atom in dim
-    }
 
 
 @dataclass(frozen=True)
@@ -114,7 +101,7 @@ class _Writer:
             roles = ("v", "k", "q")
         if rows_meet:
             names, roles = (names[1], names[0]), (roles[1], roles[0], roles[2])
-        outer, other_outer = self._outer(first), self._outer(second)
+        outer, other_outer = self._outer(first, "key"), self._outer(second, "query")
         left = ((names[0], first.left_rows), (names[0], first.rows), (shared, first.left_inner))
         right = ((names[1], first.right_columns), (names[1], first.columns), (shared, first.right_inner))
         other = ((last[0], other_met), (last[0], met), (last[1], free))
@@ -124,13 +111,22 @@ class _Writer:
             _Side(beside, roles[2], (*other, *other_outer)),
         )
 
-    def _outer(self, axes: ProductAxes) -> tuple[Group, ...]:
-        """What a product runs over: heads are features, and the rest is batch, where it is one axis."""
+    def _outer(self, axes: ProductAxes, position: str) -> tuple[Group, ...]:
+        """What a product runs over: heads are features, and the rest is batch, where it is one axis.
+
+        A state for each position stands beside the batch; what the states are summed up along tells which is which.
+        """
         heads = tuple(atom for atom in axes.batch if atom in self._features and atom.size > 1)
-        rest = tuple(atom for atom in axes.batch if atom not in self._features)
+        running = self._running() if self._form == "state" else set()
+        rest = tuple(atom for atom in axes.batch if atom not in self._features and atom not in running)
         rest = tuple(atom for atom in rest if atom.size > 1) or rest
-        # A state for each position stands beside the batch, and nothing tells which is which.
-        return ("heads", heads), ("batch", rest if len(rest) == 1 else ())
+        along = tuple(atom for atom in axes.batch if atom in running)
+        return ("heads", heads), (position, along), ("batch", rest if len(rest) == 1 else ())
+
+    def _running(self) -> set[Atom]:
+        """The axis along which the first product is summed up on its way to the second."""
+        sums = [op for op in self._chain.between if op.base_name.rstrip("_") == "cumsum"]
+        return {atom for op in sums for atom in _wide(self._graph.dimensions.of(op.inputs[0])[int(op.args[1])])}
 
     def _result(self, other: _Side) -> tuple[Group, ...]:
         """Names of the axes of what the second product gives."""

@@ -58,6 +58,11 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(outputs, 2)
 
 
+def cumulative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    states = torch.einsum("bhnd,bhne->bhnde", k, v).cumsum(2)
+    return torch.einsum("bhnd,bhnde->bhne", q, states)
+
+
 def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.sigmoid(q @ k.mT / 4) @ v
 
@@ -172,6 +177,13 @@ def test_a_state_that_is_carried_from_step_to_step_is_told_once() -> None:
     assert pair.first.name == "aten.mul.Tensor"
 
 
+def test_states_that_are_summed_up_along_the_sequence_tell_where_it_is() -> None:
+    (pair,) = pairs_of(Layer(cumulative))
+    assert (pair.form, pair.between) == ("state", ("cumsum",))
+    assert written(pair.first) == [K, VALUE, f"batch heads key head_dim v_head_dim {[B, H, N, D, V]}"]
+    assert written(pair.second) == [Q, CONTEXT]
+
+
 def test_products_may_be_a_multiplication_and_a_sum() -> None:
     (pair,) = pairs_of(Layer(broadcast))
     assert (pair.form, pair.between) == ("scores", ("sigmoid",))
@@ -205,6 +217,18 @@ class Perceptron(nn.Module):
         return x
 
 
+class Streams(nn.Module):
+    """Each position writes into several streams and reads from them again: no two positions meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.read, self.value = nn.Linear(E, 3), nn.Linear(E, 3), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = x[:, :, None] + self.write(x)[..., None] * self.value(x)[:, :, None]
+        return (self.read(x)[..., None] * streams).sum(2)
+
+
 class Experts(nn.Module):
     """The matrices of each token's expert are picked out of a stack of them."""
 
@@ -231,7 +255,7 @@ class Attention(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [Perceptron, Experts, lambda: nn.Conv1d(N, 3, 3), lambda: nn.LSTM(E, 5)])
+@pytest.mark.parametrize("make", [Perceptron, Streams, Experts, lambda: nn.Conv1d(N, 3, 3), lambda: nn.LSTM(E, 5)])
 def test_models_without_such_products_have_none(make: Callable[[], nn.Module]) -> None:
     assert pairs_of(make()) == ()
 

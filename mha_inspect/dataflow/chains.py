@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..ops import Op, Tensor
+from .dimensions import Atom
 from .found import Found
 from .graph import GATHERING, JOINING, NORMS, Graph
 from .products import Product, outer_product_of, product_of
@@ -35,13 +36,42 @@ def find_chains(graph: Graph, attentions: Iterable[Found]) -> list[Chain]:
         for op in (one.score_product.op, one.value_product.op)
     }
     products = _products(graph)
+    features = features_of(graph) if products else set()
     chains = []
     for second in products.values():
         for carried in (second.left, second.right):
             chain = _chain(graph, products, second, carried)
-            if chain is not None and not {chain.first.op.index, second.op.index} & taken:
+            if chain is None or {chain.first.op.index, second.op.index} & taken:
+                continue
+            if not _stays_in_place(graph, chain, features):
                 chains.append(chain)
     return chains
+
+
+def features_of(graph: Graph) -> set[Atom]:
+    """The axes of the matrices that project something: what they take in, and what they give."""
+    return {
+        atom
+        for op in graph.recording.ops
+        if graph.is_projection(op)
+        for tensor in op.inputs
+        if graph.is_weight(tensor)
+        for dim in graph.dimensions.of(tensor)
+        for atom in dim
+    }
+
+
+def _stays_in_place(graph: Graph, chain: Chain, features: set[Atom]) -> bool:
+    """Whether the first has no sum, and is made for every position of what comes in by itself: no two of them meet."""
+    axes = chain.first.axes(graph.dimensions)
+    if axes.left_inner or any(op.base_name.rstrip("_") in _RUNNING for op in chain.between):
+        return False
+    positions = [
+        {atom for dim in graph.dimensions.of(named.tensor) for atom in dim if atom.size > 1} - features
+        for named in graph.recording.inputs
+    ]
+    kept = {*axes.batch} & {*chain.second.axes(graph.dimensions).batch}
+    return any(own and own <= kept for own in positions)
 
 
 def _products(graph: Graph) -> dict[int, Product]:
