@@ -275,7 +275,11 @@ def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: R
         if stop - start == len(left) - 1:
             dim[start:stop] = [name_of_width]
             left, named = left[:1], True
-    if len(left) == 1 and (named or count > 1):
+    start, stop = left[0][0], left[-1][0] + 1
+    if not named and count > 1 and stop - start == len(left) > 1:
+        # Pieces of other widths than a head of this side has: the matrix is one for several of them.
+        dim[start:stop] = ["packed"]
+    elif len(left) == 1 and (named or count > 1):
         dim[at] = name if first.size == count > 1 else "packed"
 
 

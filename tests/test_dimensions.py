@@ -128,3 +128,14 @@ def test_axes_of_different_size_are_never_one() -> None:
     reshape((three,), (3, 5))
     reshape((five,), (5, 3))
     assert not unify(three, five)
+
+
+def test_two_orders_of_the_same_pieces_are_not_one_axis():
+    """Pairs of features beside halves of them: to say that they are one would make an axis a part of itself."""
+    halves, pairs = Atom(4), Atom(2)
+    whole, other = Atom(8), Atom(8)
+    assert unify((whole,), (halves, pairs))
+    assert not unify((whole,), (pairs, halves))
+    assert unify((other,), (pairs, halves))
+    assert not unify((whole,), (other,))
+    assert (resolve((whole,)), resolve((other,))) == ((halves, pairs), (pairs, halves))

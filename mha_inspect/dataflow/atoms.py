@@ -115,12 +115,17 @@ def unify(left: Dim, right: Dim) -> bool:
     a, b = resolve(left), resolve(right)
     if a == b:
         return True
-    if size_of(a) != size_of(b):
+    if size_of(a) != size_of(b) or _cross(a, b):
         return False
     # The next to compare stands last.
     rest, others = ([atom for atom in reversed(side) if atom.size != 1] for side in (a, b))
     while rest and others:
         x, y = rest.pop(), others.pop()
+        if x.parts or y.parts:
+            # What was found so far may have split what comes after it.
+            rest.extend(reversed(_large(x)))
+            others.extend(reversed(_large(y)))
+            continue
         if x is y:
             continue
         if _are_twins(x, y):
@@ -134,6 +139,23 @@ def unify(left: Dim, right: Dim) -> bool:
         else:
             return False
     return True
+
+
+def _cross(a: Dim, b: Dim) -> bool:
+    """Whether the same axis stands at different places in two dimensions: one is the other in another order."""
+    places: list[dict[Atom, int]] = []
+    for dim in (a, b):
+        within, found = size_of(dim), {}
+        for atom in dim:
+            within //= max(atom.size, 1)
+            found[atom] = within
+        places.append(found)
+    return any(atom.size > 1 and places[1].get(atom, at) != at for atom, at in places[0].items())
+
+
+def _large(atom: Atom) -> list[Atom]:
+    """What an atom consists of now, but for what has size one."""
+    return [leaf for leaf in (_leaves(atom) if atom.parts else (atom,)) if leaf.size != 1]
 
 
 _MANY = 4
