@@ -115,7 +115,7 @@ def unify(left: Dim, right: Dim) -> bool:
     a, b = resolve(left), resolve(right)
     if a == b:
         return True
-    if size_of(a) != size_of(b) or _cross(a, b):
+    if size_of(a) != size_of(b) or not size_of(a) or _cross(a, b):
         return False
     # The next to compare stands last.
     rest, others = ([atom for atom in reversed(side) if atom.size != 1] for side in (a, b))
@@ -147,7 +147,7 @@ def _cross(a: Dim, b: Dim) -> bool:
     for dim in (a, b):
         within, found = size_of(dim), {}
         for atom in dim:
-            within //= max(atom.size, 1)
+            within //= atom.size
             found[atom] = within
         places.append(found)
     return any(atom.size > 1 and places[1].get(atom, at) != at for atom, at in places[0].items())
@@ -211,6 +211,8 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
 
     An atom of size one goes to the next dimension of size one, or else in front of what follows it.
     """
+    if 0 in shape:  # without an element nothing tells where an axis goes
+        return tuple(fresh(size) for size in shape)
     left = [atom for dim in reversed(dims) for atom in reversed(resolve(dim))]
     result: list[Dim] = []
     for place, size in enumerate(shape):

@@ -322,15 +322,20 @@ def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 
 def _strided(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """A view by strides: a dimension of the same size and stride is the same axis."""
-    source = op.inputs[0]
+    """A view by strides: a dimension of the same size and stride is the same axis, where no other one runs over it."""
+    source, out = op.inputs[0], op.output
     known = {
         (size, stride): dim
         for size, stride, dim in zip(source.shape, source.stride, inputs[0], strict=True)
         if size > 1
     }
-    out = op.output
-    yield tuple(known.get(place, fresh(place[0])) for place in zip(out.shape, out.stride, strict=True))
+    places = list(zip(out.shape, out.stride, strict=True))
+    # Windows that overlap: the next one begins before this one ends.
+    steps = [stride for size, stride in places if size > 1 and (size, stride) not in known]
+    yield tuple(
+        fresh(size) if any(stride < step < size * stride for step in steps) else known.get((size, stride), fresh(size))
+        for size, stride in places
+    )
 
 
 def _unfold(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:

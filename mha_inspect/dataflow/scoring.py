@@ -54,6 +54,8 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
     if adds_mask(product):
         found.masks.append(product)
     tensor, before_scale, last_scale = product.output, product.output, found.scale
+    # Some of the scores, cut out to be masked and written back, are not the scores.
+    smallest = min(product.output.numel, softmax_input.numel)
     waiting: float | None = None  # the soft cap that tanh was divided by, until it is multiplied by it again
     for op in path:
         early = not found.masks and not found.bent
@@ -82,7 +84,9 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
                     found.softcap, waiting = waiting, None
                 else:
                     found.late_scale = multiply((found.late_scale, number))
-        elif adds_mask(op) and not is_shift(graph.recording, op):
+        elif is_shift(graph.recording, op):
+            pass  # what is taken off every score of a row changes no weight
+        elif adds_mask(op) and not _lays_out(op, tensor):
             found.masks.append(op)
             found.steps.append(("fill" if name in _FILLS else "add", None))
         elif name == "tanh":
@@ -105,12 +109,17 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
             else:
                 found.late_scale = None
                 found.steps.append(("scale", None))
-        elif early and name != "_to_copy":
+        elif early and name != "_to_copy" and op.output.numel >= smallest:
             found.scores = op.output
         tensor = op.output
     if waiting is not None:  # a tanh that was not a soft cap: nothing of the scale belonged to it
         found.late_scale = multiply((found.late_scale, 1 / waiting))
     return found
+
+
+def _lays_out(op: Op, scores: Tensor) -> bool:
+    """Whether this writes the scores into a buffer, and not something into the scores."""
+    return op.base_name == "copy_" and op.inputs[-1].id == scores.id
 
 
 def adds_mask(op: Op) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
@@ -94,9 +95,11 @@ def setting_names(config_class: Any) -> list[str]:
 
 
 def _hints(config_class: Any) -> dict[str, Any]:
+    # An annotation may name what is imported for type checkers alone.
+    known = {"torch": sys.modules["torch"]}
     try:
-        return typing.get_type_hints(config_class)
-    except Exception:  # an annotation may name what is not installed
+        return typing.get_type_hints(config_class, localns=known)
+    except Exception:  # it may name what is not installed
         return {}
 
 
