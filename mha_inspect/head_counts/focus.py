@@ -125,7 +125,7 @@ def _answer(counts: Sequence[HeadsFocus]) -> str:
     if not all(map(math.isfinite, effective)):
         return "No query has a key to look at."
     where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
-    spread = f"{min(effective):.3g} to {max(effective):.3g}" if len(effective) > 1 else f"{effective[0]:.3g}"
+    spread = " to ".join(dict.fromkeys(f"{bound(effective):.3g}" for bound in (min, max)))
     if many == 1:
         return f"The one head{where} looks at {spread} keys in effect."
     share = sum(count.divergence / count.largest_divergence for count in most) / len(most)
