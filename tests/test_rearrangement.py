@@ -125,6 +125,8 @@ def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
         ("query batch (heads d)", "heads query d", ((5, 7, 6), (3, 5, 2)), None),
         ("batch 3 query", "batch query 3", ((7, 3, 5), (7, 5, 3)), None),
         ("batch key (heads d)", "batch heads key d", ((7, 5, 6), (7, 3, 4, 2)), None),
+        ("batch 3 query query", "batch query query 3", ((7, 3, 5, 5), (7, 5, 5, 3)), None),
+        ("batch query query", "(batch query) query", ((7, 5, 5), (35, 5)), None),
         ("a (b c)", "(a b) c", ((7, 6), (21, 2)), "a (b c) -> (a b) c"),
     ],
 )
