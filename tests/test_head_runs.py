@@ -45,7 +45,7 @@ def test_few_queries_give_what_the_whole_gives_there(
 
 
 def test_where_the_first_sequence_is_alike_the_one_that_differs_is_looked_at(tmp_path: Path) -> None:
-    """Zeros have the same scores in every head: what differs is in the second sequence, and behind its first queries."""
+    """Zeros have the same scores in every head: what differs stands late in the second sequence."""
     x = torch.zeros(BATCH, QUERY, 22)
     x[1, 4:] = torch.randn(3, 22, generator=torch.Generator().manual_seed(0))
     report = compare_heads((1, 2), embed_dim=22, input=saved(tmp_path / "x.pt", x), causal=True)
