@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -19,6 +19,7 @@ from .attempt import AttemptRecorder
 from .canonical import own_axes
 from .export import Target
 from .forward import Pass, Seen
+from .kept import Stages, keep_stages
 from .kernels import fused_kernels
 from .recorder import opened
 from .reports.common import Environment, LayerInfo
@@ -157,7 +158,11 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     _require_module(module, "trace")
     show = show or Show()
     found, seen = traced(Pass(module, args, kwargs), show, keep=keep or show.stats or show.values)
-    return LiveTrace(found, _stage_tensors(seen) if keep else ())
+    if not keep:
+        return LiveTrace(found)
+    recording, attentions = seen.recording, seen.attentions
+    del seen  # what was returned, and the graph behind it, is no longer held: what nobody holds need not be copied
+    return LiveTrace(found, keep_stages(recording, attentions))
 
 
 def params(
@@ -276,6 +281,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._recorder = AttemptRecorder(keep=keep)
         self._seen: Seen | None = None
         self._failed: tuple[Failure, int] | None = None
+        self._stages: Stages = ()
 
     def __enter__(self) -> recording:
         if self._open_up:
@@ -294,6 +300,9 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
 
             with suppress(Exception):  # the error that is on its way is the one that matters
                 self._failed = block_failure(error, self._seen.recording, self._recorder)
+        if self._keep:
+            with suppress(Exception) if error is not None else nullcontext():
+                self._stages = keep_stages(self._seen.recording, self._seen.attentions)
 
     @property
     def trace(self) -> LiveTrace:
@@ -317,9 +326,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         if self._failed is not None:
             failure, completed = self._failed
             trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)
-        return LiveTrace(trace, _stage_tensors(seen) if self._keep else ())
-
-
-def _stage_tensors(seen: Seen) -> tuple[dict[str, Tensor], ...]:
-    values = seen.recording.values
-    return tuple({stage: values[t.id] for stage, t in found.stages.items()} for found, _ in seen.attentions)
+        return LiveTrace(trace, self._stages)

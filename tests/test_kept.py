@@ -1,0 +1,97 @@
+"""What is done to memory after a run does not reach the tensors that were kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.kept import unshared
+
+
+class Caching(nn.Module):
+    """Returns its weights, and stashes its values where anybody can write to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(15, 45), nn.Linear(15, 15)
+        self.query = nn.Parameter(torch.randn(2, 3, 1, 5))
+        self.cache: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (t.view(2, 7, 3, 5).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        self.cache = [v]
+        weights = (q @ k.mT / 5**0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(2, 7, 15)), weights
+
+
+def contents(trace: mha_inspect.library.LiveTrace) -> Iterator[tuple[str, torch.Tensor]]:
+    for attention in trace.attentions:
+        for stage in attention.stages:
+            yield stage.name, stage.tensor
+
+
+def write_into_everything(module: Caching, x: torch.Tensor, returned: tuple[torch.Tensor, ...]) -> None:
+    with torch.no_grad():
+        for tensor in (*returned, x, *module.cache, *module.parameters()):
+            tensor.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_writing_after_a_block_does_not_reach_what_was_kept(context: Callable[[], torch.no_grad]) -> None:
+    torch.manual_seed(0)
+    module, x = Caching(), torch.randn(2, 7, 15)
+    with context():
+        with mha_inspect.recording(keep=True) as seen:
+            returned = module(x)
+        before = {name: tensor.clone() for name, tensor in contents(seen.trace)}
+        assert before["output"].equal(returned[0])
+        write_into_everything(module, x, returned)
+    assert {"query", "v_heads", "weights", "output"} <= set(before)
+    for name, tensor in contents(seen.trace):
+        assert torch.equal(tensor, before[name]), name
+    assert seen._seen is not None
+    assert seen._seen.recording.values == {}
+
+
+def test_writing_between_the_block_and_the_question_does_not_reach_it_either() -> None:
+    torch.manual_seed(0)
+    module, x = Caching(), torch.randn(2, 7, 15)
+    with torch.no_grad():
+        expected = module(x)[1]
+        with mha_inspect.recording(keep=True) as seen:
+            returned = module(x)
+        write_into_everything(module, x, returned)
+    assert torch.equal(seen.trace.attentions[0].weights.tensor, expected)
+
+
+def test_writing_after_a_trace_does_not_reach_what_was_kept() -> None:
+    torch.manual_seed(0)
+    module, x = Caching(), torch.randn(2, 7, 15)
+    trace = mha_inspect.trace(module, x, keep=True)
+    before = {name: tensor.clone() for name, tensor in contents(trace)}
+    write_into_everything(module, x, ())
+    for name, tensor in contents(trace):
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_only_what_somebody_else_holds_is_copied() -> None:
+    module, x = Caching(), torch.randn(2, 7, 15)
+    with torch.no_grad(), mha_inspect.recording(keep=True) as seen:
+        returned = module(x)
+    addresses = {name: tensor.untyped_storage().data_ptr() for name, tensor in contents(seen.trace)}
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*returned, x, *module.cache, *module.parameters())}
+    assert not held & set(addresses.values())
+    mine = torch.randn(3, 4)
+    (stages,) = unshared(({"scores": torch.randn(2, 2), "weights": mine.detach()},))
+    assert torch.equal(stages["weights"], mine)
+    assert stages["weights"].data_ptr() != mine.data_ptr()
+    whole = torch.randn(4, 6)
+    pair = {"q_proj": whole[:, :3], "k_proj": whole[:, 3:], "v_proj": whole}
+    del whole
+    addresses = {name: tensor.data_ptr() for name, tensor in pair.items()}
+    (stages,) = unshared((pair,))
+    assert {name: tensor.data_ptr() for name, tensor in stages.items()} == addresses
