@@ -87,3 +87,9 @@ def test_the_report_is_that_of_torchs_own_weights():
         weights = forward.module(*forward.args, **forward.kwargs)[1].double()
     entropy = -(weights * weights.log()).sum(-1).mean(dim=(0, 2))
     assert [head.entropy for head in report.focus.counts[1].by_head] == pytest.approx(entropy.tolist(), rel=1e-6)
+
+
+def test_one_key_is_spoken_of_as_one():
+    report = compare_heads((1, 3), embed_dim=30, seq_len=7, key_len=1, focus=True)
+    assert report.focus.answer.startswith("Of 3 heads each looks at 1 key in effect, ")
+    assert report.focus.answer.endswith("; with 1 head it is 1 key.")

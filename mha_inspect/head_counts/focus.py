@@ -117,6 +117,10 @@ def _mean(numbers: Tensor) -> float:
     return float(numbers.mean()) if numbers.numel() else math.nan
 
 
+def _keys(number: str) -> str:
+    return f"{number} {'key' if number == '1' else 'keys'}"
+
+
 def _answer(counts: Sequence[HeadsFocus]) -> str:
     """What the most heads look at, beside the fewest."""
     few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
@@ -127,12 +131,12 @@ def _answer(counts: Sequence[HeadsFocus]) -> str:
     where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
     spread = " to ".join(dict.fromkeys(f"{bound(effective):.3g}" for bound in (min, max)))
     if many == 1:
-        return f"The one head{where} looks at {spread} keys in effect."
+        return f"The one head{where} looks at {_keys(spread)} in effect."
     share = sum(count.divergence / count.largest_divergence for count in most) / len(most)
-    text = f"Of {many} heads{where} each looks at {spread} keys in effect"
+    text = f"Of {many} heads{where} each looks at {_keys(spread)} in effect"
     text += f", and they differ by {100 * share:.2g} % of what heads with nothing in common would"
     if few < many:
         known = [head.effective_keys for count in fewest for head in count.by_head]
         average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
-        text += f"; with {few} {average} {sum(known) / len(known):.3g} keys"
+        text += f"; with {few} {average} {_keys(f'{sum(known) / len(known):.3g}')}"
     return f"{text}."

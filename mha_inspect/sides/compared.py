@@ -56,6 +56,12 @@ def without(stage: str, content: Tensor, rows: Rows) -> Tensor:
     return cleared
 
 
+def _leaves_some(stage: str, content: Tensor, rows: Rows) -> bool:
+    """Whether there are such queries, and others beside them."""
+    queries = content.shape[2 if "heads" in CANONICAL_AXES[stage].split() else 1]
+    return 0 < len(rows) < content.shape[0] * queries
+
+
 def stage_row(
     stage: str,
     sides: tuple[StageSide | None, StageSide | None],
@@ -80,7 +86,7 @@ def stage_row(
     found = compare_stage(stage, ours, theirs, floor)
     if found.verdict is None:
         note = missing()
-    elif rows and found.verdict == "differs" and ours is not None and theirs is not None:
+    elif found.verdict == "differs" and ours is not None and theirs is not None and _leaves_some(stage, ours, rows):
         rest = compare_stage(stage, without(stage, ours, rows), without(stage, theirs, rows), floor)
         note = f"without the fully masked queries: {rest.verdict}" if rest.verdict != "differs" else note
     if found.compared != CANONICAL_AXES[stage]:
