@@ -12,6 +12,7 @@ from einops import rearrange
 from .attention import Found
 from .axes import AxisNames
 from .forward import Forward, Seen, tiny
+from .rearrangement import dims_of
 from .stages import CANONICAL_AXES
 
 
@@ -94,7 +95,7 @@ def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.T
     contents: dict[str, torch.Tensor] = {}
     turns = found.branches or (found,)
     for stage in found.stages:
-        by_turn = is_by_turn(found, stage)
+        by_turn = is_by_turn(found, names, stage)
         values = [seen.recording.values[turn.stages[stage].id] for turn in (turns if by_turn else (found,))]
         parts = [canonical(value, stage, names.of_stage(stage), sizes_in(found, names, stage)) for value in values]
         known = [part for part in parts if part is not None]
@@ -104,15 +105,19 @@ def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.T
     return contents
 
 
-def is_by_turn(found: Found, stage: str) -> bool:
-    """Whether each turn of a loop over heads has this stage for itself, with its own heads in it."""
-    own = "heads" in CANONICAL_AXES[stage].split() or stage in ("q_proj", "k_proj", "v_proj")
+def is_by_turn(found: Found, names: AxisNames, stage: str) -> bool:
+    """Whether each turn of a loop over heads has this stage for itself, with its own heads in it.
+
+    Where a projection gives the features of all heads, and each turn takes a slice, it is the whole layer's.
+    """
+    whole = "heads" in [name for dim in dims_of(names.of_stage(stage)) for name in dim]
+    own = "heads" in CANONICAL_AXES[stage].split() or (stage in ("q_proj", "k_proj", "v_proj") and not whole)
     return len(found.branches) > 1 and own
 
 
 def sizes_in(found: Found, names: AxisNames, stage: str) -> dict[str, int]:
     """The sizes of the axes that share a dimension with others in a stage, or in one turn of it."""
-    turns = len(found.branches) if is_by_turn(found, stage) else 1
+    turns = len(found.branches) if is_by_turn(found, names, stage) else 1
     # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
     alone = {
         name: size
@@ -147,7 +152,10 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         target.append(f"( {found} )" if " " in found and target.count("(") == target.count(")") else found)
     if set(" ".join(target).split()) - {"(", ")", "1"} != set(own):
         return None
-    return rearrange(value, f"{axes} -> {' '.join(target)}", **{name: sizes[name] for name in own if name in sizes})
+    # What has a dimension to itself has its size, which in a loop over queries is another than the whole layer's.
+    shared = {name for dim in dims_of(axes) if len(dim) > 1 for name in dim}
+    told = {name: sizes[name] for name in own if name in sizes and name in shared}
+    return rearrange(value, f"{axes} -> {' '.join(target)}", **told)
 
 
 def _target(word: str, own: list[str]) -> str:

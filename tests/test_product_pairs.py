@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mha_inspect
+from mha_inspect.render import to_text
 from mha_inspect.reports.products import Product, ProductPair
+from mha_inspect.tracing import trace_module
 
 B, N, H, D, V, E = 7, 11, 3, 5, 2, 22
 
@@ -267,9 +270,12 @@ def test_an_attention_is_no_such_pair() -> None:
 
 def test_both_are_told_where_a_model_has_both() -> None:
     torch.manual_seed(0)
-    trace = mha_inspect.trace(nn.Sequential(Layer(linear), Attention()), torch.randn(B, N, E))
+    trace = trace_module(nn.Sequential(Layer(linear), Attention()), torch.randn(B, N, E))
     assert [pair.module for pair in trace.products] == ["0"]
     assert len(trace.attentions) == 2
+    assert "products without a softmax" in to_text(trace, "plain")
+    # Whoever has asked for one attention is shown that one.
+    assert "products without a softmax" not in to_text(replace(trace, chosen=(1,)), "plain")
 
 
 def test_the_page_and_the_file_tell_them(tmp_path: Path) -> None:

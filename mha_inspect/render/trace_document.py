@@ -44,7 +44,8 @@ def _sections(trace: Trace) -> Iterator[Section]:
     yield from _in_full(trace)
     if not trace.attentions and trace.failure is None:
         yield Section((Paragraph("No attention was found: no softmax lies between two matrix products.", "warn"),))
-    yield from products_sections(trace.products)
+    if trace.chosen is None:
+        yield from products_sections(trace.products)
     if trace.returns:
         yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
     if trace.masked_rows:

@@ -162,6 +162,26 @@ def test_weights_are_dropped_before_they_are_mixed() -> None:
     assert "Weights are shown as softmax gives them, before dropout." in shown.notes
 
 
+ALIKE = [
+    *(
+        (name, "Loop")
+        for name in ("NarrowLoop", "BufferOfFeatures", "BufferLikeHeads", "Broadcast", "BroadcastKeyFirst")
+    ),
+    *(("Late", "LateEinsum"), ("Loop", "Late"), ("Talking", "TalkingEinsum"), ("TalkingConvolved", "Talking")),
+    ("OneQueryAtATime", "OneQueryAtATime"),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), ALIKE)
+def test_stages_are_compared_whatever_way_they_are_written(left: str, right: str) -> None:
+    module, x, _ = find(left)
+    report = mha_inspect.diff(module, getattr(unusual, right)().eval(), x, same_weights=True)
+    assert report.verdict == "same"
+    missing = {"weights"} if (left, right) == ("Loop", "Late") else set()
+    assert {stage.name for stage in report.stages if stage.verdict != "same"} == missing
+    assert {"q_proj", "k_heads", "scores", "context", "concat"} <= {stage.name for stage in report.stages}
+
+
 class AttendThenPool(nn.Module):
     """A softmax over the positions of what a matrix makes of an attention's result: the matrix mixes no heads."""
 
