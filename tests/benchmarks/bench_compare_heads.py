@@ -30,5 +30,5 @@ def test_compare_heads(side_by_side):
         "the plain forwards and the float64 reference",
         theirs,
         at_most=1.2,
-        rounds=5,
+        rounds=11,
     )

@@ -69,7 +69,7 @@ def test_recorded_model(side_by_side):
             "plain model",
             lambda: model(x),
             at_most=1.10,
-            rounds=5,
+            rounds=11,
         )
 
 
@@ -92,4 +92,4 @@ def test_other_tools(side_by_side, tool):
                 model(x)
 
     with torch.no_grad(), opened():
-        side_by_side(f"{tool}, 12 layers of 768", run, "plain model", lambda: model(x), at_most=math.inf, rounds=3)
+        side_by_side(f"{tool}, 12 layers of 768", run, "plain model", lambda: model(x), at_most=math.inf, rounds=5)
