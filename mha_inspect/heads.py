@@ -22,8 +22,9 @@ from .head_counts.runs import HeadRun, Noise, walk
 from .head_counts.sentences import answer, reason
 from .head_counts.sight import sight_of_inputs
 from .head_counts.training import compare_training
-from .head_counts.weights import Carried, carry
+from .head_counts.weights import Carried, carry, copy_parameters
 from .inputs import Inputs
+from .layers.building import blank
 from .layers.registry import find_layer
 from .layers.settings import check_settings, own_spec, spec_for
 from .reports.common import Environment, LayerInfo
@@ -178,7 +179,8 @@ class _Comparison:
 
     def all_nan(self) -> bool:
         """Whether there is no number in any output."""
-        return all(bool(output.min().isnan()) and bool(output.isnan().all()) for output in self._returned)
+        apart = any(row.max_abs_difference for row in self.rows)  # NaN beside NaN is no difference
+        return not apart and all(bool(output.isnan().all()) for output in self._returned)
 
     def equalities(self) -> tuple[str, ...]:
         """Where outputs must be equal, why, and what was measured there."""
@@ -200,7 +202,11 @@ def _with_heads(forward: Forward, spec: AttentionSpec, inputs: InputSpec) -> For
         return build_forward(spec, inputs, forward.run, forward.layer)
     code = find_layer(forward.layer).load()
     args, kwargs = code.arguments(forward.inputs, forward.run)
-    return replace(forward, spec=spec, module=code.build(spec, forward.run.device), args=args, kwargs=kwargs)
+    with blank():
+        module = code.build(spec, forward.run.device)
+    if not copy_parameters(forward.module, module):
+        module = code.build(spec, forward.run.device)
+    return replace(forward, spec=spec, module=module, args=args, kwargs=kwargs)
 
 
 def _sources(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .elements import parts
 from .reports.common import Verdict
 
 DIFFERS_ABOVE = 10.0
 """A difference of more than this many times the noise floor is no rounding error."""
 SAME_UP_TO = 2.0
 """Two results that are each one noise floor away from the exact one are at most this many apart."""
-_CHUNK = 1 << 15
-"""Elements that are turned to float64 at a time: few enough to stay in a processor's cache, and for torch not to share
-them out among threads, which wait for each other where the machine is busy."""
 
 
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:
@@ -101,24 +99,6 @@ def _largest_finite(left: Tensor, right: Tensor) -> float | None:
             return None
         largest = max(largest, -low, high)
     return largest
-
-
-def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same elements of both, a part at a time on the CPU; elsewhere, where each look is waited for, all at once."""
-    if left.device != right.device or left.device.type == "mps":  # mps has no float64: it hands its numbers over
-        left, right = left.cpu(), right.cpu()
-    return _split(left.detach(), right.detach())
-
-
-def _split(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if left.device.type != "cpu" or left.numel() <= _CHUNK:
-        yield left, right
-    elif left.shape[0] == 1:
-        yield from _split(left[0], right[0])
-    else:
-        rows = max(1, left.shape[0] * _CHUNK // left.numel())
-        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
-            yield from _split(one, other)
 
 
 def first_tensor(result: Any) -> Tensor:

@@ -393,7 +393,8 @@ def _identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
         address = tensor.untyped_storage()._cdata
         return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
-        return id(tensor), (0, tuple(tensor.shape), (), tensor.dtype)
+        shape = () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)  # one that is lazy has no shape yet
+        return id(tensor), (0, shape, (), tensor.dtype)
 
 
 def _owner(tensor: torch.Tensor) -> StorageWeakRef | ref[torch.Tensor]:

@@ -10,7 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .noise import judge, parts, rounding_error
+from .elements import parts
+from .noise import judge, rounding_error
 from .reports.common import Verdict
 from .stages import CANONICAL_AXES
 

@@ -97,7 +97,7 @@ RULES = {
     "dataflow": ("dataflow", "ops", "stages"),
     "attention": ("dataflow", "ops", "stages"),
     "axes": ("axis_roles", "attention", "dataflow", "ops", "stages"),
-    "layers": ("layers", "errors", "spec", "inputs", "reports"),
+    "layers": ("layers", "elements", "errors", "spec", "inputs", "reports"),
     "footprint": ("ops",),
     "kernels": ("forward", "ops", "reports", "attention", "dataflow", "recorder"),
 }

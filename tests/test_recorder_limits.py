@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import RecordingError
-from mha_inspect.recorder import record
+from mha_inspect.recorder import Recorder, record
 from mha_inspect.tracing import trace_module
 
 
@@ -59,3 +59,13 @@ def test_flex_attention_is_one_operation_that_hides_its_stages():
     assert [op.base_name for op in recording.ops].count("flex_attention") == 1
     assert "flex attention: one kernel" in trace.path.plain
     assert trace.attentions == ()
+
+
+def test_a_lazy_module_can_be_built_and_run_inside_of_a_recording():
+    with Recorder() as recorder:
+        module = torch.nn.LazyLinear(5)
+        output = module(torch.ones(2, 3))
+    assert output.shape == (2, 5)
+    assert module.weight.shape == (5, 3)
+    (product,) = [op for op in recorder.finish(output).ops if op.base_name == "addmm"]
+    assert product.output.shape == (2, 5)

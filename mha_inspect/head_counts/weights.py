@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..elements import same_bits
 from ..layers.places import places_of
 from ..layers.weights import AttentionWeights, load_weights, read_weights
 from ..sides.shared_weights import within_slices
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READS_INPUT = ("w_q", "w_k", "w_v")
 
 
@@ -66,6 +66,17 @@ def carry(baseline: nn.Module, module: nn.Module) -> Carried:
     return Carried(whole, tuple(carried), tuple(changes))
 
 
+def copy_parameters(source: nn.Module, module: nn.Module) -> bool:
+    """Copy every parameter, where both have the same ones by name and shape; whether they have."""
+    mine, theirs = dict(module.named_parameters()), dict(source.named_parameters())
+    if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
+        return False
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(theirs[name])
+    return True
+
+
 def matrices(module: nn.Module, numbers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The module's weights as whole matrices, `W_q` to `b_o`, whatever parameters it keeps them in.
 
@@ -81,18 +92,6 @@ def matrices(module: nn.Module, numbers: Mapping[str, Tensor] | None = None) -> 
 
 def _label(name: str) -> str:
     return f"W{name[1:]}" if name[0] == "w" else name
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal down to the sign of a zero, a NaN equal to itself."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if not left.numel():
-        return True
-    bits = _BITS[left.element_size()]
-    one, other = (side.detach().contiguous().view(bits) for side in (left, right))
-    low, high = torch.aminmax(one - other)
-    return int(low) == 0 == int(high)
 
 
 def _same_parameters(left: nn.Module, right: nn.Module) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..spec import AttentionSpec
 
@@ -15,6 +16,8 @@ M = TypeVar("M", bound=nn.Module)
 
 _SEEDS = 2**64
 """Generators take 64 bits; any whole number is folded into them."""
+_DRAWING = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
+"""Methods of a tensor, and functions of `torch.nn.init`, that fill it; its other functions come down to these."""
 
 
 @contextmanager
@@ -36,6 +39,22 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed % _SEEDS)
         yield
+
+
+class blank(TorchFunctionMode):  # noqa: N801 - it is used as a function, as torch.no_grad is
+    """Draw nothing inside the block: parameters that are built there hold whatever their memory held.
+
+    For a layer that is given all of its numbers afterwards. To draw those of a large one takes longer than to run it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, unless it would fill a tensor with random numbers."""
+        kwargs = kwargs or {}
+        if func.__name__ in _DRAWING:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu") -> M:

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from ..elements import same_bits
 from ..errors import WeightsError
 from ..spec import AttentionSpec
 from .places import Heads, Places, places_of
@@ -62,7 +63,7 @@ class AttentionWeights:
     def equals(self, other: AttentionWeights) -> bool:
         """Whether both have the same tensors, bit for bit (a NaN equals itself, 0.0 does not equal -0.0)."""
         mine, theirs = self.tensors(), other.tensors()
-        return mine.keys() == theirs.keys() and all(_same_bits(mine[name], theirs[name]) for name in mine)
+        return mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
 
     def with_heads(self, num_heads: int) -> AttentionWeights:
         """The same matrices, their rows counted out to another number of heads.
@@ -216,7 +217,7 @@ def _for_kv_heads(tensor: Tensor, num_heads: int, kv_heads: int, name: str) -> T
         return tensor
     for_each_head = repeat(tensor, "kv_heads ... -> (kv_heads group) ...", group=num_heads // tensor.shape[0])
     groups = rearrange(for_each_head, "(kv_heads group) ... -> kv_heads group ...", kv_heads=kv_heads)
-    if not _same_bits(groups, groups[:, :1].expand_as(groups)):
+    if not same_bits(groups, groups[:, :1].expand_as(groups)):
         raise WeightsError(
             f"{name} has num_kv_heads {kv_heads} for {num_heads} heads, and the weights have {tensor.shape[0]} "
             "key/value heads that differ: heads that share one key and value cannot keep their own. Carry them the "
@@ -299,10 +300,3 @@ def _widened(heads: Heads, sliced: bool) -> Tensor:
 
 def _all_zero(tensor: Tensor) -> bool:
     return not tensor.is_meta and not bool(tensor.count_nonzero())
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal down to the sign of a zero, and a NaN equal to itself."""
-    if left.dtype != right.dtype or left.shape != right.shape or left.is_meta or right.is_meta:
-        return left.is_meta and right.is_meta and left.dtype == right.dtype and left.shape == right.shape
-    return bool((left.contiguous().view(torch.uint8) == right.contiguous().view(torch.uint8)).all())

@@ -1,0 +1,51 @@
+"""Building without drawing, for a layer that is given its numbers afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha_inspect.elements import same_bits
+from mha_inspect.head_counts.weights import copy_parameters
+from mha_inspect.layers.building import blank
+from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.settings import spec_for
+from mha_inspect.recorder import record
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_blank_layer_takes_all_of_another_ones_numbers(layer):
+    kind = LAYERS[layer]
+    spec = spec_for(kind, embed_dim=12, num_heads=3)
+    recording, drawn = record(lambda: kind.load().build(spec))
+    assert _drawn(recording)
+    with blank():
+        recording, module = record(lambda: kind.load().build(spec))
+    assert not _drawn(recording)
+    assert copy_parameters(drawn, module)
+    assert all(map(same_bits, module.parameters(), drawn.parameters()))
+
+
+def _drawn(recording):
+    return [op.name for op in recording.ops if op.base_name in ("uniform_", "normal_", "uniform", "normal", "randn")]
+
+
+def test_parameters_of_another_shape_are_not_copied():
+    wide = LAYERS["wide"]
+    two, three = (wide.load().build(spec_for(wide, embed_dim=12, num_heads=count)) for count in (2, 3))
+    before = [parameter.clone() for parameter in three.parameters()]
+    assert not copy_parameters(two, three)
+    assert all(same_bits(old, new) for old, new in zip(before, three.parameters(), strict=True))
+
+
+def test_same_bits_tells_zeros_apart_and_not_nan():
+    zero, nan = torch.zeros(7), torch.full((7,), torch.nan)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double())
+    late = torch.arange(40_000.0)
+    other = late.clone()
+    other[-1] += 1
+    assert not same_bits(late, other)
+    assert same_bits(zero.to("meta"), zero.to("meta"))
+    assert not same_bits(zero.to("meta"), zero)
