@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
+from einops import EinopsError, rearrange
 
 from .attention import Found
 from .axes import AxisNames
@@ -155,7 +155,10 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
     # What has a dimension to itself has its size, which in a loop over queries is another than the whole layer's.
     shared = {name for dim in dims_of(axes) if len(dim) > 1 for name in dim}
     told = {name: sizes[name] for name in own if name in sizes and name in shared}
-    return rearrange(value, f"{axes} -> {' '.join(target)}", **told)
+    try:
+        return rearrange(value, f"{axes} -> {' '.join(target)}", **told)
+    except EinopsError:  # names that do not fit their sizes are none
+        return None
 
 
 def _target(word: str, own: list[str]) -> str:

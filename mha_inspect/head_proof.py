@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .copying import copy_module
 from .inputs import Inputs
 from .layers.roles import Role
 from .noise import first_tensor, judge, max_difference, noise_floor
@@ -129,7 +129,7 @@ def prove(
     if inputs.query.is_meta or spec.rope or not _reads_whole_inputs(matrices, spec):
         return None
     args, kwargs = arguments
-    layer = copy.deepcopy(module).eval() if module.training else module
+    layer = copy_module(module).eval() if module.training else module
     with torch.no_grad():
         expected = first_tensor(layer(*args, **kwargs))
         swap = not spec.batch_first and not inputs.unbatched

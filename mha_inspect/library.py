@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from .attempt import AttemptRecorder
 from .canonical import own_axes
+from .copying import copy_module
 from .export import Target
 from .forward import Pass, Seen
 from .kept import Stages, keep_stages
@@ -245,7 +245,7 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     from .sides.module_run import ModuleSide
 
     def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
-        own = Pass(copy.deepcopy(module), args, kwargs)
+        own = Pass(copy_module(module), args, kwargs)
         return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
 
     return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))

@@ -6,7 +6,6 @@ rounded alike. So the rounding error is measured, in the same run, against the s
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .copying import copy_module
 from .elements import parts
 from .reports.common import Verdict
 
@@ -127,7 +127,7 @@ def _first_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     no_float64 = any(tensor.device.type == "mps" for tensor in tensors) and dtype == torch.float64
     device = torch.device("cpu") if no_float64 else None
     if module.training or dtype != _dtype_of(module, args):
-        module = copy.deepcopy(module).to(device=device, dtype=dtype).eval()
+        module = copy_module(module).to(device=device, dtype=dtype).eval()
     cast: dict[int, Tensor] = {}
     gpus = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=gpus):

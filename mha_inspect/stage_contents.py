@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from .attention import Found
 from .canonical import NamedAxes, canonical_stage, name_axes, sizes_of
+from .copying import copy_module
 from .forward import Forward, Seen
 from .noise import cast_tensors
 from .spec import DTYPES
@@ -121,7 +121,7 @@ def in_dtype(forward: Forward, dtype: torch.dtype, module: nn.Module | None = No
     """The same layer, weights and inputs in another dtype, in eval mode, without gradients."""
     device = "cpu" if torch.device(forward.run.device).type == "mps" else forward.run.device
     if module is None:
-        module = copy.deepcopy(forward.module).to(device=device, dtype=dtype).eval()
+        module = copy_module(forward.module).to(device=device, dtype=dtype).eval()
     seen: dict[int, Tensor] = {}
     args = cast_tensors(forward.args, dtype, torch.device(device), seen)
     kwargs = cast_tensors(forward.kwargs, dtype, torch.device(device), seen)

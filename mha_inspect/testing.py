@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from .attention import Found
 from .canonical import contents_of
+from .copying import copy_module
 from .forward import Pass, Seen
 from .library import LiveAttention, trace
 from .noise import cast_tensors
@@ -99,7 +99,7 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
 
 
 def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Seen:
-    exact: nn.Module = copy.deepcopy(module).double()
+    exact: nn.Module = copy_module(module).double()
     seen: dict[int, Tensor] = {}
     cast = [cast_tensors(given, torch.float64, None, seen) for given in (args, kwargs)]
     return Pass(exact, cast[0], cast[1]).recorded(keep=True)

@@ -104,3 +104,11 @@ def test_sizes_of_shared_heads() -> None:
     spec = AttentionSpec(embed_dim=60, num_heads=6, num_kv_heads=2)
     forward = build_forward(spec, InputSpec(batch=3), RunSpec(), "grouped-query")
     assert sizes_of(forward) == {"batch": 3, "heads": 6, "kv_heads": 2, "group": 3, "head_dim": 10}
+
+
+def test_names_that_do_not_fit_their_sizes_are_none():
+    assert canonical(drawn(3, 5, 7), "concat", "batch query (heads head_dim)", {"heads": 2, "head_dim": 3}) is None
+    assert canonical(drawn(3, 5, 7), "output", "batch query query", {"batch": 3}) is None
+    context = canonical(drawn(3, 5, 1, 7), "context", "batch query 1 head_dim", {})
+    assert context is not None
+    assert context.shape == (3, 1, 5, 7)

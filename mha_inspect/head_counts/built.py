@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
 
+from ..copying import copy_module
 from ..errors import SpecError
 from ..forward import Pass
 from ..reports.common import LayerInfo
@@ -39,7 +39,7 @@ def build_each(
         if not isinstance(module, nn.Module):
             raise SpecError(f"{name} returned a {type(module).__name__} for {count} heads, and not a torch.nn.Module.")
         label = type(module).__name__
-        own = Pass(copy.deepcopy(module), args, dict(kwargs))
+        own = Pass(copy_module(module), args, dict(kwargs))
         built.append(Counted(count, ModuleSide("left", label, own, LayerInfo(label, {}), seed=0)))
     return built
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..copying import copy_module
 from ..errors import SpecError
 from ..noise import judge
 from ..reports.compare_heads import HeadTraining, Training
@@ -59,7 +59,7 @@ def compare_training(learners: Sequence[Learner], steps: int, cause: str = "") -
 
 def train(learner: Learner, steps: int) -> Trained:
     """Train a copy; the module stays as it is."""
-    module = copy.deepcopy(learner.own.module)
+    module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ..copying import copy_module
 from ..elements import same_bits
 from ..layers.places import places_of
 from ..layers.weights import AttentionWeights, load_weights, read_weights
@@ -83,7 +83,7 @@ def matrices(module: nn.Module, numbers: Mapping[str, Tensor] | None = None) -> 
     With `numbers`, by the parameter's name, those stand for what the parameters hold: gradients, for instance.
     """
     if numbers is not None:
-        module = copy.deepcopy(module)
+        module = copy_module(module)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(numbers[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..canonical import canonical, contents_of, own_axes
+from ..copying import copy_module
 from ..errors import InputError
 from ..forward import Pass, Seen
 from ..kernels import describe, hidden_stages
@@ -44,8 +44,19 @@ class ModuleSide:
         return environment_of(self.own).dtype or "float32"
 
     def in_dtype(self, dtype: torch.dtype, *, training: bool = False) -> Pass:
-        """The same module, weights and arguments in another dtype; in eval mode, for dropout draws other elements."""
-        module = copy.deepcopy(self.own.module).to(dtype=dtype).train(training)
+        """The same module, weights and arguments in another dtype; in eval mode, for dropout draws other elements.
+
+        Raises `InputError` where the module cannot be copied.
+        """
+        try:
+            module = copy_module(self.own.module).to(dtype=dtype).train(training)
+        except (RuntimeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"{self.label} cannot be copied, and to measure rounding a copy is run in another dtype: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
         seen: dict[int, Tensor] = {}
         args, kwargs = (cast_tensors(given, dtype, None, seen) for given in (self.own.args, self.own.kwargs))
         return Pass(module, args, kwargs)

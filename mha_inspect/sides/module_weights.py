@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from ..copying import copy_module
 from ..errors import WeightsError
 from ..forward import Forward
 from ..layers.weights import AttentionWeights, read_weights
@@ -53,7 +53,7 @@ def in_the_fuller(layer: ModuleSide, fuller: ModuleSide) -> ModuleSide | None:
     """
     if not isinstance(layer.own, Forward) or isinstance(fuller.own, Forward):
         return None
-    copied = replace(fuller, own=replace(fuller.own, module=copy.deepcopy(fuller.own.module)))
+    copied = replace(fuller, own=replace(fuller.own, module=copy_module(fuller.own.module)))
     try:
         (found,) = _weights_of(copied)
         numbers = found.completed(read_weights(layer.own.module))

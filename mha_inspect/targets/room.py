@@ -6,7 +6,6 @@ cannot be told so is let pass.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..copying import copy_module
 from ..fit import SAFE
 from ..footprint import given_bytes, kept_bytes, peak_bytes
 from ..forward import Pass
@@ -92,7 +92,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
         held[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         held[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, held)
+    return copy_module(module, held)
 
 
 def _need(meta: Target, asked: Asked, *, kept: bool, held: float = 1.0) -> tuple[int, str]:

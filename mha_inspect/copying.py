@@ -1,0 +1,36 @@
+"""A copy of a module, to be run in another dtype or to be changed, while the module itself stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:
+    """A deep copy; `instead` has what stands in it for objects of the module, by their ids.
+
+    Many modules hold on to the weights of their last run, with the graph that they came of. Such a tensor cannot be
+    copied: its content is.
+    """
+    memo = dict(instead or {})
+    for part in module.modules():
+        for tensor in _tensors_in(vars(part)):
+            if not tensor.is_leaf:
+                memo.setdefault(id(tensor), tensor.detach().clone())
+    return copy.deepcopy(module, memo)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)

@@ -1,0 +1,59 @@
+"""A copy of a module, also of one that holds on to tensors with the graph that they came of."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.copying import copy_module
+
+
+class Holding(nn.Module):
+    """Keeps its weights, as many do that are plotted afterwards: in an attribute, a list and a dictionary."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(30, 30) for _ in range(3))
+        self.seen: list[torch.Tensor] = []
+        self.by_name: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        self.weights = (q @ k.mT).softmax(-1)
+        self.seen.append(self.weights)
+        self.by_name["last"] = self.weights
+        return (self.weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_held_tensors_are_copied_by_their_content():
+    module, x = Holding(), torch.randn(3, 7, 30)
+    module(x)
+    copied = copy_module(module)
+    assert copied.weights is copied.seen[0] is copied.by_name["last"]
+    assert copied.weights is not module.weights
+    assert torch.equal(copied.weights, module.weights)
+    assert copied.weights.is_leaf
+    assert module.weights.requires_grad
+    assert copied.q.weight is not module.q.weight
+    assert copied.q.weight.requires_grad
+    assert torch.equal(copied(x), module(x))
+
+
+def test_tied_parameters_stay_tied_and_what_stands_in_is_taken():
+    module = Holding()
+    module.k.weight = module.q.weight
+    other = nn.Parameter(torch.empty_like(module.v.weight, device="meta"))
+    copied = copy_module(module, {id(module.v.weight): other})
+    assert copied.k.weight is copied.q.weight
+    assert copied.v.weight is other
+
+
+def test_gradients_and_training_of_such_a_module():
+    x = torch.randn(3, 7, 30)
+    report = mha_inspect.compare_heads((1, 3), Holding, x, gradients=True, steps=2)
+    assert report.gradients.counts[1].verdict == report.training.counts[1].verdict == "differs"
+    module = Holding()
+    module(x)
+    assert mha_inspect.diff(module, module, x).verdict == "same"
