@@ -131,6 +131,11 @@ class Recording:
         return {named.tensor.id: named.name for named in self.parameters}
 
     @cached_property
+    def parameter_storages(self) -> dict[int, Named]:
+        """Storage number to the parameter that is in it."""
+        return {named.tensor.storage: named for named in self.parameters}
+
+    @cached_property
     def input_ids(self) -> frozenset[int]:
         """Ids of the tensors among the arguments."""
         return frozenset(named.tensor.id for named in self.inputs)

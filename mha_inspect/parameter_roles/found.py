@@ -48,14 +48,14 @@ def found_roles(module: nn.Module, seen: Seen) -> dict[str, FoundRole]:
     A parameter that is no part of an attention has the operation that reads it first for a role.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    owned = OwnedParameters(seen)
+    owned, readers = OwnedParameters(seen), _readers(seen)
     roles: dict[str, list[FoundRole]] = {}
     for found, names in seen.attentions:
-        reader = _Reader(seen, found, names, owned)
+        reader = _Reader(seen, found, names, owned, readers)
         for name, role in reader.roles(shapes).items():
             roles.setdefault(name, []).append(role)
     merged = {name: _merged(several) for name, several in roles.items()}
-    return merged | _others(seen, shapes, merged)
+    return merged | _others(readers, shapes.keys() - merged.keys())
 
 
 def _merged(roles: list[FoundRole]) -> FoundRole:
@@ -68,8 +68,10 @@ def _merged(roles: list[FoundRole]) -> FoundRole:
 class _Reader:
     """Reads off what the parameters of one attention are for."""
 
-    def __init__(self, seen: Seen, found: Found, names: AxisNames, owned: OwnedParameters) -> None:
-        self._seen, self._found, self._names = seen, found, names
+    def __init__(
+        self, seen: Seen, found: Found, names: AxisNames, owned: OwnedParameters, readers: dict[str, list[Op]]
+    ) -> None:
+        self._seen, self._found, self._names, self._readers = seen, found, names, readers
         self._graph = seen.graph
         self._turns = found.branches or (found,)
         self._sides: dict[str, Side] = {letter: owned.of(letter, found, names) for letter in "qkvo"}
@@ -118,7 +120,7 @@ class _Reader:
 
     def _kind_of(self, name: str, letter: str) -> str:
         """What a parameter does that is no matrix of a projection: it is added, appended, or scales."""
-        for op in readers(self._seen, name):
+        for op in self._readers.get(name, ()):
             base = op.base_name.rstrip("_")
             beside = any(not self._graph.is_weight(tensor) for tensor in op.inputs)
             projection = self._found.projections.get(_SIDES[letter])
@@ -134,12 +136,12 @@ class _Reader:
 
     def _in_scores(self, op: Op) -> list[str]:
         """The parameters of which a bias of positions is made: nothing in it comes from what the forward was given."""
-        parameters = {named.tensor.storage: named.name for named in self._seen.recording.parameters}
+        parameters = self._seen.recording.parameter_storages
         found: list[str] = []
         for tensor in op.inputs:
             if not self._graph.comes_from_inputs(tensor):
                 steps = self._graph.back(tensor, lambda passed: True)
-                found += [parameters[s.tensor.storage] for s in steps if s.tensor.storage in parameters]
+                found += [parameters[s.tensor.storage].name for s in steps if s.tensor.storage in parameters]
         return found
 
     # -- what they are --------------------------------------------------------------------------------------------
@@ -316,25 +318,27 @@ def _slices(kind: str, parts: list[Part], shape: tuple[int, ...]) -> tuple[HeadS
     return tuple(found)
 
 
-def readers(seen: Seen, name: str) -> list[Op]:
-    """The operations that read a parameter, moved or cast at most, first to last."""
+def _readers(seen: Seen) -> dict[str, list[Op]]:
+    """For each parameter, the operations that read it, moved or cast at most, first to last."""
     recording, graph = seen.recording, seen.graph
-    storage = next(named.tensor.storage for named in recording.parameters if named.name == name)
-    moved: set[int] = set()
-    found = []
+    found: dict[str, list[Op]] = {named.name: [] for named in recording.parameters}
+    moved: dict[int, set[str]] = {}
     for op in recording.ops:
-        if any(tensor.id in moved or tensor.storage == storage for tensor in op.inputs):
-            if graph.moves(op):
-                moved |= {tensor.id for tensor in op.outputs}
-            else:
-                found.append(op)
+        names = set().union(*(moved.get(tensor.id, ()) for tensor in op.inputs))
+        held = (recording.parameter_storages.get(tensor.storage) for tensor in op.inputs)
+        names |= {named.name for named in held if named is not None}
+        for name in names:
+            if not graph.moves(op):
+                found[name].append(op)
+        if names and graph.moves(op):
+            moved.update((tensor.id, names) for tensor in op.outputs)
     return found
 
 
-def _others(seen: Seen, shapes: dict[str, tuple[int, ...]], known: Iterable[str]) -> dict[str, FoundRole]:
+def _others(readers: dict[str, list[Op]], names: Iterable[str]) -> dict[str, FoundRole]:
     """What reads each parameter first that is no part of an attention."""
     roles = {}
-    for name in shapes.keys() - set(known):
-        reader = next(iter(readers(seen, name)), None)
+    for name in names:
+        reader = next(iter(readers.get(name, ())), None)
         roles[name] = FoundRole("", "not read by this forward" if reader is None else f"read by {reader.base_name}")
     return roles

@@ -67,7 +67,7 @@ class Path:
 
     def __post_init__(self) -> None:
         recording = self.graph.recording
-        names = {named.tensor.storage: named for named in recording.parameters}
+        names = recording.parameter_storages
         own = {tensor.id for tensor in self.sources}
         made = [recording.producers.get(tensor.id, -1) for tensor in self.sources]
         start = min(made, default=-1)
@@ -113,7 +113,7 @@ class Path:
 def parameters_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[str]:
     """The parameters that tensors are, moved, cast or scaled at most."""
     recording = graph.recording
-    names = {named.tensor.storage: named.name for named in recording.parameters}
+    names = recording.parameter_storages
     found: list[str] = []
     queue, seen = list(tensors), set()
     while queue:
@@ -123,7 +123,7 @@ def parameters_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[str]:
             continue
         seen.add(tensor.id)
         if op is None and tensor.storage in names:
-            found.append(names[tensor.storage])
+            found.append(names[tensor.storage].name)
         elif op is not None and graph.is_weight(tensor):
             queue += op.inputs
     return list(dict.fromkeys(found))

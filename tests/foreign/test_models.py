@@ -212,3 +212,28 @@ def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> 
             own = [piece.head] if piece.part == "W_q" else [piece.head * group + n for n in range(group)]
             assert changed == own, (row.name, piece)
     assert seen == {"W_q", "W_k"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameter", "axes", "said"),
+    [
+        ("gpt2", "h.0.attn.c_proj.weight", "(heads head_dim) embed", "W_o: its rows are the heads one above the other"),
+        (
+            "bloom",
+            "h.0.self_attention.query_key_value.weight",
+            "(heads qkv head_dim) embed",
+            "head by head: 10 rows of q",
+        ),
+        ("falcon", "h.0.self_attention.query_key_value.weight", "packed embed", "rows 0–29, 30–39, 40–49"),
+        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "", "added to the scores"),
+        ("qwen3", "layers.0.self_attn.q_norm.weight", "head_dim", "it belongs to no head"),
+        ("deepseek_v3", "layers.0.self_attn.kv_b_proj.weight", "(heads packed) latent", "6 rows of k, 7 of v each"),
+        ("deepseek_v3", "layers.0.self_attn.q_a_proj.weight", "latent embed", "it belongs to no head"),
+    ],
+)
+def test_what_the_parameters_of_a_model_are_for(kind: str, parameter: str, axes: str, said: str) -> None:
+    module = model(kind)
+    report = params(module, own=Pass(module, (), inputs(kind, 2, 7)))
+    row = next(row for row in report.parameters if row.name == parameter)
+    assert row.axes == (axes or "num_embeddings embedding_dim")
+    assert said in row.role
