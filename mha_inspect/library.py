@@ -102,7 +102,9 @@ class LiveReport(_Shows):
         return self._text("plain").rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return self._text("html")
+        from .render import to_cell
+
+        return to_cell(self.report)
 
     def to_dict(self) -> dict[str, Any]:
         """What `--format json` prints, as Python has it."""

@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -87,10 +88,21 @@ def test_what_is_no_module_is_answered_with_what_to_do(x, asked, said):
 def test_it_prints_itself_and_its_parts(layer, x):
     trace = mha_inspect.trace(layer, x, x, x)
     assert "q_heads" in repr(trace)
-    assert "<pre" in trace._repr_html_()
     assert repr(trace.attentions[0].context) == "context [6, 7, 5] (batch heads) query head_dim: weights · v_heads"
     assert "scores" in dir(trace.attentions[0])
     assert repr(trace.attentions[0].context) in repr(trace.attentions[0])
+
+
+def test_a_notebook_shows_it_and_nothing_beside_it_changes(layer, x):
+    trace = mha_inspect.trace(layer, x, x, x)
+    cell = trace._repr_html_()
+    # Well-formed, and without rules that would hold for the page or for the cell above.
+    root = ElementTree.fromstring(cell)
+    assert {element.tag for element in root.iter()} <= {"pre", "code", "span"}
+    assert all(set(element.attrib) <= {"style"} for element in root.iter())
+    text = "".join(root.itertext())
+    assert "q_heads" in text
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("scores")] == ["scores"]
 
 
 def test_saved_and_read_back_it_is_the_same(layer, x, tmp_path):

@@ -13,7 +13,7 @@ from .clean import clean, clean_lines
 Format = Literal["table", "plain", "json", "svg", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-__all__ = ["FORMATS", "Format", "clean", "clean_lines", "to_text"]
+__all__ = ["FORMATS", "Format", "clean", "clean_lines", "to_cell", "to_text"]
 
 
 def to_text(report: object, format: Format, *, width: int | None = None, color: bool = False) -> str:
@@ -42,3 +42,11 @@ def to_text(report: object, format: Format, *, width: int | None = None, color: 
         return terminal.to_table(document, width=width, color=color)
     export = terminal.to_svg if format == "svg" else terminal.to_html
     return export(document, width=width)
+
+
+def to_cell(report: object) -> str:
+    """The report as html for a page that holds other things, such as a notebook."""
+    from . import terminal
+    from .kinds import kind_of
+
+    return terminal.to_cell(kind_of(report).document(report))

@@ -35,6 +35,11 @@ code {{
 </html>
 """.replace("@FONTS@", FONTS)
 
+CELL = """<pre style="font: 14px/1.45 @FONTS@; color: {foreground}; background-color: {background}; padding: 1em; \
+overflow-x: auto"><code style="font: inherit; color: inherit; background: none; padding: 0">{code}</code></pre>
+""".replace("@FONTS@", FONTS)
+"""For a page that is not ours, such as a notebook: nothing in it reaches what stands beside it."""
+
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
     <style>
     .{unique_id}-matrix {{

@@ -105,6 +105,12 @@ def to_html(document: Document, *, width: int | None) -> str:
     return _recorder(document, width).export_html(theme=HTML_THEME, code_format=templates.HTML)
 
 
+def to_cell(document: Document) -> str:
+    """The page as a piece of html that can stand inside of another page."""
+    console = _recorder(document, None)
+    return console.export_html(theme=HTML_THEME, code_format=templates.CELL, inline_styles=True)
+
+
 def _recorder(document: Document, width: int | None) -> Console:
     console = Console(
         file=StringIO(),
