@@ -10,12 +10,14 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
-from mha_inspect.forward import Pass
+from mha_inspect.errors import MhaInspectError
+from mha_inspect.forward import Pass, build_forward
 from mha_inspect.head_proof import cut
 from mha_inspect.layers import torch_mha
+from mha_inspect.layers.registry import LAYERS
 from mha_inspect.parameters import params, params_spec
 from mha_inspect.reports.params import Parameter, ParamsReport
-from mha_inspect.spec import AttentionSpec, RunSpec, Show
+from mha_inspect.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
 
 from .foreign import styles
 from .foreign.styles import D, E, H
@@ -70,6 +72,43 @@ def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[s
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
     found = params(module, own=Pass(module, tuple(given), {}), per_head=True)
     assert roles_of(found) == roles_of(params_spec(spec, RunSpec(), Show(), per_head=True))
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_heads": 1},
+    {"num_kv_heads": 1},
+    {"num_heads": 6, "embed_dim": 30, "num_kv_heads": 2},
+    {"rope": True, "embed_dim": 30},
+    {"kdim": 17, "vdim": 19},
+    {"head_dim": DerivedInt(10)},
+)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None:
+    seen = 0
+    for settings in SETTINGS:
+        spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
+        try:
+            forward = build_forward(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+        except MhaInspectError:
+            continue  # a layer has no use for every setting
+        found = params(forward.module, own=forward, per_head=True).parameters
+        declared = params_spec(forward.spec, RunSpec(), Show(), layer=layer, per_head=True).parameters
+        assert [(row.name, row.heads) for row in found] == [(row.name, row.heads) for row in declared]
+        # A loop of one turn is no loop, heads that are not shared are heads, and which features are read is not told.
+        alike = layer == "grouped-query" and spec.kv_heads == spec.num_heads
+        if layer != "narrow" and not alike and not (layer == "per-head" and spec.num_heads == 1):
+            assert [(row.axes, row.role) for row in found] == [(row.axes, row.role) for row in declared]
+        seen += 1
+    assert seen >= 3
+
+
+def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
+    forward = build_forward(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
+    row = params(forward.module, own=forward).parameters[0]
+    assert (row.axes, row.role) == ("head_dim 4", "W_q of head 0: it reads 4 of the 12 features")
 
 
 def matrices(found: dict[str, Parameter], module: nn.Module, part: str, head: int) -> torch.Tensor:

@@ -11,12 +11,12 @@ from ..attention import Found
 from ..axes import AxisNames
 from ..dataflow.graph import NORMS
 from ..forward import Seen
-from ..layers.roles import Bounds
 from ..ops import Op, Tensor
 from ..reports.params import HeadSlice
 from .influence import parameters_behind
-from .naming import Part, axes_of, in_blocks, structured
+from .naming import Part, axes_of, structured
 from .owned import LETTERS, OwnedParameters, Side
+from .wording import by_head, listed, runs_of, slices_of
 
 _SIDES = {**LETTERS, "o": "output"}
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
@@ -163,7 +163,7 @@ class _Reader:
         axes = axes_of(shape, parts, self._axis_names(parts), self._inside(held, parts, shape))
         axes = self._without_heads(axes, held, parts, shape)
         text = self._text(held, parts, shape, axes)
-        return FoundRole(" ".join(axes), text, _slices(held.kind, parts, shape), is_part=True)
+        return FoundRole(" ".join(axes), text, slices_of(held.kind, parts, shape), is_part=True)
 
     def _count(self, letter: str) -> int:
         return self._names.num_kv_heads if letter in "kv" else self._names.num_heads
@@ -184,7 +184,18 @@ class _Reader:
             width = stages[_SIDES[letter]].shape[-1]
             if width != stages["query"].shape[-1] and width in shape:
                 return "kdim" if letter == "k" else "vdim"
-        return "embed"
+        read, features = self._read(held, parts, shape)
+        return str(read) if read < features else "embed"
+
+    def _read(self, held: _Held, parts: list[Part], shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many features a matrix of heads reads, and of how many."""
+        side = _SIDES[parts[0].letter]
+        op, given = self._found.projections.get(side), self._found.stages.get(side)
+        if held.kind != "W" or op is None or given is None or side == "output" or op.base_name == "convolution":
+            return 0, 0
+        projected = self._graph.projected(op)
+        features = projected.shape[-1] if self._found.earlier.get(side) else given.shape[-1]
+        return (projected.shape[-1], features) if projected.shape[-1] in shape else (0, 0)
 
     def _without_heads(self, axes: list[str], held: _Held, parts: list[Part], shape: tuple[int, ...]) -> list[str]:
         """A parameter that belongs to no head: by its widths."""
@@ -198,7 +209,7 @@ class _Reader:
         return axes
 
     def _bare(self, held: _Held) -> str:
-        return _listed(held.kind, held.letters) if held.kind in ("W", "b") else self._plain(held)
+        return listed(held.kind, held.letters) if held.kind in ("W", "b") else self._plain(held)
 
     def _plain(self, held: _Held) -> str:
         made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in held.letters))
@@ -222,100 +233,52 @@ class _Reader:
             return f"{self._plain(held)}: it belongs to no head"
         if held.kind not in ("W", "b"):
             return self._plain(held)
-        listed = _listed(held.kind, [part.letter for part in parts])
+        matrices = listed(held.kind, [part.letter for part in parts])
         if held.kind == "b" and parts[0].letter == "o":
             return "b_o: added once, it belongs to no head"
         if any(part.owned.shared for part in parts):
-            return f"{listed}: the heads have no part of it for themselves"
+            return f"{matrices}: the heads have no part of it for themselves"
         dim = structured(shape, parts)
         if len(parts[0].touches) == 1 < parts[0].whole and len(parts) == 1:
-            return f"{listed} of head {next(iter(parts[0].owned.heads))}"
+            read, features = self._read(held, parts, shape)
+            reads = f": it reads {read} of the {features} features" if read < features else ""
+            return f"{matrices} of head {next(iter(parts[0].owned.heads))}{reads}"
         if dim is None:
-            return listed
+            return matrices
         large = [place for place, size in enumerate(shape) if size > 1 or len(shape) < 3]
         across = len(large) > 1 and dim == large[-1]
         unit = "elements" if len(large) < 2 else "columns" if across else "rows"
         if len(parts) == 1:
-            return self._of_one(listed, parts[0], unit, dim, axes, held.kind, shape)
-        runs = [_runs({i for touch in part.touches for i in touch.places[dim]}) for part in parts]
+            return self._of_one(matrices, parts[0], unit, dim, axes, held.kind, shape)
+        runs = [runs_of({i for touch in part.touches for i in touch.places[dim]}) for part in parts]
         if all(len(run) == 1 for run in runs):
             where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
             way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
-            return f"{listed} {way}: {unit} {where}"
-        return f"{listed} {_by_head(parts, dim, shape[dim], unit)}"
+            return f"{matrices} {way}: {unit} {where}"
+        return f"{matrices} {by_head(parts, dim, shape[dim], unit)}"
 
     def _of_one(
-        self, listed: str, part: Part, unit: str, dim: int, axes: list[str], kind: str, shape: tuple[int, ...]
+        self, matrices: str, part: Part, unit: str, dim: int, axes: list[str], kind: str, shape: tuple[int, ...]
     ) -> str:
         each = len(part.touches[0].places[dim])
         used = sum(len(touch.places[dim]) for touch in part.touches)
         if axes[dim] == "heads" and kind == "W":
-            return f"{listed}: a matrix for each head"
+            return f"{matrices}: a matrix for each head"
         if used < shape[dim]:
-            runs = _runs({index for touch in part.touches for index in touch.places[dim]})
+            runs = runs_of({index for touch in part.touches for index in touch.places[dim]})
             where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
-            return f"{listed}: {unit} {where}; the others have no part in it"
-        ordered = all(len(_runs(set(touch.places[dim]))) == 1 for touch in part.touches)
+            return f"{matrices}: {unit} {where}; the others have no part in it"
+        ordered = all(len(runs_of(set(touch.places[dim]))) == 1 for touch in part.touches)
+        group = self._names.num_heads // max(self._names.num_kv_heads, 1)
+        shared = f", each for {group} query heads" if part.letter in "kv" and group > 1 else ""
         if kind == "b":
-            return listed
+            return f"{matrices}{shared}"
         if not ordered:
-            return f"{listed}: the {unit} of its heads lie between one another"
+            return f"{matrices}: the {unit} of its heads lie between one another"
         way = (
             "its rows are the heads one above the other" if unit == "rows" else "its columns are the heads side by side"
         )
-        group = self._names.num_heads // max(self._names.num_kv_heads, 1)
-        shared = f", each for {group} query heads" if part.letter in "kv" and group > 1 else ""
-        return f"{listed}: {way}, {each} each{shared}"
-
-
-def _by_head(parts: list[Part], dim: int, size: int, unit: str) -> str:
-    """Parts that lie head by head, or group by group where several query heads share a key and a value."""
-    fewest = min(len(part.touches) for part in parts)
-    if not in_blocks(parts, dim, size):
-        return f"in one, their {unit} between one another: --per-head says which"
-    widths: list[str] = []
-    for part in parts:
-        number, width = len(part.touches) // fewest, len(part.touches[0].places[dim])
-        rows = "" if widths else f" {unit}"
-        widths.append(f"{f'{number}·' if number > 1 else ''}{width}{rows} of {part.letter}")
-    grouped = any(len(part.touches) != fewest for part in parts)
-    return f"{'group by group' if grouped else 'head by head'}: {', '.join(widths)} each"
-
-
-def _listed(kind: str, letters: list[str]) -> str:
-    return ", ".join(f"{kind}_{letter}" for letter in letters)
-
-
-def _runs(indices: Iterable[int]) -> list[Bounds]:
-    """Indices as runs, the start included, the stop not."""
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and runs[-1][1] == index:
-            runs[-1][1] = index + 1
-        else:
-            runs.append([index, index + 1])
-    return [(start, stop) for start, stop in runs]
-
-
-def _slices(kind: str, parts: list[Part], shape: tuple[int, ...]) -> tuple[HeadSlice, ...]:
-    """The rows and columns of each head, where they are all of its elements."""
-    large = [dim for dim, size in enumerate(shape) if size > 1] or [0]
-    if kind == "W" and len(shape) == 2:
-        large = [0, 1]
-    if len(large) > 2:
-        return ()
-    found = []
-    for part in parts:
-        if part.owned.shared or (part.letter == "o" and kind == "b"):
-            continue
-        name = {"appended": "bias", "norm": "norm"}.get(kind, kind) + f"_{part.letter}"
-        for head, touch in part.owned.heads.items():
-            if not touch.is_box:
-                return ()
-            rows = _runs(touch.places[large[0]])
-            columns = _runs(touch.places[large[1]]) if len(large) > 1 else [None]
-            found += [HeadSlice(head, name, row, column) for row in rows for column in columns]
-    return tuple(found)
+        return f"{matrices}: {way}, {each} each{shared}"
 
 
 def _readers(seen: Seen) -> dict[str, list[Op]]:
