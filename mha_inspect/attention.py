@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from .dataflow.branches import merge_branches
 from .dataflow.found import Found, Mixing
-from .dataflow.graph import BROADCASTS, GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
-from .dataflow.pairing import Meeting, mixing_of, score_product, softmax_over_rows, value_product
+from .dataflow.graph import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+from .dataflow.pairing import Meeting, mixing_of, moved_for, score_product, softmax_over_rows, value_product
 from .dataflow.products import Product
 from .dataflow.scoring import multiply, read_scoring
 from .dataflow.softmaxes import LateSoftmax, late_softmax_of, masks_on_exponentials
@@ -122,7 +122,7 @@ class _Finder:
         swapped = False
         tensor = operand
         while (op := self.recording.producer(tensor)) is not None and op.inputs:
-            if self._belongs(op, product):
+            if moved_for(self.graph, op, product):
                 swapped = swapped or op.swaps_last_two
             elif self.graph.is_scale(op):
                 scales.append(self.graph.scale_of(op))
@@ -132,14 +132,6 @@ class _Finder:
                 break
             tensor = max(op.inputs, key=lambda t: t.numel) if self.graph.is_scale(op) else op.inputs[0]
         return tensor, multiply(scales)
-
-    def _belongs(self, op: Op, product: Product) -> bool:
-        """Whether this only moves a factor about for the product: within its call, or to broadcast it."""
-        if not self.graph.moves(op):
-            return False
-        broadcast = product.multiply is not product.op and op.base_name in BROADCASTS
-        same = [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
-        return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""

@@ -129,6 +129,45 @@ def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., An
     assert sorted(told, key=page.index) == told
 
 
+class Projected(nn.Module):
+    """Query, key and value of a rule that breaks."""
+
+    def __init__(self, rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(22, 5), nn.Linear(22, 5), nn.Linear(22, 5), nn.Linear(3, 22)
+        self.rule = rule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(self.rule(self.q(x), self.k(x), self.v(x)))
+
+
+def test_stages_are_named_where_products_are_multiplications_and_sums():
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q[:, :, None] * k[:, None]).sum(-1).softmax(-1) @ v[:, 1:]
+
+    failure = failure_of(Projected(rule), torch.randn(7, 11, 22))
+    shapes = {stage.name: stage.shape for stage in failure.completed if stage.name}
+    assert shapes["scores"] == shapes["weights"] == (7, 11, 11)
+    assert shapes["q_proj"] == shapes["k_proj"] == (7, 11, 5)
+    assert shapes["v_heads"] == (7, 10, 5)
+    assert not {"q_heads", "k_heads"} & shapes.keys()
+
+
+def test_what_a_softmax_gives_is_no_query():
+    failure = failure_of(Projected(lambda q, k, v: q.softmax(-1) @ v.mT[:, 1:]), torch.randn(7, 11, 22))
+    named = {stage.name for stage in failure.completed if stage.name}
+    assert {"v_proj", "v_heads"} <= named
+    assert not {"query", "q_proj", "q_heads", "k_proj", "k_heads"} & named
+
+
+def test_a_product_of_what_another_gives_is_no_scores():
+    trace = failed(Projected(lambda q, k, v: (q @ k.mT).sigmoid() @ v), torch.randn(7, 11, 22))
+    assert trace.failure is not None
+    assert {stage.name for stage in trace.failure.completed} == {""}
+    (pair,) = trace.products
+    assert (pair.form, pair.between) == ("scores", ("sigmoid",))
+
+
 def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
     class Two(nn.Module):
         def __init__(self) -> None:

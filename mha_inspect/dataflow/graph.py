@@ -28,7 +28,6 @@ NORMS = {
 GATHERING = {"gather", "index", "index_select", "embedding"}
 JOINING = {"cat", "stack", "constant_pad_nd", "native_dropout", "repeat", "roll", "view_as_complex", "view_as_real"}
 POOLING = {"amax", "max", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d"}
-BROADCASTS = {"unsqueeze", "view", "_unsafe_view", "reshape", "expand"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "clone", "squeeze", "unsqueeze"}
 _SCALES: dict[str, Callable[[float], float]] = {"mul": lambda number: number, "div": lambda number: 1 / number}
 _FAR = 60
@@ -118,11 +117,6 @@ class Graph:
             return self.is_weight(op.inputs[1])
         factors = self.operands(op)
         return factors is not None and any(map(self.is_weight, factors))
-
-    def is_product(self, op: Op) -> bool:
-        """Whether this is a product of two tensors neither of which is a parameter."""
-        factors = self.operands(op)
-        return factors is not None and not any(map(self.is_weight, factors))
 
     @cached_property
     def _products(self) -> dict[int, Product]:

@@ -11,6 +11,8 @@ from .found import Mixing
 from .graph import GATHERING, Graph
 from .products import Product, product_of
 
+_BROADCASTS = {"unsqueeze", "view", "_unsafe_view", "reshape", "expand"}
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -114,6 +116,22 @@ def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
     heads = {atom for atom in product.axes(graph.dimensions).batch if atom.size > 1}
     mixings = (mixing for op in path if (mixing := mixing_of(graph, op)) is not None)
     return all(_wide(graph, mixing.source, mixing.place) <= heads for mixing in mixings)
+
+
+def moved_for(graph: Graph, op: Op, product: Product) -> bool:
+    """Whether this only moves a factor about for the product: within its call, or to broadcast it."""
+    if not graph.moves(op):
+        return False
+    broadcast = product.multiply is not product.op and op.base_name in _BROADCASTS
+    same = [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
+    return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
+
+
+def as_written(graph: Graph, product: Product, factor: Tensor) -> Tensor:
+    """A factor before it was moved for the product."""
+    while (op := graph.recording.producer(factor)) is not None and moved_for(graph, op, product):
+        factor = op.inputs[0]
+    return factor
 
 
 def softmax_over_rows(graph: Graph, product: Product, masked: Tensor, dim: int) -> bool:

@@ -238,9 +238,11 @@ def _carries_scores(reached: Reached, tensor: Tensor) -> bool:
     graph = reached.graph
     for step in graph.back(tensor, graph.carries):
         op = graph.recording.producer(step.tensor)
-        if op is None or not graph.is_product(op):
+        product = None if op is None else graph.product(op)
+        if product is None:
             continue
-        behind = (graph.recording.producer(s.tensor) for i in op.inputs[-2:] for s in graph.back(i, graph.carries))
+        steps = (step for factor in (product.left, product.right) for step in graph.back(factor, graph.carries))
+        behind = (graph.recording.producer(step.tensor) for step in steps)
         return not any(earlier is not None and graph.is_softmax(earlier) for earlier in behind)
     return False
 

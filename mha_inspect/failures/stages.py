@@ -6,11 +6,13 @@ is: a softmax, the product of the scores, or the operands of the call that faile
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..attention import Found, Graph, Step
 from ..axes import AxisNames
+from ..dataflow.pairing import as_written
+from ..dataflow.products import Product
 from ..forward import Seen
 from ..ops import Op, Tensor
 from ..stages import STAGES
@@ -131,7 +133,7 @@ def _walk(reached: Reached, start: int, failing: Failing | None) -> None:
     product = _score_product(graph, tail, softmax)
     operands: dict[str, Tensor] = {}
     if product is not None:
-        query, key = (graph.before_call(product, tensor) for tensor in product.inputs[-2:])
+        query, key = (as_written(graph, product, tensor) for tensor in (product.left, product.right))
         operands = {"query": query, "key": key}
         _name_scores(reached, product, softmax)
     if failing is not None:
@@ -154,21 +156,29 @@ def _walk(reached: Reached, start: int, failing: Failing | None) -> None:
     reached.stages = {name: reached.stages[name] for name in STAGES if name in reached.stages}
 
 
-def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Op | None:
+def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Product | None:
     """The product of the scores: the one before the softmax, or where there is none yet, the last one."""
     if softmax is None:
-        return next((op for op in reversed(tail) if graph.is_product(op)), None)
-    for step in graph.back(softmax.inputs[0], graph.carries):
-        op = graph.recording.producer(step.tensor)
-        if op is not None and graph.is_product(op):
-            return op
-    return None
+        last = next((product for op in reversed(tail) if (product := graph.product(op)) is not None), None)
+        behind = () if last is None else _products_behind(graph, (last.left, last.right))
+        # What another product goes into is no scores: a softmax was left out, or there is none to come.
+        return None if any(one.op.index >= tail[0].index for one in behind) else last
+    return next(_products_behind(graph, (softmax.inputs[0],)), None)
 
 
-def _name_scores(reached: Reached, product: Op, softmax: Op | None) -> None:
+def _products_behind(graph: Graph, tensors: Iterable[Tensor]) -> Iterator[Product]:
+    """The products that tensors come from, with nothing between but what is done to scores."""
+    for tensor in tensors:
+        for step in graph.back(tensor, graph.carries):
+            op = graph.recording.producer(step.tensor)
+            if op is not None and (product := graph.product(op)) is not None:
+                yield product
+
+
+def _name_scores(reached: Reached, product: Product, softmax: Op | None) -> None:
     graph = reached.graph
-    scores = graph.after_call(product)
-    reached.sides[product.output.id] = reached.sides[scores.id] = "scores"
+    scores = graph.after_call(product.op)
+    reached.sides[product.op.output.id] = reached.sides[scores.id] = "scores"
     follower = _only_scale(graph, scores)
     while follower is not None:
         scores = follower
@@ -187,7 +197,7 @@ def _only_scale(graph: Graph, tensor: Tensor) -> Tensor | None:
     return followers[0].output if len(followers) == 1 and graph.is_scale(followers[0]) else None
 
 
-def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Op | None) -> dict[str, Tensor]:
+def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Product | None) -> dict[str, Tensor]:
     """What each operand of the failing call is to the attention, by its place in the call."""
     graph, named = reached.graph, dict(failing.operands)
     if failing.base_name == "scaled_dot_product_attention":
@@ -200,9 +210,12 @@ def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Op |
     if len(tensors) < 2 or any(t.id in failing.parameters or graph.is_weight(t) for t in tensors[-2:]):
         return {}
     left, right = tensors[-2:]
-    if product is None:
+    if softmax is not None:
+        made = softmax.output.id
+    elif product is not None:
+        made = product.op.output.id
+    else:
         return {"query": left, "key": right}
-    made = softmax.output.id if softmax is not None else product.output.id
     for weights, value in ((left, right), (right, left)):
         if any(behind.id == made for behind in reached.behind(weights)):
             return {"weights": weights, "value": value}
