@@ -10,11 +10,11 @@ from torch import nn
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
 from mha_inspect.spec import InputSpec
-from mha_inspect.targets import building, room
+from mha_inspect.targets import building
 from mha_inspect.targets.building import with_room
 from mha_inspect.targets.drawing import Plan, draw
 from mha_inspect.targets.inputs import Asked
-from mha_inspect.targets.room import require_room
+from mha_inspect.targets.room import Room
 from mha_inspect.targets.target import Target
 
 DIM, BATCH, LENGTH = 14, 3, 211
@@ -63,10 +63,18 @@ def set_free(monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
         monkeypatch.setattr(f"{place}.free_memory", lambda device: count)
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, free: int, length: int = LENGTH, *, kept: bool, kind=Attention) -> str:
+def trace_room() -> Room:
+    return Room(shapes_do=True)
+
+
+def compare_room() -> Room:
+    return Room(kept=True, exact=True)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, free: int, length: int = LENGTH, *, room: Room, kind=Attention) -> str:
     set_free(monkeypatch, free)
     with pytest.raises(DoesNotFitError) as error:
-        require_room(target(kind), asked(length), kept=kept)
+        room.require(target(kind), asked(length))
     assert error.value.exit_code == ExitCode.REFUSED
     return str(error.value)
 
@@ -76,56 +84,69 @@ ROWS = BATCH * LENGTH * DIM * 4
 
 
 def test_what_has_to_be_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: scores and weights, what they are multiplied with, the input and three matrices."""
-    given = ROWS + 3 * DIM * DIM * 4
-    least, most = given + 2 * SCORES, given + 2 * SCORES + 6 * ROWS
-    message = refused(monkeypatch, least - 1, kept=False)
+    """By hand: scores and weights, what they are multiplied with, and the input; the module is there already."""
+    least, most = ROWS + 2 * SCORES, ROWS + 2 * SCORES + 6 * ROWS
+    message = refused(monkeypatch, least - 1, room=trace_room())
     assert "Attention on x float32 [3, 211, 14] needs about " in message
     assert "free on cpu" in message
     assert "--device meta" in message
     set_free(monkeypatch, most)
-    require_room(target(), asked(), kept=False)
+    trace_room().require(target(), asked())
 
 
 def test_what_is_kept_is_kept_in_float64_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k, v, scores, weights and context, once in float32 and once in float64; the copy of the heads is one more."""
-    whole = 3 * (ROWS + 3 * DIM * DIM * 4 + 2 * SCORES + 5 * ROWS)
-    assert "--device meta" not in refused(monkeypatch, whole - 4 * ROWS, kept=True)
+    matrices = 3 * DIM * DIM * 4
+    whole = 3 * (ROWS + 2 * SCORES + 5 * ROWS) + 2 * matrices
+    assert "--device meta" not in refused(monkeypatch, whole - 4 * ROWS, room=compare_room())
     set_free(monkeypatch, whole + 12 * ROWS)
-    require_room(target(), asked(), kept=True)
+    compare_room().require(target(), asked())
 
 
 @pytest.mark.parametrize("kind", [Attention, Masked])
 def test_the_largest_seq_len_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch, kind) -> None:
-    message = refused(monkeypatch, 1 << 20, kept=True, kind=kind)
+    message = refused(monkeypatch, 1 << 20, room=compare_room(), kind=kind)
     best = int(re.search(r"The largest seq_len that fits is (\d+)\.", message)[1])  # type: ignore[index]
     assert 1 < best < LENGTH
-    require_room(target(kind), asked(best), kept=True)
-    refused(monkeypatch, 1 << 20, best + 1, kept=True, kind=kind)
+    compare_room().require(target(kind), asked(best))
+    refused(monkeypatch, 1 << 20, best + 1, room=compare_room(), kind=kind)
+
+
+def test_what_is_held_of_the_targets_before_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps q, k, v, scores, weights and context; only of the first there is a run in float64."""
+    each = ROWS + 2 * SCORES + 5 * ROWS
+    set_free(monkeypatch, 4 * each + 20 * ROWS)
+    room = compare_room()
+    room.require(target(), asked())
+    room.exact = False
+    room.require(target(), asked())
+    assert 4 * each <= room.taken <= 4 * each + 20 * ROWS
+    with pytest.raises(DoesNotFitError, match=r"Attention on x float32 \[3, 211, 14\], with what it is compared with,"):
+        room.require(target(), asked())
 
 
 def test_of_what_is_not_kept_the_largest_seq_len_leaves_some_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = int(re.search(r"fits is (\d+)\.", refused(monkeypatch, 1 << 20, kept=False))[1])  # type: ignore[index]
-    require_room(target(), asked(best + 1), kept=False)
+    best = int(re.search(r"fits is (\d+)\.", refused(monkeypatch, 1 << 20, room=trace_room()))[1])  # type: ignore[index]
+    trace_room().require(target(), asked(best + 1))
 
 
 def test_where_nothing_fits_no_seq_len_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Try a smaller batch, length or model." in refused(monkeypatch, 1000, kept=True)
+    assert "Try a smaller batch, length or model." in refused(monkeypatch, 1000, room=compare_room())
 
 
 def test_what_cannot_be_told_is_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 1000)
-    require_room(target(Looking), asked(), kept=True)
+    compare_room().require(target(Looking), asked())
     set_free(monkeypatch, None)
-    require_room(target(), asked(), kept=True)
+    compare_room().require(target(), asked())
 
 
 @pytest.mark.parametrize("free", [1 << 40])
 def test_what_is_far_from_it_is_not_looked_at(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Looking closely takes meta, and its import a second."""
     set_free(monkeypatch, free)
-    monkeypatch.setattr(room, "_need", lambda *args, **kwargs: pytest.fail("looked closely"))
-    require_room(target(), asked(), kept=True)
+    monkeypatch.setattr(Room, "_need", lambda *args, **kwargs: pytest.fail("looked closely"))
+    compare_room().require(target(), asked())
 
 
 def test_the_module_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +154,7 @@ def test_the_module_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
     set_free(monkeypatch, 1 << 20)
     with pytest.raises(DoesNotFitError):
-        require_room(one, asked(), kept=True)
+        compare_room().require(one, asked())
     assert all(torch.equal(before[name], tensor) for name, tensor in one.module.state_dict().items())
 
 

@@ -54,15 +54,18 @@ def compare_heads_target(
     from ..reports.common import LayerInfo
     from ..sides.module_run import ModuleSide
     from ..targets.importing import stdout_for_the_answer
+    from ..targets.room import Room
     from ..targets.same_inputs import with_the_same
 
     built: list[Counted] = []
     made: list[tuple[Target, Call]] = []
+    room = Room(kept=True, exact=True)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         for count in counts:
             target = load(text, _with_heads(options, count))
             _require_head_count(target)
-            call = call_of(target, options)
+            call = call_of(target, options, room)
+            room.exact = False  # rounding is measured of the baseline alone
             if made:
                 call = with_the_same(call, target.module, made[0][1], made[0][0].module)
             try_once(target, call, options, f" with num_heads {count}")

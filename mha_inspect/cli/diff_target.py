@@ -99,9 +99,12 @@ def _called_targets(
     One that is a part of a model says what the other gets: its sizes, and its arguments.
     """
     from ..targets.part import part_of, with_arguments_of
+    from ..targets.room import Room
     from ..targets.same_inputs import with_the_same
 
     made: dict[int, CalledTarget] = {}
+    # Of a part it is not known before what its run takes.
+    room = Room(kept=True, exact=True)
     for place in sorted((0, 1), key=lambda place: paths[place] is None):
         path, beside = paths[place], made.get(1 - place)
         if not is_target(texts[place]):
@@ -114,10 +117,10 @@ def _called_targets(
                 texts[place], options, own[place], sizes=_sizes(_target_side(1 - place, *beside, options, ()))
             )
             target = with_arguments_of(target, beside[1])
-            made[place] = (target, call_of(target, options))
+            made[place] = (target, call_of(target, options, room))
         else:
             target = load(texts[place], options, own[place])
-            made[place] = (target, call_of(target, options))
+            made[place] = (target, call_of(target, options, room))
     if len(made) == 2:
         # What a part is called with is at hand for the other one; what is drawn, for the right one.
         first, second = (1, 0) if paths[0] is None and paths[1] is not None else (0, 1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..spec import Show
     from ..targets.call import Call
     from ..targets.inputs import Asked
+    from ..targets.room import Room
     from ..targets.target import Target
 
 
@@ -88,13 +89,14 @@ def trace_target(text: str, options: Options) -> Trace:
 
     from ..reports.common import LayerInfo
     from ..targets.importing import stdout_for_the_answer
+    from ..targets.room import Room
     from ..targets.target import seed_everything
     from ..tracing import trace_module
 
     show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
-        call = call_of(target, options, kept=show.stats or show.values)
+        call = call_of(target, options, Room(kept=show.stats or show.values, shapes_do=True))
         seed_everything(options.seed)
         hint = ""
         try:
@@ -177,20 +179,18 @@ def tell(note: str) -> None:
     say(note)
 
 
-def call_of(target: Target, options: Options, *, kept: bool = True) -> Call:
+def call_of(target: Target, options: Options, room: Room | None = None) -> Call:
     """The arguments of its forward; lazy parameters get their shapes from one call with them.
 
-    `kept`: whether every tensor of its run will be kept, and its run in float64.
-
-    Raises `DoesNotFitError` where it is sure that it would not fit in memory.
+    Raises `DoesNotFitError` where it is sure that its run does not fit into `room`.
     """
     import torch
     from torch.nn.parameter import is_lazy
 
     from ..targets.inputs import make_call
-    from ..targets.room import require_room
 
-    require_room(target, asked(options), kept=kept)
+    if room is not None:
+        room.require(target, asked(options))
     call = make_call(target, asked(options))
     if any(map(is_lazy, target.module.parameters())):
         torch.manual_seed(options.seed)

@@ -6,7 +6,7 @@ cannot be told so is let pass.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -26,49 +26,78 @@ _HEADS = 64
 """More heads than most have."""
 _HELD = 1.5
 """What a forward's own names hold on to after its last use, beside what has to be there."""
-_NO_MEMORY = "--device meta shows every shape without memory."
 
 
-def require_room(target: Target, asked: Asked, *, kept: bool) -> None:
-    """Let it pass where the forward fits in memory, or where that cannot be told.
+@dataclass
+class Room:
+    """What a command holds of its targets' runs at one time, one target after the other."""
 
-    Importing what meta needs takes a second: it is spent only where a rough estimate comes near to what is free.
+    kept: bool = False
+    """Whether every tensor of a run is kept, and not only what has to be there at one time."""
+    exact: bool = False
+    """Whether a run in float64 is kept beside it, to measure rounding against."""
+    shapes_do: bool = False
+    """Whether the command has an answer for shapes without numbers."""
+    taken: int = 0
+    """Bytes that the targets before this one will take."""
 
-    Args:
-        target: a module that was built.
-        asked: what its inputs are to be.
-        kept: whether every tensor is kept, in float64 as well, as where two runs are compared.
+    def require(self, target: Target, asked: Asked) -> None:
+        """Let it pass where the forward of one more target fits, or where that cannot be told.
 
-    Raises:
-        DoesNotFitError: the tensors that have to be there at one time take more than is free.
-    """
-    first = next(target.module.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    free = free_memory(device)
-    if free is None or any(map(is_lazy, target.module.parameters())):
-        return
-    if _rough_need(target.module, asked) * SAFE < free:
-        return
-    try:
-        meta = replace(target, module=_on_meta(target.module))
-        need, described = _need(meta, asked, kept=kept)
-    except Exception:  # whatever somebody's code may raise where there are shapes and no numbers
-        return
-    if need <= free:
-        return
-    best = 0
-    if not asked.shapes and asked.inputs.input is None and asked.inputs.attn_mask is None:
+        Importing what meta needs takes a second: it is spent only where a rough estimate comes near to what is free.
 
-        def fits(seq_len: int) -> bool:
-            inputs = replace(asked.inputs, seq_len=seq_len, padding=())
-            return _need(meta, replace(asked, inputs=inputs), kept=kept, held=_HELD)[0] <= free
+        Args:
+            target: a module that was built.
+            asked: what its inputs are to be.
 
+        Raises:
+            DoesNotFitError: the tensors that have to be there at one time take more than is free.
+        """
+        first = next(target.module.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        free = free_memory(device)
+        if free is None or any(map(is_lazy, target.module.parameters())):
+            return
+        if _rough_need(target.module, asked) * SAFE < free:
+            return
         try:
-            best = largest(fits, asked.inputs.seq_len)
-        except Exception:  # a length that it cannot take
-            best = 0
-    way_out = f"The largest seq_len that fits is {best}." if best else "Try a smaller batch, length or model."
-    require_memory(need, device, f"{target.name} on {described}", way_out if kept else f"{way_out} {_NO_MEMORY}")
+            meta = replace(target, module=_on_meta(target.module))
+            need, described = self._need(meta, asked)
+        except Exception:  # whatever somebody's code may raise where there are shapes and no numbers
+            return
+        self.taken += need
+        if self.taken <= free:
+            return
+        share = need / self.taken
+        best = 0
+        if not asked.shapes and asked.inputs.input is None and asked.inputs.attn_mask is None:
+
+            def fits(seq_len: int) -> bool:
+                inputs = replace(asked.inputs, seq_len=seq_len, padding=())
+                return self._need(meta, replace(asked, inputs=inputs), held=_HELD)[0] <= share * free
+
+            try:
+                best = largest(fits, asked.inputs.seq_len)
+            except Exception:  # a length that it cannot take
+                best = 0
+        way_out = f"The largest seq_len that fits is {best}." if best else "Try a smaller batch, length or model."
+        way_out += " --device meta shows every shape without memory." if self.shapes_do else ""
+        beside = ", with what it is compared with," if self.taken > need else ""
+        require_memory(self.taken, device, f"{target.name} on {described}{beside}", way_out)
+
+    def _need(self, meta: Target, asked: Asked, *, held: float = 1.0) -> tuple[int, str]:
+        """Bytes that have to be there at one time beside the module itself, and what its forward was called with."""
+        with torch.device("meta"), torch.no_grad():
+            call = make_call(meta, asked)
+            recording = Pass(meta.module, call.args, call.kwargs).recorded().recording
+        own = sum(t.numel() * t.element_size() for t in (*meta.module.parameters(), *meta.module.buffers()))
+        given = given_bytes(recording)
+        run = kept_bytes(recording) if self.kept else int(held * peak_bytes(recording))
+        first = next((p for p in meta.module.parameters() if p.is_floating_point()), None)
+        size = 8 if first is None else first.element_size()
+        # In training mode, and of what is in float64 itself, it may do without.
+        exact = (given + run) * 8 // size if self.exact and size < 8 and not meta.module.training else 0
+        return max(0, given - own) + run + exact, call.described
 
 
 def _rough_need(module: nn.Module, asked: Asked) -> int:
@@ -93,17 +122,3 @@ def _on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         held[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy_module(module, held)
-
-
-def _need(meta: Target, asked: Asked, *, kept: bool, held: float = 1.0) -> tuple[int, str]:
-    """Bytes that have to be there at one time, and what the forward was called with."""
-    with torch.device("meta"), torch.no_grad():
-        call = make_call(meta, asked)
-        recording = Pass(meta.module, call.args, call.kwargs).recorded().recording
-    given = given_bytes(recording)
-    if not kept:
-        return given + int(held * peak_bytes(recording)), call.described
-    first = next((p for p in meta.module.parameters() if p.is_floating_point()), None)
-    # Once as it is, and once in float64, to measure rounding against.
-    times = 1 + 8 / (8 if first is None else first.element_size())
-    return int(times * (given + kept_bytes(recording))), call.described
