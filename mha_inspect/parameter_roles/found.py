@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -12,14 +13,31 @@ from ..axes import AxisNames
 from ..dataflow.graph import NORMS
 from ..forward import Seen
 from ..ops import Op, Tensor
+from ..replay import CannotReplayError
 from ..reports.params import HeadSlice
-from .influence import parameters_behind
+from .influence import Path, parameters_behind
 from .naming import Part, axes_of, structured
 from .owned import LETTERS, OwnedParameters, Side
 from .wording import by_head, listed, runs_of, slices_of
 
 _SIDES = {**LETTERS, "o": "output"}
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
+
+
+_SAID = {
+    "norm": "scales the {made} after their projection",
+    "before": "a projection to something narrower, on the way to the {made}",
+    "scale before": "scales what is on the way to the {made}, before they are projected",
+    "learned": "the {made} themselves: learned, the same for every input",
+    "appended": "one learned {one}, appended to the {made}",
+    "scores": "added to the scores",
+    "in scores": "has a part in the scores",
+    "in weights": "has a part in the weights, after the softmax",
+    "sinks": "sinks, beside the scores: they have no value",
+}
+"""What a parameter does that is no matrix and no bias of a projection."""
+_BESIDE = frozenset({"scores", "in scores", "in weights", "sinks", "learned"})
+"""Those that have no part in what heads are made of."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,24 @@ class _Reader:
             hold("scores", "", self._in_scores(op))
         if self._found.sinks is not None:
             hold("sinks", "", parameters_behind(self._graph, self._found.sinks.inputs))
+        for kind, names in self._around_softmax().items():
+            hold(kind, "", names)
         return held
+
+    def _around_softmax(self) -> dict[str, list[str]]:
+        """The parameters that are met between the heads and the softmax, and between that and the values."""
+        found = self._found
+        factors = self._graph.operands(found.value_product.op) or ()
+        weights = factors[1:] if found.value_first else factors[:1]
+        ways = {
+            "in scores": ((found.stages["q_heads"], found.stages["k_heads"]), found.softmax.inputs[:1]),
+            "in weights": ((found.softmax.output,), weights),
+        }
+        names = {}
+        for kind, (sources, targets) in ways.items():
+            with suppress(CannotReplayError):
+                names[kind] = [name for target in targets for name in Path(self._graph, sources, target).parameters]
+        return names
 
     def _matrix(self, op: Op) -> Tensor:
         if op.base_name == "convolution":
@@ -147,7 +182,7 @@ class _Reader:
     # -- what they are --------------------------------------------------------------------------------------------
 
     def _role(self, name: str, held: _Held, shape: tuple[int, ...]) -> FoundRole:
-        if held.kind in ("scores", "sinks", "learned"):
+        if held.kind in _BESIDE:
             return FoundRole("", self._plain(held))
         parts = [
             Part(letter, self._sides[letter][name], self._count(letter))
@@ -213,20 +248,8 @@ class _Reader:
 
     def _plain(self, held: _Held) -> str:
         made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in held.letters))
-        if held.kind == "norm":
-            return f"scales the {made} after their projection"
-        if held.kind == "before":
-            return f"a projection to something narrower, on the way to the {made}"
-        if held.kind == "scale before":
-            return f"scales what is on the way to the {made}, before they are projected"
-        if held.kind == "learned":
-            return f"the {made} themselves: learned, the same for every input"
-        if held.kind in ("scores", "sinks"):
-            return "added to the scores" if held.kind == "scores" else "sinks, beside the scores: they have no value"
-        if held.kind == "appended":
-            one = {"keys": "key", "values": "value"}.get(made, made)
-            return f"one learned {one}, appended to the {made}"
-        return f"on the way to the {made}"
+        one = {"keys": "key", "values": "value"}.get(made, made)
+        return _SAID.get(held.kind, "on the way to the {made}").format(made=made, one=one)
 
     def _text(self, held: _Held, parts: list[Part], shape: tuple[int, ...], axes: list[str]) -> str:
         if held.kind in ("norm", "before", "scale before") and any(part.owned.shared for part in parts):

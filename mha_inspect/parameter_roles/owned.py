@@ -68,8 +68,12 @@ class OwnedParameters:
     def _paths(self, letter: str, found: Found) -> list[Path]:
         graph, turns = self._seen.graph, found.branches or (found,)
         if letter == "o":
-            contexts = tuple({turn.stages["context"].id: turn.stages["context"] for turn in turns}.values())
-            return [Path(graph, contexts, found.stages["output"])] if "output" in found.stages else []
+            # Where a loop runs over pieces of the sequence, each is an attention, and one product projects them all.
+            op = found.projections.get("output")
+            beside = [other for other, _ in self._seen.attentions if op and other.projections.get("output") is op]
+            every = (turn for other in (found, *beside) for turn in other.branches or (other,))
+            contexts = {turn.stages["context"].id: turn.stages["context"] for turn in every}
+            return [Path(graph, tuple(contexts.values()), found.stages["output"])] if "output" in found.stages else []
         sources = tuple({found.stages[s].id: found.stages[s] for s in LETTERS.values() if s in found.stages}.values())
         targets = {turn.stages[f"{letter}_heads"].id: turn.stages[f"{letter}_heads"] for turn in turns}
         return [Path(graph, sources, target) for target in targets.values()]
@@ -94,9 +98,8 @@ class OwnedParameters:
         touches: list[dict[str, Touch]] = []
         given: dict[str, Touch] = {}
         for path in paths:
-            for context in path.sources:
-                stage = next(turn.stages["context"] for turn in turns if turn.stages["context"].id == context.id)
-                for mask in self._masks_of_heads(stage, found, names):
+            for context in {turn.stages["context"].id: turn.stages["context"] for turn in turns}.values():
+                for mask in self._masks_of_heads(context, found, names):
                     run = Influence(path, only({context.id: mask}, recording))
                     touches.append(run.of(run.result))
             whole = Influence(path, numbers_like(recording))
