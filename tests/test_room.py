@@ -94,6 +94,16 @@ def test_what_has_to_be_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> No
     trace_room().require(target(), asked())
 
 
+def test_the_module_itself_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Target(nn.Linear(DIM, 1000).eval(), "mine.py:Wide", {})
+    given, made = BATCH * 5 * DIM * 4, BATCH * 5 * 1000 * 4
+    set_free(monkeypatch, given + made)
+    trace_room().require(one, asked(5))
+    set_free(monkeypatch, given + made - 1)
+    with pytest.raises(DoesNotFitError):
+        trace_room().require(one, asked(5))
+
+
 def test_what_is_kept_is_kept_in_float64_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k, v, scores, weights and context, once in float32 and once in float64; the copy of the heads is one more."""
     matrices = 3 * DIM * DIM * 4
