@@ -208,14 +208,23 @@ def _masked_rows(report: DiffReport, names: tuple[str, str]) -> str:
     rows, (left, right) = report.masked_rows, names
     kinds = {_kind(row) for row in rows}
     where = f"batch {rows[0].batch} query {rows[0].query}"
-    count = f"{len(rows):,} queries, the first {where}" if len(rows) > 1 else where
+    # Several attentions may each have the same query.
+    number = len({(row.batch, row.query) for row in rows})
+    count = f"{number:,} queries, the first {where}" if number > 1 else where
     if len(kinds) > 1:
         return f"{count}, in more than one way"
     (ours, theirs) = next(iter(kinds))
+    if rows[0].attention is not None:
+        return f"there {left} gives {ours} and {right} {theirs} ({count})"
     return f"{left} returns {ours} and {right} {theirs} ({count})"
 
 
 def _kind(row: MaskedRowPair) -> tuple[str, str]:
+    if row.attention is not None:
+        # What comes out of a whole model hangs on more than one attention.
+        words = {"zero": "no weight at all", "uniform": "every key the same weight", "nan": "NaN", "finite": "weights"}
+        return words[row.left_weights], words[row.right_weights]
+
     def said(weights: str, output: str) -> str:
         if output == "nan":
             return "NaN"

@@ -393,6 +393,8 @@ def test_queries_without_a_key_in_several_attentions(invoke, mine):
     data = report_of(invoke, mine, "mine:PaddedStack mine:PaddedStack --right-set low=-inf")
     assert sorted({row["attention"] for row in data["masked_rows"]}) == [1, 2]
     assert len(data["masked_rows"]) == 10
+    assert data["answer"][0].endswith("with low -inf NaN (5 queries, the first batch 1 query 0).")
+    assert "there PaddedStack gives every key the same weight and" in data["answer"][0]
     assert data["elsewhere"]["verdict"] == "same"
     page = invoke("diff", *[f"{mine}:PaddedStack"] * 2, "--right-set", "low=-inf", *SIZES, "--format", "table").out
     assert "queries whose every key is masked" in page
