@@ -250,9 +250,9 @@ def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequ
     """
     if command is None:
         return partial(shares_options, only=only)
-    hints = get_type_hints(command, include_extras=True)
-    _, *own = inspect.signature(command).parameters.values()
-    parameters = {p.name: p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own}
+    # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option in it.
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = {p.name: p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own}
     shared = {name: parameter for name, parameter in _shared().items() if not only or name in only}
     parameters |= shared
 
