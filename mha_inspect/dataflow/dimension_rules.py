@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate
-from typing import Any
 
 from ..ops import Op
-from .atoms import Dim, fresh, join, piece, reshape, resolve, size_of, twin, unify
+from .atoms import Dim, fresh, join, reshape, resolve, size_of, twin, unify
+from .pieces import Dims, counted, counter, setting, slice_piece, split_pieces
 
-Dims = tuple[Dim, ...]
 Rule = Callable[[Op, tuple[Dims, ...]], Iterable[Dims]]
 """An operation and the dimensions of what went in, to the dimensions of what came out."""
 
@@ -22,11 +20,6 @@ def rule_of(op: Op) -> Rule | None:
     if rule is None and op.inputs and op.kind != "view":
         return _same
     return rule
-
-
-def _setting(op: Op, place: int, name: str, default: Any = None) -> Any:
-    """A plain argument of an operation, by place or by name."""
-    return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)
 
 
 def _same(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -100,7 +93,7 @@ def _unsqueeze(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _squeeze(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     dims, shape = inputs[0], op.inputs[0].shape
-    asked = _setting(op, 1, "dim", tuple(range(len(dims))))
+    asked = setting(op, 1, "dim", tuple(range(len(dims))))
     places = {place % len(dims) for place in (asked if isinstance(asked, tuple) else (asked,))} if dims else set()
     yield tuple(dim for place, dim in enumerate(dims) if place not in places or shape[place] != 1)
 
@@ -121,7 +114,7 @@ def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 
 def _select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    place = _setting(op, 1, "dim", 0) % len(inputs[0])
+    place = setting(op, 1, "dim", 0) % len(inputs[0])
     dims = (*inputs[0][:place], *inputs[0][place + 1 :])
     yield from (dims for _ in op.outputs)
 
@@ -135,89 +128,12 @@ def _narrow(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         )
 
 
-def _split(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """Equal pieces of a dimension are an axis of their own, after the axis that counts the pieces."""
-    dims = inputs[0]
-    place = _setting(op, 2, "dim", 0) % len(dims)
-    sizes = [output.shape[place] for output in op.outputs]
-    if len(set(sizes)) == 1 and sizes[0]:
-        return [_piece_of(op, dims, place, len(sizes))] * len(sizes)
-    starts = accumulate(sizes, initial=0)
-    pieces = [piece(dims[place], start, size) for start, size in zip(starts, sizes, strict=False)]
-    return [(*dims[:place], part, *dims[place + 1 :]) for part in pieces]
-
-
-def _slice(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """A slice of the features that is one of equal pieces is treated as a split; so is every n-th feature."""
-    dims = inputs[0]
-    place = _setting(op, 1, "dim", 0) % len(dims)
-    whole, size = op.inputs[0].shape[place], op.output.shape[place]
-    if size == whole:
-        return [dims]
-    start, step = _setting(op, 2, "start", 0) or 0, _setting(op, 4, "step", 1)
-    if start < 0:
-        start += whole
-    equal = place == len(dims) - 1 and size > 1 and whole % size == 0
-    if step == 1 and equal and start % size == 0:
-        return [_piece_of(op, dims, place, whole // size)]
-    if step > 1 and equal and whole // size == step:
-        shape = op.inputs[0].shape
-        parts = reshape(dims, (*shape[:place], size, step, *shape[place + 1 :]))
-        return [_counted(parts, place, place + 1)]
-    part = piece(dims[place], start, size) if step == 1 else fresh(size)
-    return [(*dims[:place], part, *dims[place + 1 :])]
-
-
-def slice_unevenly(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """A slice of a dimension out of which pieces of other sizes are cut as well."""
-    dims = inputs[0]
-    place = _setting(op, 1, "dim", 0) % len(dims)
-    size, start = op.output.shape[place], _setting(op, 2, "start", 0) or 0
-    if size == op.inputs[0].shape[place]:
-        return [dims]
-    start += op.inputs[0].shape[place] if start < 0 else 0
-    return [(*dims[:place], piece(dims[place], start, size), *dims[place + 1 :])]
-
-
-def uneven_slices(ops: Iterable[Op]) -> set[int]:
-    """Indices of the slices of tensors out of which pieces of different sizes are cut: they are no equal pieces."""
-    cut: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for op in ops:
-        if op.base_name == "slice" and op.outputs and _setting(op, 4, "step", 1) == 1:
-            place = _setting(op, 1, "dim", 0) % len(op.output.shape)
-            size = op.output.shape[place]
-            if size != op.inputs[0].shape[place]:
-                cut.setdefault((op.inputs[0].id, place), {}).setdefault(size, []).append(op.index)
-    return {index for sizes in cut.values() if len(sizes) > 1 for indices in sizes.values() for index in indices}
-
-
-def _piece_of(op: Op, dims: Dims, place: int, count: int) -> Dims:
-    shape = op.inputs[0].shape
-    parts = reshape(dims, (*shape[:place], count, shape[place] // count, *shape[place + 1 :]))
-    return _counted(parts, place + 1, place)
-
-
-def _counted(dims: Dims, piece_place: int, counter_place: int) -> Dims:
-    """Without the dimension that counts pieces, which the piece remembers."""
-    resolved = resolve(dims[piece_place])
-    if resolved:
-        resolved[0].counters.setdefault(size_of(resolved), dims[counter_place])
-    return (*dims[:counter_place], *dims[counter_place + 1 :])
-
-
-def _counter(dim: Dim, count: int) -> Dim:
-    """The axis that counts equal pieces like this one, where as many are put together again."""
-    resolved = resolve(dim)
-    known = resolved[0].counters.get(size_of(resolved), ()) if resolved else ()
-    return known if known and size_of(resolve(known)) == count else fresh(count)
-
-
 def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     rank = len(op.output.shape)
     operands = [d for d, t in zip(inputs, op.inputs, strict=True) if len(t.shape) == rank and t.numel]
     if not operands:
         return
-    place = _setting(op, 1, "dim", 0) % rank
+    place = setting(op, 1, "dim", 0) % rank
     first = operands[0]
     for other in operands[1:]:
         for at, (a, b) in enumerate(zip(first, other, strict=True)):
@@ -230,25 +146,25 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     if place == rank - 1 and len({size_of(resolve(part)) for part in joined}) == 1:
         for part in joined[1:]:
             unify(joined[0], part)
-        dim = (*_counter(joined[0], len(joined)), *joined[0])
+        dim = (*counter(joined[0], len(joined)), *joined[0])
     else:
         dim = join(joined)
     yield (*first[:place], dim, *first[place + 1 :])
 
 
 def _stack(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    place = _setting(op, 1, "dim", 0) % len(op.output.shape)
+    place = setting(op, 1, "dim", 0) % len(op.output.shape)
     first = inputs[0]
     for other in inputs[1:]:
         for a, b in zip(first, other, strict=True):
             unify(a, b)
     last = first[-1] if first and place == len(first) else ()
-    yield (*first[:place], _counter(last, op.output.shape[place]), *first[place:])
+    yield (*first[:place], counter(last, op.output.shape[place]), *first[place:])
 
 
 def _reduce(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     dims = inputs[0]
-    asked = _setting(op, 2 if "norm" in op.base_name else 1, "dim")
+    asked = setting(op, 2 if "norm" in op.base_name else 1, "dim")
     if asked is None or not dims:
         asked = range(len(dims))
     places = {place % len(dims) for place in (asked if isinstance(asked, (tuple, range)) else (asked,))}
@@ -305,7 +221,7 @@ def _index(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 def _gather(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """The axes of the source, and of the indices where the source is read by them."""
     source, indices = inputs[0], inputs[-1]
-    place = _setting(op, 1, "dim", 0) % max(len(source), 1)
+    place = setting(op, 1, "dim", 0) % max(len(source), 1)
     yield tuple(
         b if at == place or size_of(resolve(a)) != size_of(resolve(b)) else a
         for at, (a, b) in enumerate(zip(source, indices, strict=True))
@@ -315,7 +231,7 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """`batch in *space, out in/groups *kernel -> batch out *space`: a size that is unchanged is the same axis."""
     source, weight = inputs[:2]
-    groups = _setting(op, 8, "groups", 1)
+    groups = setting(op, 8, "groups", 1)
     channels = source[1] if groups == op.output.shape[1] == op.inputs[0].shape[1] else weight[0]
     space = zip(source[2:], op.inputs[0].shape[2:], op.output.shape[2:], strict=True)
     yield (source[0], channels, *(dim if before == after else fresh(after) for dim, before, after in space))
@@ -354,15 +270,15 @@ def _columns(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 
 def _complex(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    yield _counted(inputs[0], len(inputs[0]) - 2, len(inputs[0]) - 1) if len(inputs[0]) > 1 else inputs[0][:-1]
+    yield counted(inputs[0], len(inputs[0]) - 2, len(inputs[0]) - 1) if len(inputs[0]) > 1 else inputs[0][:-1]
 
 
 def _real(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    yield (*inputs[0], _counter(inputs[0][-1], 2) if inputs[0] else fresh(2))
+    yield (*inputs[0], counter(inputs[0][-1], 2) if inputs[0] else fresh(2))
 
 
 def _index_select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    place = _setting(op, 1, "dim", 0) % max(len(inputs[0]), 1)
+    place = setting(op, 1, "dim", 0) % max(len(inputs[0]), 1)
     yield (*inputs[0][:place], inputs[-1][0] if inputs[-1] else fresh(1), *inputs[0][place + 1 :])
 
 
@@ -379,9 +295,9 @@ _RULES: dict[str, Rule] = _rules(
     ("expand", _expand),
     ("repeat", _repeat),
     ("select unbind", _select),
-    ("slice", _slice),
+    ("slice", slice_piece),
     ("constant_pad_nd topk", _narrow),
-    ("split split_with_sizes unsafe_split", _split),
+    ("split split_with_sizes unsafe_split", split_pieces),
     ("cat", _cat),
     ("stack", _stack),
     ("sum mean amax amin var std prod any all argmax argmin linalg_vector_norm norm max min logsumexp", _reduce),

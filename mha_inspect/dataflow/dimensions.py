@@ -13,7 +13,8 @@ from typing import Any
 
 from ..ops import Op, Recording, Tensor
 from .atoms import Atom, Dim, fresh, resolve, size_of, unify
-from .dimension_rules import rule_of, slice_unevenly, uneven_slices
+from .dimension_rules import rule_of
+from .pieces import slice_unevenly, uneven_slices
 
 __all__ = ["Atom", "Dim", "Dimensions", "resolve", "size_of"]
 
