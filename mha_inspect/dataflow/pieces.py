@@ -1,4 +1,4 @@
-"""Rules for what cuts a dimension into pieces: equal ones are an axis of their own, beside the axis that counts them."""
+"""Rules for what cuts a dimension into pieces: equal ones are an axis, beside the axis that counts them."""
 
 from __future__ import annotations
 
