@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..noise import rounding_error
 from ..reports.common import Verdict
 from ..reports.diff import (
     MaskedRowPair,
@@ -29,19 +30,40 @@ Rows = Sequence[tuple[int, int]]
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
 
-class Run(Protocol):
+class Run(ABC):
     """One side, run."""
 
     @property
+    @abstractmethod
+    def unit(self) -> float:
+        """What a measured rounding error counts: that of float64 is measured in float32, and is less."""
+
+    @property
+    @abstractmethod
     def output(self) -> Tensor:
         """What the plain forward returns, in canonical axes where they are known."""
 
     @property
+    @abstractmethod
     def rows(self) -> tuple[int, int] | None:
         """How many sequences and queries the output has, where it is `batch query` and one more."""
 
+    @abstractmethod
+    def measured_outputs(self) -> tuple[Tensor, Tensor]:
+        """The output as its rounding is measured, computed step by step, and that in float64."""
+
     def output_floor(self, rows: Rows = ()) -> float:
         """Rounding error of the output, computed step by step, without these queries."""
+        return self._apart(*self.measured_outputs(), rows) * self.unit
+
+    def output_error(self, rows: Rows = ()) -> float:
+        """How far the plain output is from that in float64, without these queries."""
+        return self._apart(self.output, self.measured_outputs()[1], rows)
+
+    def _apart(self, output: Tensor, exact: Tensor, rows: Rows) -> float:
+        if self.rows is not None:
+            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
+        return rounding_error(output, exact)
 
 
 def without(stage: str, content: Tensor, rows: Rows) -> Tensor:

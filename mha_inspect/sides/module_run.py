@@ -15,13 +15,13 @@ from ..errors import InputError
 from ..forward import Pass, Seen
 from ..kernels import describe, hidden_stages
 from ..memory import is_out_of_memory
-from ..noise import cast_tensors, first_tensor, rounding_error
+from ..noise import cast_tensors, first_tensor
 from ..reports.common import Environment, LayerInfo
 from ..reports.diff import DiffSide, SideName, StageSide
 from ..reports.trace import OpRef
 from ..stage_difference import stage_noise
 from ..tracing import environment_of
-from .compared import Rows, masked_queries, without
+from .compared import Rows, Run, masked_queries, without
 
 _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
@@ -62,7 +62,7 @@ class ModuleSide:
         return Pass(module, args, kwargs)
 
 
-class ModuleRun:
+class ModuleRun(Run):
     """A side, and every run of it that a diff needs, each made once."""
 
     def __init__(self, side: ModuleSide) -> None:
@@ -97,7 +97,8 @@ class ModuleRun:
         return self._in(getattr(torch, self.side.dtype)) if self.side.own.module.training else self.opened
 
     @property
-    def _unit(self) -> float:
+    def unit(self) -> float:
+        """What a measured error counts: that of float64 is measured in float32."""
         return _STEP if self.side.dtype == "float64" else 1.0
 
     def _in(self, dtype: torch.dtype) -> Seen:
@@ -132,7 +133,7 @@ class ModuleRun:
         if place >= min(len(exact), len(measured)) or stage not in exact[place] or stage not in measured[place]:
             return 0.0
         content, finer = (without(stage, tensor, rows) for tensor in (measured[place][stage], exact[place][stage]))
-        return stage_noise(stage, content, finer, like) * self._unit
+        return stage_noise(stage, content, finer, like) * self.unit
 
     @cached_property
     def _all_exact(self) -> list[dict[str, Tensor]]:
@@ -155,15 +156,9 @@ class ModuleRun:
             return None
         return weights.shape[0], weights.shape[2]
 
-    def output_floor(self, rows: Rows = ()) -> float:
-        """Rounding error of the output, computed step by step, without these queries."""
-        return self._error(_output(self._measured), rows) * self._unit
-
-    def _error(self, output: Tensor, rows: Rows) -> float:
-        exact = _output(self._exact)
-        if self.rows is not None:
-            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
-        return rounding_error(output, exact)
+    def measured_outputs(self) -> tuple[Tensor, Tensor]:
+        """The output as its rounding is measured, computed step by step, and that in float64."""
+        return _output(self._measured), _output(self._exact)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """How this side has a stage; None where it does not."""
@@ -188,7 +183,7 @@ class ModuleRun:
         side, environment = self.side, environment_of(self.side.own)
         error = None
         if side.dtype != "float64" and not side.own.module.training:
-            error = self._error(self.output, rows)
+            error = self.output_error(rows)
         return DiffSide(
             label=side.label,
             environment=Environment(environment.torch, environment.device, side.dtype, side.seed),

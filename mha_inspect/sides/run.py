@@ -12,7 +12,7 @@ from ..canonical import canonical, sizes_of
 from ..forward import Forward, Seen, build_forward
 from ..kernels import describe, hidden_stages
 from ..layers.weights import AttentionWeights
-from ..noise import first_tensor, rounding_error
+from ..noise import first_tensor
 from ..reports.common import Environment, LayerInfo
 from ..reports.diff import DiffSide, StageSide
 from ..reports.trace import OpRef
@@ -20,7 +20,7 @@ from ..spec import DtypeName, plain_fields
 from ..stage_contents import StageContents, exact_forward, in_dtype
 from ..stage_difference import stage_noise
 from ..stages import CANONICAL_AXES
-from .compared import Rows, without
+from .compared import Rows, Run, without
 from .settings import Side
 from .shared_weights import load_what_fits
 
@@ -28,7 +28,7 @@ _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's."""
 
 
-class SideRun:
+class SideRun(Run):
     """A side with its weights loaded, and every run of it that a diff needs, each made once."""
 
     def __init__(self, side: Side, weights: AttentionWeights, finer: DtypeName) -> None:
@@ -71,7 +71,7 @@ class SideRun:
         return _kept(in_dtype(self.forward, getattr(torch, self.side.spec.dtype))) if self.drops else self.opened
 
     @property
-    def _unit(self) -> float:
+    def unit(self) -> float:
         """What a measured error counts. Beside a coarser dtype that of float64 is nothing."""
         return _STEP if self.side.spec.dtype == "float64" else 1.0
 
@@ -84,17 +84,11 @@ class SideRun:
         if content is None or exact is None:
             return 0.0
         content, exact = (without(stage, tensor, rows) for tensor in (content, exact))
-        return stage_noise(stage, content, exact, like) * self._unit
+        return stage_noise(stage, content, exact, like) * self.unit
 
-    def output_floor(self, rows: Rows = ()) -> float:
-        """Rounding error of the output, computed step by step, without these queries."""
-        return self._error(_output(self._measured), rows) * self._unit
-
-    def _error(self, output: Tensor, rows: Rows) -> float:
-        exact = _output(self._exact)
-        if self.rows is not None:
-            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
-        return rounding_error(output, exact)
+    def measured_outputs(self) -> tuple[Tensor, Tensor]:
+        """The output as its rounding is measured, computed step by step, and that in float64."""
+        return _output(self._measured), _output(self._exact)
 
     @cached_property
     def output(self) -> Tensor:
@@ -131,7 +125,7 @@ class SideRun:
         """This side as the report has it."""
         side, error = self.side, None
         if side.spec.dtype != "float64" and not self.drops:
-            error = self._error(self.output, rows)
+            error = self.output_error(rows)
         return DiffSide(
             label=side.label,
             environment=Environment(
