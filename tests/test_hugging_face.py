@@ -177,10 +177,30 @@ SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "
             },
         ),
         ("hf:esm", SMALL, {"input_ids": (3, 5)}),
+        ("hf:bros", SMALL, {"input_ids": (3, 5), "bbox": (3, 5, 4)}),
+        (
+            "hf:lxmert",
+            {
+                **{name: value for name, value in SMALL.items() if name != "num_hidden_layers"},
+                **dict.fromkeys(("l_layers", "r_layers", "x_layers"), "1"),
+                "visual_feat_dim": "7",
+            },
+            {"input_ids": (3, 5), "visual_feats": (3, 5, 7), "visual_pos": (3, 5, 4)},
+        ),
+        (
+            "hf:siglip2",
+            {**SMALL, "vision_config.patch_size": "2"},
+            {
+                "input_ids": (3, 5),
+                "pixel_values": (3, 16, 12),
+                "pixel_attention_mask": (3, 16),
+                "spatial_shapes": (3, 2),
+            },
+        ),
         ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
     ],
 )
-def test_sounds_series_and_games(text, settings, shapes):
+def test_sounds_series_games_and_boxes(text, settings, shapes):
     target = load(text, settings)
     made = call(target)
     assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes

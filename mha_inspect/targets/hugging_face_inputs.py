@@ -34,10 +34,12 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputS
         wanted += [name for name in _HELD_AGAINST if name in free][:1]
     if hasattr(config, "lags_sequence") or hasattr(config, "state_dim"):
         wanted += [name for name in _OF_SERIES if name in free]
+    if "spatial_shapes" in free and "pixel_values" in wanted:
+        wanted += ["spatial_shapes", "pixel_attention_mask"]
     decodes = "decoder_input_ids" in wanted
     plans = {}
     for name in dict.fromkeys(wanted):
-        plan = _plan(name, config, inputs, decodes)
+        plan = _plan(name, config, inputs, decodes, "spatial_shapes" in free)
         if plan is not None:
             plans[name] = plan
     return plans
@@ -47,6 +49,10 @@ _OF_DECODERS = ("decoder_input_ids", "decoder_input_values", "future_values", "f
 """What a decoder beside an encoder cannot do without."""
 _HELD_AGAINST = ("pixel_values", "input_features", "input_values")
 """What a text is held against, where both get a place in one space."""
+SOMETIMES = ("input_ids", "pixel_values", "bbox", "visual_feats", "visual_pos")
+"""What comes with a text or an image, and most models do without."""
+_PATCHES = 4
+"""Patches along each side of an image that is handed over in patches."""
 _OF_SERIES = (
     "past_time_features", "past_observed_mask", "static_categorical_features", "static_real_features",
     "actions", "rewards", "returns_to_go", "timesteps", "attention_mask",
@@ -54,20 +60,43 @@ _OF_SERIES = (
 """What comes with each step of a time series, or of a game."""
 
 
-def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool) -> Plan | None:
+def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool, in_patches: bool) -> Plan | None:
     key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
     if name in ("input_ids", "decoder_input_ids"):
         length = key_len if decodes and name == "input_ids" else inputs.seq_len
         words = config.get_text_config(decoder=name == "decoder_input_ids")
+        words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
         vocabulary = getattr(words, "vocab_size", None)
         if not isinstance(vocabulary, int):
             return None
         return Plan("ids", (inputs.batch, length), "int64", vocabulary, _special(words))
+    if name in ("spatial_shapes", "pixel_attention_mask") or (name == "pixel_values" and in_patches):
+        patches = _patches(name, _looks(config), inputs.batch)
+        if patches is not None:
+            return patches
+    if name in ("bbox", "visual_feats", "visual_pos"):
+        width = 4 if name == "bbox" else getattr(config, name.replace("feats", "feat") + "_dim", None)
+        return None if width is None else Plan("other", (inputs.batch, inputs.seq_len, width))
     if name in ("pixel_values", "pixel_values_videos"):
-        return _image(getattr(config, "vision_config", config), inputs.batch)
+        return _image(_looks(config), inputs.batch)
     if name in ("input_values", "decoder_input_values", "input_features"):
         return _sound(name, getattr(config, "audio_config", config), inputs.batch, inputs.seq_len, key_len)
     return _series(name, config, inputs.batch, inputs.seq_len)
+
+
+def _looks(config: Any) -> Any:
+    """The part of a configuration that is for images."""
+    return getattr(config, "vision_config", config)
+
+
+def _patches(name: str, config: Any, batch: int) -> Plan | None:
+    """An image in patches, how many there are along each side, and that all of them count."""
+    channels = getattr(config, "num_channels", 3)
+    if name == "pixel_values":
+        return Plan("other", (batch, _PATCHES**2, channels * config.patch_size**2))
+    if name == "spatial_shapes":
+        return Plan("ids", (batch, 2), "int64", _PATCHES + 1, tuple(range(_PATCHES)))
+    return _whole(name, (batch, _PATCHES**2), 2) if name == "pixel_attention_mask" else None
 
 
 def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Plan | None:

@@ -172,7 +172,7 @@ class _Maker:
 
         if is_hugging_face(self.module):
             free = set(self.parameters) - set(given) - set(said)
-            known = self._with_image(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
+            known = self._with_more(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
             names = list(dict.fromkeys((*names, *known)))
             if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
                 # A waveform is what it is for most; what takes something else says so when it runs.
@@ -185,17 +185,16 @@ class _Maker:
             return dict(known)
         return {**known, **self._probed(plans, given, {**said, **known})}
 
-    def _with_image(
+    def _with_more(
         self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], free: set[str]
     ) -> dict[str, Plan]:
-        """The plans, and an image where the model takes one as well and does not do without."""
-        from .hugging_face_inputs import plans_of
+        """The plans, and what else comes with a text or an image where the model does not do without."""
+        from .hugging_face_inputs import SOMETIMES, plans_of
 
-        if "input_ids" not in plans or "pixel_values" not in free - set(plans):
+        more = [name for name in SOMETIMES if name in free - set(plans)]
+        if not plans or not more or self._probe(plans, given, said, whole=True).error is None:
             return plans
-        if self._probe(plans, given, said, whole=True).error is None:
-            return plans
-        both = plans | plans_of(self.module, ["pixel_values"], set(), self.asked.inputs)
+        both = plans | plans_of(self.module, more, free, self.asked.inputs)
         return both if self._probe(both, given, said, whole=True).error is None else plans
 
     def _first_guess(self, name: str) -> Plan:
