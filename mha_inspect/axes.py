@@ -7,11 +7,11 @@ are the heads. An axis that this leaves open is named when one name and one axis
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import prod
 
 from .axis_roles import Group, Roles
+from .axis_sizes import one_size_a_name
 from .dataflow.dimensions import Atom, Dim, Dimensions, resolve
 from .dataflow.found import Found
 from .ops import Tensor
@@ -31,9 +31,6 @@ _SIDES = {
     "output": "o",
 }
 """Which side a stage belongs to; the others have it for a letter: `q_proj`."""
-_MADE_OF_WEIGHTS = ("weights", "masked_scores", "scores", "q_heads", "k_heads", "v_heads")
-_PLACES = ("query", "key", "windows")
-"""Names of axes along a sequence."""
 _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "key"): "qk"}
 """What the axis is called that counts the projections in one matrix."""
 
@@ -52,7 +49,8 @@ class AxisNames:
         self._heads = roles.heads
         self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
         self._stages = {stage: self._of_stage(stage) for stage in sorted(found.stages, key=_from_heads_outward)}
-        self._keep_one_size()
+        shapes = {stage: tensor.shape for stage, tensor in found.stages.items()}
+        self._stages = one_size_a_name(self._stages, shapes)
 
     @property
     def num_heads(self) -> int:
@@ -106,32 +104,6 @@ class AxisNames:
             features_last=self._is_width(stage),
             value=stage == "v_proj",
         )
-
-    def _keep_one_size(self) -> None:
-        """Leave the number where a name would stand for two sizes: a sequence that was padded to whole windows.
-
-        The weights, and the heads that they are made of, say what the size of a name is.
-        """
-        if not any("windows" in pattern for pattern in self._stages.values()):
-            return
-        shapes = {stage: tensor.shape for stage, tensor in self._found.stages.items()}
-        sizes: dict[str, int] = {}
-        for stage in (*_MADE_OF_WEIGHTS, *self._stages):
-            words = self._stages[stage].split() if stage in self._stages and "(" not in self._stages[stage] else []
-            for word, size in zip(words, shapes.get(stage, ()), strict=False):
-                if word in _PLACES:
-                    sizes.setdefault(word, size)
-        for stage, pattern in self._stages.items():
-            dims = re.findall(r"\([^)]*\)|\S+", pattern)
-            for at, dim in enumerate(dims):
-                words = dim.strip("()").split()
-                known = [
-                    int(word) if word.isdigit() else sizes[word] for word in words if word.isdigit() or word in sizes
-                ]
-                told = len(known) == len(words) and any(word in _PLACES for word in words)
-                if told and prod(known) != shapes[stage][at]:
-                    dims[at] = str(shapes[stage][at])
-            self._stages[stage] = " ".join(dims)
 
     def _is_width(self, stage: str) -> bool:
         """Whether the last dimension of a stage is what a matrix takes in or gives; a convolution has it elsewhere."""

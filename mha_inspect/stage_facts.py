@@ -169,6 +169,8 @@ class StageFacts:
         words = [word for dim in dims_of(self._axes[stage]) for word in dim]
         if "windows" in words or any(word.isdigit() and word != "1" for word in words):
             return ""  # windows that overlap hold a key more than once
+        if "key" not in (word for dim in dims_of(self._axes[source]) for word in dim):
+            return ""  # it was padded
         before, after = self._length(source, "key"), self._length(stage, "key")
         more = after - before
         if before and more > 0:

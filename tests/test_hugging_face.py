@@ -177,7 +177,7 @@ SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "
             },
         ),
         ("hf:esm", SMALL, {"input_ids": (3, 5)}),
-        ("hf:bros", SMALL, {"input_ids": (3, 5), "bbox": (3, 5, 4)}),
+        ("hf:bros", {**SMALL, "hidden_size": "64"}, {"input_ids": (3, 5), "bbox": (3, 5, 4)}),
         (
             "hf:lxmert",
             {

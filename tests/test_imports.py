@@ -96,7 +96,7 @@ RULES = {
     "recorder": ("source_lines", "operations", "ops", "errors"),
     "dataflow": ("dataflow", "ops", "stages"),
     "attention": ("dataflow", "ops", "stages"),
-    "axes": ("axis_roles", "attention", "dataflow", "ops", "stages"),
+    "axes": ("axis_roles", "axis_sizes", "attention", "dataflow", "ops", "stages"),
     "layers": ("layers", "elements", "errors", "spec", "inputs", "reports"),
     "footprint": ("ops",),
     "kernels": ("forward", "ops", "reports", "attention", "dataflow", "recorder"),

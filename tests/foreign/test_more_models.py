@@ -79,6 +79,7 @@ def test_as_many_features_with_positions_as_without_come_to_an_end() -> None:
 def test_windows_that_overlap() -> None:
     config = {**TEXT, "hidden_size": 30, "num_attention_heads": 3, "max_position_embeddings": 64}
     found, returned = run("longformer", **config, attention_window=8)
+    assert_one_size_a_name(run("longformer", **config, attention_window=16)[0][0])
     attention = found[0]
     assert_one_size_a_name(attention)
     # batch heads query window, without the padding to whole windows
@@ -88,17 +89,22 @@ def test_windows_that_overlap() -> None:
     for stage in ("scores", "masked_scores"):
         assert attention.found.stages[stage].shape == weights.shape
     torch.testing.assert_close(attention.value("masked_scores").softmax(-1)[:, :13], weights[:, :13])
-    assert attention.axes()["q_heads"] == "(batch heads) windows 8 head_dim"
+    axes = attention.axes()
+    assert (axes["query"], axes["q_heads"]) == ("16 batch embed", "(batch heads) windows query head_dim")
     assert (attention.names.num_heads, attention.names.head_dim) == (3, 10)
 
 
-def test_a_sequence_that_is_padded_to_whole_windows() -> None:
+@pytest.mark.parametrize("radius", [3, 16])
+def test_a_sequence_that_is_padded_to_whole_windows(radius: int) -> None:
     config = {"d_model": 30, "num_heads": 3, "d_kv": 10, "num_layers": 1, "num_decoder_layers": 1, "d_ff": 32}
-    found, returned = run("longt5", **config, vocab_size=97, local_radius=3, decoder_start_token_id=1, pad_token_id=0)
+    found, returned = run(
+        "longt5", **config, vocab_size=97, local_radius=radius, decoder_start_token_id=1, pad_token_id=0
+    )
     attention = found[0]
     assert_one_size_a_name(attention)
     axes = attention.axes()
-    assert (axes["query"], axes["weights"]) == ("batch 13 embed", "batch windows heads query key")
+    windows = "windows" if radius < 13 else "1"
+    assert (axes["query"], axes["weights"]) == ("batch 13 embed", f"batch {windows} heads query key")
     torch.testing.assert_close(attention.value("weights"), returned[0])
     q, k, weights = (attention.value(stage) for stage in ("q_heads", "k_heads", "scores"))
     torch.testing.assert_close(torch.einsum("bwqhd,bwkhd->bwhqk", q, k), weights)
