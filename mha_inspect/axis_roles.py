@@ -112,7 +112,7 @@ class Roles:
             return folded, (), ()
         features = self._features() if "concat" in self._found.stages else set()
         merged = tuple(atom for atom in folded if atom in features and atom.size > 1)
-        if merged and len(merged) < len(folded):
+        if len(dims) < 4 and merged and len(merged) < len(folded):
             return tuple(atom for atom in folded if atom not in merged), merged, ()
         first = dims[0] if len(dims) > 3 else folded[:-1]
         batch = tuple(atom for atom in folded if atom in first) if apart else ()

@@ -1,4 +1,4 @@
-"""A name stands for one size in all of an attention's stages; where it would stand for two, one of them is a number."""
+"""A name stands for one axis of one size in all of an attention's stages; where it would not, there is a number."""
 
 from __future__ import annotations
 
@@ -32,7 +32,18 @@ def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, .
         known = {word: next(iter(found)) for word, found in sizes.items()}
         for stage, dims in dims_of.items():
             dims_of[stage] = [_told(dim, size, known) for dim, size in zip(dims, shapes[stage], strict=True)]
-    return {stage: " ".join(dims) for stage, dims in dims_of.items()}
+    return {stage: " ".join(_each_once(dims, shapes[stage])) for stage, dims in dims_of.items()}
+
+
+def _each_once(dims: list[str], shape: tuple[int, ...]) -> list[str]:
+    """Without a name that stood there before: two axes that are not told apart."""
+    seen: set[str] = set()
+    once = []
+    for dim, size in zip(dims, shape, strict=True):
+        words = {word for word in dim.strip("()").split() if word.isidentifier()}
+        once.append(str(size) if words & seen else dim)
+        seen |= words
+    return once
 
 
 def _told(dim: str, size: int, known: Mapping[str, int]) -> str:

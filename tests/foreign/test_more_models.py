@@ -108,3 +108,13 @@ def test_a_sequence_that_is_padded_to_whole_windows(radius: int) -> None:
     torch.testing.assert_close(attention.value("weights"), returned[0])
     q, k, weights = (attention.value(stage) for stage in ("q_heads", "k_heads", "scores"))
     torch.testing.assert_close(torch.einsum("bwqhd,bwkhd->bwhqk", q, k), weights)
+
+
+def test_heads_of_experts_share_keys() -> None:
+    """Each token has the query heads of the experts that it is sent to, before the keys of all."""
+    config = {**TEXT, "hidden_size": 30, "num_key_value_heads": 3, "kv_channels": 10, "num_local_experts": 4}
+    found, returned = run("jetmoe", **config, num_experts_per_tok=2)
+    attention = found[0]
+    torch.testing.assert_close(attention.value("weights"), returned[0])
+    assert attention.axes()["weights"] == "batch heads query key"
+    assert (attention.names.num_heads, attention.names.num_kv_heads, attention.names.head_dim) == (6, 3, 10)
