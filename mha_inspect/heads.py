@@ -93,7 +93,8 @@ def compare_heads_spec(
     widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
     require_fit(widest, inputs, run, layer, keep=False)
     comparison = _Comparison(specs, inputs, run, layer)
-    rows, learners = comparison.rows, [layer_learner(forward) for forward in comparison.forwards]
+    rows = comparison.rows
+    learners = [layer_learner(forward) for forward in comparison.forwards] if gradients or steps else []
     return CompareHeadsReport(
         environment=Environment(torch=torch.__version__, device=run.device, dtype=spec.dtype, seed=spec.seed),
         layer=LayerInfo(layer, plain_fields(specs[0])),
