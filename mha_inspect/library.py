@@ -306,6 +306,9 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             with suppress(Exception) if error is not None else nullcontext():
                 self._stages = keep_stages(self._seen.recording, self._seen.attentions)
 
+    def __repr__(self) -> str:
+        return "a recording that is still under way" if self._seen is None else repr(self.trace)
+
     @property
     def trace(self) -> LiveTrace:
         """What ran in the block. Raises `ValueError` inside it."""

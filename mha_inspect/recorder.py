@@ -24,6 +24,7 @@ from .errors import RecordingError
 from .operations import about
 from .ops import Kind, Named, Op, Recording, Tensor
 from .source_lines import ATTENTION_FORWARD, line_of
+from .turns import tell_turns_apart
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
@@ -170,7 +171,7 @@ class Recorder(TorchDispatchMode):
         """The recording up to here, with the names of what was returned."""
         outputs = tuple(Named(name, self._read(tensor)) for name, tensor in tensors_in(returned))
         return Recording(
-            ops=tuple(self._ops),
+            ops=tuple(tell_turns_apart(self._ops)),
             inputs=tuple(self._inputs),
             parameters=tuple(self._parameters),
             buffers=tuple(self._buffers),
