@@ -37,7 +37,7 @@ def test_one_call_of_several_operations_stays_one():
 
 
 def test_what_is_between_two_of_the_same_keeps_them_apart():
-    assert calls_of(lambda x: (x.exp().neg().exp()), X) == [["exp"], ["neg"], ["exp"]]
+    assert calls_of(lambda x: x.exp().neg().exp(), X) == [["exp"], ["neg"], ["exp"]]
 
 
 def test_values_that_are_weighted_twice_have_a_context_after_the_first():
