@@ -64,7 +64,7 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
         if kind == "mask":
             continue
         found = tensor_for(name, kind, given, whole=not tensor.is_floating_point())
-        if found is None or found.shape != tensor.shape:
+        if found is None or not _fits(found, tensor, kind, any_length=other.origin != call.origin):
             takes = f"{name} {list(tensor.shape)}"
             has = ", ".join(f"{n} {list(t.shape)}" for n, (_, t) in given.items()) or "no tensor"
             raise InputError(
@@ -77,6 +77,13 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
     kwargs = {name: changed.get(name, value) for name, value in call.kwargs.items()}
     origin = call.origin if not changed or other.origin == call.origin else f"what {others} gets"
     return replace(call, args=args, kwargs=kwargs, origin=origin)
+
+
+def _fits(found: Tensor, drawn: Tensor, kind: Kind, *, any_length: bool) -> bool:
+    """Whether a tensor may stand in the place of one that was drawn: what a model gives has lengths of its own."""
+    if not any_length or kind == "image" or not found.dim():
+        return found.shape == drawn.shape
+    return found.dim() == drawn.dim() and (found.shape[-1] == drawn.shape[-1] or not found.is_floating_point())
 
 
 def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:

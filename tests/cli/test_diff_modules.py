@@ -51,6 +51,12 @@ class Model(nn.Module):
         return x
 
 
+class Longer(Model):
+    # One position more than there are tokens, as for a class.
+    def forward(self, input_ids):
+        return super().forward(nn.functional.pad(input_ids, (1, 0)))
+
+
 class Same(Attention):
     pass
 
@@ -137,6 +143,12 @@ def test_the_arguments_are_those_of_the_first_call(mine):
     assert part.module is model.layers[1]["attention"]
     assert call.drawn == ("hidden_states",)
     assert not part.module._forward_pre_hooks
+
+
+def test_lengths_are_those_of_the_model(invoke, mine):
+    data = report_of(invoke, mine, f"mine:Longer mine:Port --left-module {PATH}")
+    weights = next(row for row in data["stages"] if row["name"] == "weights")
+    assert (data["verdict"], weights["right"]["shape"]) == ("same", [2, 3, 6, 6])
 
 
 @pytest.mark.parametrize(
