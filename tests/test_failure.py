@@ -329,7 +329,7 @@ def test_an_error_of_the_forwards_own_needs_no_second_run():
 
     module = Breaks(refuses)
     failure = failure_of(module, torch.randn(2, 7, 24))
-    assert (failure.error, failure.call, failure.note, module.calls) == ("ValueError", "", "", READ)
+    assert (failure.error, failure.call, failure.note, module.calls) == ("ValueError", "", "", 1)
 
 
 def test_what_is_no_failure_of_the_forward_is_raised_as_it_is():

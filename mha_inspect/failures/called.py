@@ -34,6 +34,7 @@ from torch.overrides import resolve_name
 from ..attempt import AttemptRecorder
 from ..ops import Op, Tensor
 from ..recorder import Recorder, tensors_in
+from ..source_lines import place_of
 from .site import ATTENTION_FORWARDS, entries_inside, entries_of, expression_of, is_own, shows_line
 from .witness import Call, name_of
 
@@ -132,8 +133,10 @@ def dispatched(error: BaseException) -> str:
 
 
 def _raises(frame: FrameType, tb: TracebackType) -> bool:
-    """Whether a frame was at a `raise` or an `assert` of its own."""
+    """Whether a frame was at a `raise` or an `assert` of its own, and is not torch's, which was given something."""
     code = frame.f_code.co_code
+    if place_of(frame.f_code).file.startswith("torch/"):
+        return False
     return 0 <= tb.tb_lasti < len(code) and dis.opname[code[tb.tb_lasti]] == "RAISE_VARARGS"
 
 
