@@ -132,6 +132,16 @@ class StageFacts:
             return masked_text("scores", found.scoring)
         return masked_text(f"mask + {product}", found.scoring, last="add")
 
+    def has_other_keys(self) -> bool:
+        """Whether what stands beside the scores are scores of other keys, by a product of their own, and no sinks."""
+        joined, graph = self._found.sinks, self._graph
+        for tensor in joined.inputs if joined is not None else ():
+            makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.carries)]
+            products = [op.index for op in makers if op is not None and graph.product(op) is not None]
+            if products and self._found.score_product.op.index not in products:
+                return True
+        return False
+
     def drops(self) -> bool:
         """Whether weights were dropped between the softmax and the product with the values."""
         return any(

@@ -268,7 +268,12 @@ def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
         notes.append(
             "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."
         )
-    if found.sinks is not None:
+    if found.sinks is not None and facts.has_other_keys():
+        notes.append(
+            "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
+            "shown is a part of the attention."
+        )
+    elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:
         notes.append(

@@ -8,7 +8,9 @@ from math import isclose
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from mha_inspect.tracing import trace_module
 
 from . import styles
 from .styles import D, E, H
@@ -212,3 +214,23 @@ def test_without_a_batch(name: str) -> None:
     assert attention.names.num_heads == H
     assert attention.names.of_stage("scores") == "heads query key"
     assert attention.names.of_stage("output") == "query embed"
+
+
+class TwoKindsOfKeys(nn.Module):
+    """Keys of everything and keys that are one's own, under one softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.own = (nn.Linear(14, 14) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        beside = q @ self.own(x[:, :3]).mT
+        weights = torch.cat([q @ k.mT, beside], -1).softmax(-1)
+        return weights[..., : x.shape[1]] @ v + weights[..., x.shape[1] :] @ v[:, :3]
+
+
+def test_scores_of_other_keys_are_no_sinks() -> None:
+    (attention,) = trace_module(TwoKindsOfKeys().eval(), torch.randn(2, 11, 14)).attentions
+    assert "Scores of other keys stand beside these" in attention.notes[0]
+    assert not any("Sinks" in note for note in attention.notes)
