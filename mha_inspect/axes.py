@@ -7,7 +7,8 @@ are the heads. An axis that this leaves open is named when one name and one axis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from .axis_roles import Group, Roles
@@ -72,6 +73,12 @@ class AxisNames:
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
         return self._stages[stage]
+
+    def taking(self, stages: Mapping[str, str]) -> AxisNames:
+        """The same with other axes of these stages."""
+        other = copy.copy(self)
+        other._stages = {**self._stages, **stages}
+        return other
 
     def of(self, tensor: Tensor) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from .axes import AxisNames
 from .forward import Forward, Seen, tiny
 from .rearrangement import dims_of
 from .stages import CANONICAL_AXES
+from .wider import at_size, stages_at_size
 
 
 @dataclass(frozen=True)
@@ -38,33 +38,29 @@ def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
     for place, (axes, (found, _)) in enumerate(zip(stages, seen.attentions, strict=True)):
         if not small.attentions:
             break
-        like, names = small.attentions[place % len(small.attentions)]
-        for stage, tensor in found.stages.items():
-            if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape):
-                axes[stage] = _at_size(names.of_stage(stage), tensor.shape)
+        axes.update(stages_at_size(found, small.attentions[place % len(small.attentions)]))
     if len(small.recording.outputs) != len(seen.recording.outputs):
         return NamedAxes(stages, own.returned)
     returned = zip(own_axes(small).returned, seen.recording.outputs, strict=True)
-    return NamedAxes(stages, tuple(_at_size(pattern, named.tensor.shape) for pattern, named in returned))
-
-
-def _at_size(pattern: str, shape: tuple[int, ...]) -> str:
-    """A pattern with the sizes of this shape: a number in it is a size of the run that it was read off.
-
-    A dimension of which only a part has a name is a number as a whole.
-    """
-    dims = re.findall(r"\([^)]*\)|\S+", pattern)
-    return " ".join(str(size) if re.search(r"\b\d", dim) else dim for dim, size in zip(dims, shape, strict=True))
+    return NamedAxes(stages, tuple(at_size(pattern, named.tensor.shape) for pattern, named in returned))
 
 
 def own_axes(seen: Seen) -> NamedAxes:
-    """Name the axes of a run from that run alone."""
+    """Name the axes of a run from that run alone, and from the wider one that it may have beside it."""
     stages = tuple({stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions)
     returned = tuple(
         seen.attentions[-1][1].of(named.tensor) if seen.attentions else " ".join(map(str, named.tensor.shape))
         for named in seen.recording.outputs
     )
+    if seen.wider is not None and _ranks(seen) == _ranks(seen.wider):
+        runs = zip(own_axes(seen.wider).returned, seen.recording.outputs, seen.wider.recording.outputs, strict=True)
+        returned = tuple(at_size(pattern, own.tensor.shape, like.tensor.shape) for pattern, own, like in runs)
     return NamedAxes(stages, returned)
+
+
+def _ranks(seen: Seen) -> list[tuple[str, int]]:
+    """What a run returned: names, and numbers of dimensions."""
+    return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
 
 
 def sizes_of(forward: Forward) -> dict[str, int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +13,18 @@ from torch import nn
 
 from .attention import Found, Graph, attentions_of
 from .axes import AxisNames
+from .copying import copy_module
+from .footprint import kept_bytes
 from .inputs import Inputs, make_inputs
 from .layers.registry import find_layer
 from .layers.settings import check_settings, own_spec
 from .ops import Recording
 from .recorder import opened, record, tensors_in
 from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from .wider import named_after
+
+_SMALL = 1 << 29
+"""Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,9 @@ class Pass:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    wider: Callable[[nn.Module], Pass] | None = field(default=None, kw_only=True, compare=False)
+    """Where a size of the arguments is one, the same forward of a copy of the module with arguments in which none is;
+    None where there is no such forward, or nobody knows how to call it."""
 
     def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
         """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
@@ -53,6 +62,22 @@ class Pass:
             return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
         with opened():
             return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+
+    def wider_run(self, seen: Seen) -> Seen | None:
+        """A wider run beside an opened one, where there is one and it costs little. It leaves no trace.
+
+        It is run with a copy of the module that shares its parameters. One that fails is none.
+        """
+        parameters = list(self.module.parameters())
+        costs_nothing = bool(parameters) and parameters[0].is_meta
+        if self.wider is None or (kept_bytes(seen.recording) > _SMALL and not costs_nothing):
+            return None
+        try:
+            own = self.wider(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
+            with own.replaying(own.state()):
+                return Seen(own.recorded().recording, None)
+        except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
+            return None
 
     def state(self) -> State:
         """What a run may change: the generators and the module's buffers."""
@@ -112,6 +137,8 @@ class Seen:
 
     recording: Recording
     returned: Any
+    wider: Seen | None = None
+    """A run of the same forward in which no size is one: names of axes are taken from it."""
 
     @cached_property
     def graph(self) -> Graph:
@@ -121,7 +148,8 @@ class Seen:
     @cached_property
     def attentions(self) -> tuple[tuple[Found, AxisNames], ...]:
         """Every attention with the names of its axes."""
-        return tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
+        own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
+        return own if self.wider is None else named_after(own, self.wider.attentions)
 
 
 def build_forward(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Forward:
@@ -144,6 +172,13 @@ def _forward(layer: str, spec: AttentionSpec, run: RunSpec, inputs: Inputs) -> F
     module = code.build(spec, run.device)
     args, kwargs = code.arguments(inputs, run)
     return Forward(module, args, kwargs, layer=layer, spec=spec, run=run, inputs=inputs)
+
+
+def of_other_sizes(forward: Forward, module: nn.Module, inputs: InputSpec) -> Forward:
+    """The same forward of a copy of its module, on other inputs."""
+    made = make_inputs(forward.spec, inputs, forward.run)
+    args, kwargs = find_layer(forward.layer).load().arguments(made, forward.run)
+    return replace(forward, module=module, args=args, kwargs=kwargs, inputs=made, wider=None)
 
 
 def tiny(forward: Forward) -> Forward:

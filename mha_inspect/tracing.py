@@ -27,10 +27,12 @@ from .product_pairs import product_pairs
 from .proof import prove
 from .recorder import tensors_in
 from .reports.common import Environment, LayerInfo, Stats, Values
+from .reports.products import ProductPair
 from .reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
 from .spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .stage_facts import StageFacts
 from .stages import STAGES
+from .wider import pairs_named_after
 
 _NOTHING_HIDDEN = Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
 
@@ -92,6 +94,8 @@ def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
     if hides:
         with own.replaying(before):
             opened = own.recorded(keep=keep)
+    opened = replace(opened, wider=own.wider_run(opened))
+    plain = plain if hides else opened
     trace = report(
         plain,
         opened,
@@ -176,9 +180,15 @@ def report(
         returns=_returns(opened, axes, content),
         proof=proof,
         masked_rows=masked,
-        products=product_pairs(opened.graph, (found for found, _ in opened.attentions)),
+        products=_products(opened),
         ops=_op_lines(opened, axes) if show.ops else None,
     )
+
+
+def _products(seen: Seen) -> tuple[ProductPair, ...]:
+    """Products without a softmax between them, named as in the wider run where there is one."""
+    own = product_pairs(seen.graph, (found for found, _ in seen.attentions))
+    return pairs_named_after(own, _products(seen.wider)) if own and seen.wider is not None else own
 
 
 def _calls(modules: Sequence[str]) -> list[int | None]:

@@ -49,7 +49,6 @@ def compare_heads_target(
     """
     import torch
 
-    from ..forward import Pass
     from ..head_counts.modules import Counted, compare_modules
     from ..reports.common import LayerInfo
     from ..sides.module_run import ModuleSide
@@ -70,7 +69,7 @@ def compare_heads_target(
                 call = with_the_same(call, target.module, made[0][1], made[0][0].module)
             try_once(target, call, options, f" with num_heads {count}")
             made.append((target, call))
-            own = Pass(target.module, call.args, call.kwargs)
+            own = call.of(target.module)
             side = ModuleSide("left", target.name, own, LayerInfo(target.name, target.passed), options.seed)
             built.append(Counted(count, side))
         report = compare_modules(built, **extras)

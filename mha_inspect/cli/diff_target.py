@@ -149,7 +149,6 @@ def _name(place: int) -> SideName:
 
 
 def _target_side(place: int, target: Target, call: Call, options: Options, own: Texts) -> ModuleSide:
-    from ..forward import Pass
     from ..reports.common import LayerInfo
     from ..sides.module_run import ModuleSide
     from ..targets.values import parse_settings
@@ -159,7 +158,7 @@ def _target_side(place: int, target: Target, call: Call, options: Options, own: 
     return ModuleSide(
         name=_name(place),
         label=label,
-        own=Pass(target.module, call.args, call.kwargs),
+        own=call.of(target.module),
         layer=LayerInfo(target.name, target.passed),
         seed=options.seed,
         settings=dict(settings),
@@ -170,7 +169,7 @@ def _layer_side(
     place: int, name: str, own: Texts, options: Options, beside: tuple[Target, Call, ModuleSide]
 ) -> ModuleSide:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
-    from ..forward import Forward
+    from ..forward import Forward, of_other_sizes
     from ..inputs import make_inputs
     from ..layers.settings import check_settings
     from ..reports.common import LayerInfo
@@ -178,6 +177,7 @@ def _layer_side(
     from ..sides.settings import parse_settings
     from ..spec import AttentionSpec, InputSpec, RunSpec, plain_fields
     from ..targets.same_inputs import layer_inputs
+    from ..wider import without_ones
 
     kind, (target, call, side) = find_layer(name), beside
     settings = parse_settings("--right-set" if place else "--left-set", own)
@@ -210,6 +210,9 @@ def _layer_side(
     code = kind.load()
     args, kwargs = code.arguments(made, run)
     own_pass = Forward(code.build(spec, run.device), args, kwargs, layer=kind.name, spec=spec, run=run, inputs=made)
+    wide = without_ones(asked)
+    if wide is not None and side.own.wider is not None:
+        own_pass = replace(own_pass, wider=lambda module: of_other_sizes(own_pass, module, wide))
     label = kind.name + (f" with {', '.join(f'{n} {v}' for n, v in settings.items())}" if settings else "")
     plain = {n: v if isinstance(v, (bool, int, float, str)) or v is None else str(v) for n, v in settings.items()}
     info = LayerInfo(kind.name, plain_fields(spec))

@@ -91,7 +91,7 @@ def trace_target(text: str, options: Options) -> Trace:
     from ..targets.importing import stdout_for_the_answer
     from ..targets.room import Room
     from ..targets.target import seed_everything
-    from ..tracing import trace_module
+    from ..tracing import traced
 
     show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
@@ -100,7 +100,7 @@ def trace_target(text: str, options: Options) -> Trace:
         seed_everything(options.seed)
         hint = ""
         try:
-            report = trace_module(target.module, *call.args, show=show, **call.kwargs)
+            report = traced(call.of(target.module), show, keep=show.stats or show.values)[0]
         except ForwardError as failed:
             report, hint = failed.trace, _ways(call)
         except Exception as error:
@@ -160,14 +160,13 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
 
 def _params_of_call(target: Target, options: Options, show: Show, per_head: bool) -> ParamsReport:
     """Raises `MhaInspectError` where it cannot be called, or its forward raises."""
-    from ..forward import Pass
     from ..parameters import params
     from ..targets.target import seed_everything
 
     call = call_of(target, options)
     seed_everything(options.seed)
     try:
-        return params(target.module, own=Pass(target.module, call.args, call.kwargs), show=show, per_head=per_head)
+        return params(target.module, own=call.of(target.module), show=show, per_head=per_head)
     except Exception as error:
         raise explained(error, target, call) from error
 

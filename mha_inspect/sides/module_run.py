@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -83,7 +83,17 @@ class ModuleRun(Run):
     @cached_property
     def opened(self) -> Seen:
         """Step by step, with every tensor kept."""
+        return replace(self._alone, wider=self._wider)
+
+    @cached_property
+    def _alone(self) -> Seen:
         return self._run(self.side.own, keep=True)
+
+    @cached_property
+    def _wider(self) -> Seen | None:
+        """What the axes of every run are named after, whatever its dtype."""
+        with torch.no_grad():
+            return self.side.own.wider_run(self._alone)
 
     @cached_property
     def _exact(self) -> Seen:
@@ -104,7 +114,7 @@ class ModuleRun(Run):
     def _in(self, dtype: torch.dtype) -> Seen:
         own = self.side.in_dtype(dtype)
         try:
-            return self._run(own, keep=True)
+            return replace(self._run(own, keep=True), wider=self._wider)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..forward import Pass
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,18 @@ class Call:
     """Names of those among them of whose shape nobody said anything."""
     origin: str = "drawn from the seed"
     """Where those come from."""
+    wider: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
+    """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
+
+    def of(self, module: nn.Module) -> Pass:
+        """The module with these arguments, ready to run."""
+        wider = self.wider
+        return Pass(
+            module,
+            self.args,
+            self.kwargs,
+            wider=None if wider is None else lambda other: wider(other).of(other),
+        )
 
 
 def described(values: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ..errors import InputError, SpecError
 from ..inputs import INPUT_STREAM
 from ..spec import InputSpec
 from ..tensor_files import read_tensors
+from ..wider import without_ones
 from .aliases import ALIASES, Flags, dashed, plain
 from .arguments import signature_of
 from .call import Call, described
@@ -51,7 +52,16 @@ def make_call(target: Target, asked: Asked) -> Call:
         InputError: an argument is needed that nothing tells, or a file does not fit.
         SpecError: a name is none of the forward's, or a flag is of no use to it.
     """
-    return _Maker(target, asked).call()
+    call, wider = _Maker(target, asked).call(), _without_ones(asked)
+    if wider is None:
+        return call
+    return replace(call, wider=lambda module: _Maker(replace(target, module=module), wider).call())
+
+
+def _without_ones(asked: Asked) -> Asked | None:
+    """The same with another size in the place of each that is one; None where none is, or inputs were given."""
+    inputs = None if asked.shapes or asked.inputs.input is not None else without_ones(asked.inputs)
+    return None if inputs is None else replace(asked, inputs=inputs)
 
 
 class _Maker:
