@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -128,6 +129,18 @@ def test_a_mistake_by_hand_is_named_at_its_line(name: str, cause: str, args: tup
         if mark in inspect.getsource(cls):
             assert f"{line_of(cls, mark)})" in failure.cause.explanation
             assert words in failure.cause.explanation
+
+
+@pytest.mark.parametrize("name", [name for name, _, args in BY_HAND if len(args) == 1 and args[0] is X])
+def test_a_batch_of_one_is_named_as_one_of_three(name: str):
+    found = []
+    for batch in (1, 3):
+        failure = failure_of(getattr(HAND, name)(), floats(batch, 7, 24))
+        assert failure.cause is not None
+        axes = [(stage.name, stage.variable, stage.axes) for stage in failure.completed]
+        told = (failure.clash, failure.cause.explanation, axes, [operand.axes for operand in failure.operands])
+        found.append(re.sub(r"\d+", "#", str(told)))
+    assert found[0] == found[1]
 
 
 def attend(**settings: Any) -> nn.Module:

@@ -86,7 +86,9 @@ class PartialAxes:
 
     def _add(self, name: str, atoms: Iterable[Atom]) -> None:
         dim = resolve(atoms)
-        if dim and prod(atom.size for atom in dim) > 1 and self._known.isdisjoint(dim):
+        # Of what has one element only a batch is told, by where it is: a view puts others anywhere.
+        one = name == "batch" and len(dim) == 1
+        if dim and (one or prod(atom.size for atom in dim) > 1) and self._known.isdisjoint(dim):
             self._groups.append((name, dim))
             self._known.update(dim)
 
@@ -94,8 +96,10 @@ class PartialAxes:
         """Name what stands before the width: batch and sequence, side by side in one dimension or each in its own."""
         atoms = [atom for dim in dims for atom in dim]
         if len(dims) == 2:
+            known = {name for name, group in self._groups if not set(atoms).isdisjoint(resolve(group))}
             for name, dim in zip(self._order, dims, strict=True):
-                self._add(name, dim)
+                if name not in known:
+                    self._add(name, dim)
         elif len(dims) == 1 and len(atoms) == 2:
             for name, atom in zip(self._order, atoms, strict=True):
                 self._add(name, (atom,))
