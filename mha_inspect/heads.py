@@ -30,6 +30,7 @@ from .layers.settings import check_settings, own_spec, spec_for
 from .reports.common import Environment, LayerInfo
 from .reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from .spec import AttentionSpec, InputSpec, RunSpec, plain_fields
+from .stage_difference import size_of
 
 _EXTRAS = ("pairwise", "gradients", "steps", "focus")
 USUAL_COUNTS = (1, 2, 4, 8)
@@ -148,12 +149,13 @@ class _Comparison:
             self._runs.append(HeadRun(other, self._baseline))
         # All are run first: what is small and often used stays in the processor's caches after that.
         self._returned = [one.output for one in self._runs]
+        self._size = size_of(self._baseline.output)
         self.rows = [self._row(run, carried) for run, carried in zip(self._runs, self.carried, strict=True)]
 
     def _row(self, one: HeadRun, carried: Carried) -> HeadCount:
         spec = one.forward.spec
         outputs = (self._baseline.output, one.output)
-        row = count_row(spec, one.forward.module, outputs, self._noise.of_output, carried)
+        row = count_row(spec, one.forward.module, outputs, self._noise.of_output, carried, self._size)
         if one is not self._baseline:
             found = walk(self._baseline, one, self._noise, to_the_end=row.verdict != "differs")
             one.forget()

@@ -135,30 +135,48 @@ def stage_noise(stage: str, content: Tensor, exact: Tensor, like: Tensor | None 
     return rounding_error(pair.left, reduced)
 
 
-def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
-    """Largest difference, and ‖left - right‖ / ‖left‖, of two tensors of one shape, taken in float64.
+def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[float, float]:
+    """Largest difference, and ‖left - right‖ / ‖left‖, of two tensors of one shape.
 
-    NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else they are an infinite
-    one. ‖left‖ is over its finite elements.
+    Numbers of float32 and less are subtracted in float32, which is off by at most 2⁻²⁴ of a difference, and squares are
+    summed in float64. NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else
+    they are an infinite one. ‖left‖ is over its finite elements: `size_of(left)`, or `size` where that is known.
     """
     if left is right:
         return 0.0, 0.0
-    largest = apart = whole = 0.0
+    largest = apart = 0.0
     for one, other in parts(left, right):
-        one, other = one.double(), other.double()
-        difference = one - other
+        difference = _wide(one) - _wide(other)
         bounds = [float(bound) for bound in torch.aminmax(difference)] if difference.numel() else [0.0, 0.0]
         if not all(map(math.isfinite, bounds)):
+            one, other = one.double(), other.double()
             same = (one == other) | (one.isnan() & other.isnan())
-            difference = difference.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill_(same, 0.0)
-            one = one.masked_fill(~one.isfinite(), 0.0)
+            difference = (one - other).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+            difference = difference.masked_fill_(same, 0.0)
             bounds = [float(bound) for bound in torch.aminmax(difference)]
         largest = max(largest, -bounds[0], bounds[1])
-        apart += float(torch.linalg.vector_norm(difference)) ** 2
-        whole += float(torch.linalg.vector_norm(one)) ** 2
+        apart += float(torch.linalg.vector_norm(difference.double())) ** 2
     if apart == 0:
         return largest, 0.0
-    return largest, math.sqrt(apart / whole) if whole else math.inf
+    whole = size_of(left) if size is None else size
+    return largest, math.sqrt(apart) / whole if whole else math.inf
+
+
+def size_of(tensor: Tensor) -> float:
+    """‖tensor‖ over its finite elements, summed in float64."""
+    total = 0.0
+    for part, _ in parts(tensor, tensor):
+        norm = float(torch.linalg.vector_norm(part.double()))
+        if not math.isfinite(norm):
+            norm = float(torch.linalg.vector_norm(part.double().masked_fill(~part.isfinite(), 0.0)))
+        total += norm**2
+    return math.sqrt(total)
+
+
+def _wide(numbers: Tensor) -> Tensor:
+    if numbers.dtype in (torch.float32, torch.float64):
+        return numbers
+    return numbers.float() if numbers.is_floating_point() else numbers.double()
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:

@@ -16,7 +16,12 @@ from .weights import Carried
 
 
 def count_row(
-    spec: AttentionSpec, module: nn.Module, outputs: tuple[Tensor, Tensor], noise_floor: float, carried: Carried
+    spec: AttentionSpec,
+    module: nn.Module,
+    outputs: tuple[Tensor, Tensor],
+    noise_floor: float,
+    carried: Carried,
+    size: float | None = None,
 ) -> HeadCount:
     """The row of one head count, without the stage that differs and the reason.
 
@@ -26,8 +31,9 @@ def count_row(
         outputs: the baseline's, and its own.
         noise_floor: of the baseline's output.
         carried: what became of the baseline's weights.
+        size: ‖the baseline's output‖, where it is known.
     """
-    largest, relative = distances(*outputs)
+    largest, relative = distances(*outputs, size)
     times, verdict = judge(largest, noise_floor)
     return HeadCount(
         num_heads=spec.num_heads,
