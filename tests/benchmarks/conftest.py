@@ -7,15 +7,32 @@ wide, the machine was busy, and a few hundredths mean nothing.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 ROWS: list[Row] = []
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keep_freed_memory() -> None:
+    """Keep glibc from handing freed memory back to the system.
+
+    Whether it does between two runs, so that the next has to fault it in again for up to a tenth of a forward's time,
+    hangs on where on the heap other things happen to lie, and not on what is measured.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_MMAP_THRESHOLD, 2**30)
 
 
 @dataclass(frozen=True)
