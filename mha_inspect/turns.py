@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
 from .ops import Op
 
@@ -16,8 +17,11 @@ def tell_turns_apart(ops: Sequence[Op]) -> Iterator[Op]:
     operations come over and over.
     """
     free = ops[-1].call + 1 if ops else 0
-    for _, group in groupby(ops, key=lambda op: op.call):
+    for _, group in groupby(ops, key=attrgetter("call")):
         together = list(group)
+        if len(together) == 1:
+            yield together[0]
+            continue
         size = _period([op.name for op in together])
         yield from together[:size]
         for start in range(size, len(together), size):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_inspect.recorder import opened, record
 
@@ -24,6 +25,36 @@ def test_recorded_forward(side_by_side, path):
             "plain forward",
             lambda: layer(x, x, x),
             at_most=1.05,
+            rounds=25,
+        )
+
+
+class _Nothing(TorchDispatchMode):
+    """Does nothing: what is left is torch's own. Under any mode it adds a bias out of place, for one."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_does_nothing(side_by_side):
+    layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
+    x = torch.randn(8, 512, 512)
+
+    def run() -> None:
+        with _Nothing():
+            layer(x, x, x)
+
+    with torch.no_grad(), opened():
+        side_by_side(
+            "opened, under a mode of torch's that does nothing",
+            run,
+            "plain forward",
+            lambda: layer(x, x, x),
+            at_most=math.inf,
             rounds=25,
         )
 
