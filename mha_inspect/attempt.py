@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import argument_names
 from .ops import Recording, Tensor
-from .recorder import Recorder, argument_names
+from .recorder import Recorder
 
 
 class AttemptRecorder(Recorder):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import tensors_in
 from .attention import Found, Graph, attentions_of
 from .axes import AxisNames
 from .copying import copy_module
@@ -19,7 +20,7 @@ from .inputs import Inputs, make_inputs
 from .layers.registry import find_layer
 from .layers.settings import check_settings, own_spec
 from .ops import Recording
-from .recorder import opened, record, tensors_in
+from .recorder import opened, record
 from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from .wider import named_after
 

@@ -6,24 +6,23 @@ wrapped or replaced, so what is recorded runs as it runs without the recorder, t
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .arguments import argument_names, tensors_in
 from .errors import RecordingError
 from .operations import about
 from .ops import Kind, Named, Op, Recording, Tensor
 from .source_lines import ATTENTION_FORWARD, line_of
+from .storages import Storage, identity, owner_of
 from .turns import tell_turns_apart
 
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -62,48 +61,6 @@ def opened() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments under the names that `forward` gives them, in its order."""
-    function = module.forward if isinstance(module, nn.Module) else module
-    try:
-        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-
-
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, with its place: `1.attentions.0`."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    children: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        children = [(str(key), child) for key, child in value.items()]
-    elif isinstance(value, (tuple, list)):
-        names = getattr(value, "_fields", range(len(value)))
-        children = [(str(key), child) for key, child in zip(names, value, strict=True)]
-    elif is_dataclass(value) and not isinstance(value, type):
-        children = [(f.name, getattr(value, f.name)) for f in fields(value)]
-    for key, child in children:
-        yield from tensors_in(child, f"{name}.{key}" if name else key)
-
-
-class _Storage:
-    """What is known of one piece of memory: which tensors look at it, and how often it was written."""
-
-    __slots__ = ("made_by", "number", "owner", "seen", "version")
-
-    def __init__(self, number: int, made_by: int | None, owner: Any) -> None:
-        self.number = number
-        self.owner = owner
-        """Addresses are used again: a weak reference, as `_owner` gives it, tells one owner from the next."""
-        self.made_by = made_by
-        """The operation that wrote it last; None where it came from outside."""
-        self.version = 0
-        self.seen: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
-        """Offset, shape, stride and dtype, to the tensor and the version at which it was seen."""
-
-
 class Recorder(TorchDispatchMode):
     """The dispatch mode that writes down each operation. Use `record`, or enter it around any code."""
 
@@ -124,7 +81,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._keep = keep
         self._ops: list[Op] = []
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, Storage] = {}
         self._producers: dict[int, int] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._kept_in: dict[int, list[int]] = {}
@@ -259,7 +216,7 @@ class Recorder(TorchDispatchMode):
 
     def _read(self, tensor: torch.Tensor) -> Tensor:
         """The identity of a tensor as it is now."""
-        address, key = _identity(tensor)
+        address, key = identity(tensor)
         storage = self._find(tensor, address)
         if storage is None:
             storage = self._add_storage(tensor, address, None)
@@ -271,7 +228,7 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, tensor: torch.Tensor, index: int, inputs: Mapping[int, Tensor], in_place: bool) -> Tensor:
         """The identity of a tensor that operation `index` has just returned; `inputs` are its own, by storage."""
-        address, key = _identity(tensor)
+        address, key = identity(tensor)
         storage = self._find(tensor, address)
         if storage is None or not (storage.number in inputs or storage.made_by == index):
             storage = self._add_storage(tensor, address, index)
@@ -286,18 +243,18 @@ class Recorder(TorchDispatchMode):
                     return seen[0]
         return self._new(tensor, key, storage, index)
 
-    def _find(self, tensor: torch.Tensor, address: int) -> _Storage | None:
+    def _find(self, tensor: torch.Tensor, address: int) -> Storage | None:
         """What is known of the memory of a tensor."""
         storage = self._storages.get(address)
         reused = storage is not None and isinstance(storage.owner, ref) and storage.owner() is not tensor
         return None if reused else storage
 
-    def _add_storage(self, tensor: torch.Tensor, address: int, made_by: int | None) -> _Storage:
-        storage = self._storages[address] = _Storage(self._next_storage, made_by, _owner(tensor))
+    def _add_storage(self, tensor: torch.Tensor, address: int, made_by: int | None) -> Storage:
+        storage = self._storages[address] = Storage(self._next_storage, made_by, owner_of(tensor))
         self._next_storage += 1
         return storage
 
-    def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> Tensor:
+    def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: Storage, made_by: int | None) -> Tensor:
         made = Tensor(
             id=self._next_tensor,
             shape=key[1],
@@ -322,7 +279,7 @@ class Recorder(TorchDispatchMode):
     def _preserve(self, written: Sequence[Any]) -> None:
         """Copy the kept tensors whose memory is about to be written."""
         for _, tensor in tensors_in(written):
-            storage = self._storages.get(_identity(tensor)[0])
+            storage = self._storages.get(identity(tensor)[0])
             for kept in self._kept_in.pop(storage.number, []) if storage is not None else []:
                 self._values[kept] = self._values[kept].clone()
 
@@ -384,26 +341,3 @@ def _require_eager(module: nn.Module, path: str) -> None:
             f"{name} is compiled (torch.compile): what runs are kernels that were fused from its lines. "
             f"Record {way_out}."
         )
-
-
-def _identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
-    """The address of a tensor's storage, and what tells it from other views of the same storage."""
-    if tensor.is_nested and tensor.layout == torch.strided:  # rows of different lengths have no shape: one buffer
-        return tensor.untyped_storage()._cdata, (0, (tensor.numel(),), (1,), tensor.dtype)
-    try:
-        address = tensor.untyped_storage()._cdata
-        return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
-        shape = () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)  # one that is lazy has no shape yet
-        return id(tensor), (0, shape, (), tensor.dtype)
-
-
-def _owner(tensor: torch.Tensor) -> StorageWeakRef | ref[torch.Tensor]:
-    """A weak reference to what `_identity` takes the address of.
-
-    One to a storage keeps its address from being given to another; one to a tensor can only tell that it was.
-    """
-    try:
-        return StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # no storage to refer to, as in `_identity`
-        return ref(tensor)

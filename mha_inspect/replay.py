@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from .arguments import argument_names, tensors_in
 from .forward import Pass
 from .ops import Op, Recording, Tensor
-from .recorder import argument_names, tensors_in
 
 _LONGEST = 400
 """Operations after which it gives up: what takes so many is no mask."""

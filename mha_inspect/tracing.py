@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import tensors_in
 from .attempt import record_until_failure
 from .attention import Found
 from .attention_kind import kinds_of
@@ -25,7 +26,6 @@ from .masked_rows import masked_rows
 from .ops import Op, Tensor
 from .product_pairs import product_pairs
 from .proof import prove
-from .recorder import tensors_in
 from .reports.common import Environment, LayerInfo, Stats, Values
 from .reports.products import ProductPair
 from .reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mha_inspect.arguments import tensors_in
 from mha_inspect.attempt import record_until_failure
 from mha_inspect.failures.called import Reading, dispatched, read_call
 from mha_inspect.failures.witness import Witness
-from mha_inspect.recorder import tensors_in
 
 from . import test_failure_causes as causes
 

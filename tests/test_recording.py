@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect import recorder
+from mha_inspect import storages
+from mha_inspect.arguments import tensors_in
 from mha_inspect.ops import Recording
-from mha_inspect.recorder import opened, record, tensors_in
+from mha_inspect.recorder import opened, record
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 

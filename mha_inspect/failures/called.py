@@ -31,9 +31,10 @@ import torch
 from torch import nn
 from torch.overrides import resolve_name
 
+from ..arguments import tensors_in
 from ..attempt import AttemptRecorder
 from ..ops import Op, Tensor
-from ..recorder import Recorder, tensors_in
+from ..recorder import Recorder
 from ..source_lines import place_of
 from .site import ATTENTION_FORWARDS, entries_inside, entries_of, expression_of, is_own, shows_line
 from .witness import Call, name_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..arguments import tensors_in
 from ..attempt import AttemptRecorder
 from ..ops import Recording, Tensor
-from ..recorder import tensors_in
 from .called import Reading, dispatched
 from .site import only_argument, site_of
 

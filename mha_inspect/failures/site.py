@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..recorder import tensors_in
+from ..arguments import tensors_in
 from ..source_lines import place_of
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
