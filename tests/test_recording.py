@@ -221,7 +221,7 @@ def test_a_sparse_tensor_from_outside_whose_id_is_used_again_is_another_tensor(m
     """Without an operation that makes it, only the reference to the first one tells that it is gone."""
     # When an id is used again is up to the allocator: here it always is.
     monkeypatch.setattr(
-        recorder, "id", lambda thing: 7 if isinstance(thing, torch.Tensor) else id(thing), raising=False
+        storages, "id", lambda thing: 7 if isinstance(thing, torch.Tensor) else id(thing), raising=False
     )
     outside = [torch.eye(3).mul_(number).to_sparse() for number in (2, 3, 5)]
 
