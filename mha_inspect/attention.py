@@ -270,14 +270,18 @@ class _Finder:
                 concat = self.graph.before_call(op, step.tensor)
                 # In the attention's own code the reshape that puts heads side by side may flatten rows as well.
                 stages["concat"] = concat if op.module == module else self.graph.before_flattening(concat, op.module)
-                stages["output"] = self._onward(self.graph.after_projection(op), module)
+                # What moves the features away from the last dimension belongs to what comes after.
+                last = op.base_name != "convolution"
+                stages["output"] = self._onward(self.graph.after_projection(op), module, features_last=last)
                 return
         stages["concat"] = self._onward(context, module)
         if stages["concat"].id == context.id:
             del stages["concat"]
 
-    def _onward(self, tensor: Tensor, module: str) -> Tensor:
-        """The end of a chain of moves that begins here and stays in the module."""
+    def _onward(self, tensor: Tensor, module: str, *, features_last: bool = False) -> Tensor:
+        """The end of a chain of moves that begins here and stays in the module; with `features_last`, of those moves
+        that leave the last dimension where it is."""
+        features = self.graph.dimensions.of(tensor)[-1:]
         while True:
             followers = [
                 op
@@ -285,6 +289,8 @@ class _Finder:
                 if op.outputs and self.graph.moves(op) and inside(op.module, module) and op.output.id != tensor.id
             ]
             if len(followers) != 1 or followers[0].output.numel != tensor.numel or not tensor.numel:
+                return tensor
+            if features_last and self.graph.dimensions.of(followers[0].output)[-1:] != features:
                 return tensor
             tensor = followers[0].output
 

@@ -122,3 +122,25 @@ def test_names_do_not_hang_on_sizes_that_coincide() -> None:
 def test_a_name_stands_for_one_axis_of_one_size(stages, shapes, said):
     known = shapes or {"query": (2, 12, 30), "weights": (2, 3, 4, 5)}
     assert one_size_a_name(stages, known) == {**stages, **said}
+
+
+class ChannelsFirst(nn.Module):
+    """Attention whose output goes on to a norm that takes the features as its second dimension."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.back = back
+        self.query, self.output = nn.Linear(22, 66), nn.Linear(22, 22)
+        self.norm = nn.BatchNorm1d(22)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 11)).transpose(1, 2) for t in self.query(x).chunk(3, dim=-1))
+        context = (q @ k.transpose(-2, -1)).softmax(dim=-1) @ v
+        y = self.norm(self.output(context.transpose(1, 2).flatten(2)).transpose(1, 2))
+        return y.transpose(1, 2) if self.back else y
+
+
+@pytest.mark.parametrize(("back", "axes"), [(True, "batch query embed"), (False, "batch embed query")])
+def test_features_that_move_away_from_the_end_take_their_name_along(back: bool, axes: str) -> None:
+    _, stages, returned = named(ChannelsFirst(back).eval(), torch.randn(3, 5, 22))
+    assert (stages["output"], returned) == ("batch query embed", [axes])
