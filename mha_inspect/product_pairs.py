@@ -17,13 +17,14 @@ from .dataflow.dimensions import Atom, Dim, size_of
 from .dataflow.found import Found
 from .dataflow.graph import Graph
 from .dataflow.products import Product, ProductAxes
+from .dataflow.softmaxes import is_guard
 from .ops import Op, Tensor
 from .reports.products import Factor, Form, ProductPair, Role
 from .reports.products import Product as Shown
 
 _NAMES = {"native_layer_norm": "layer norm", "native_group_norm": "group norm", "native_dropout": "dropout"}
-_IN_SUM = {"sum", "add", "clamp", "clamp_min", "maximum", "abs"}
-"""What a sum may be made with that something is divided by, so that it is not zero."""
+_IN_SUM = {"sum", "abs"}
+"""What a sum is made with that something is divided by, beside what keeps it from zero."""
 
 
 def product_pairs(graph: Graph, attentions: Iterable[Found]) -> tuple[ProductPair, ...]:
@@ -181,7 +182,7 @@ class _Writer:
     def _is_sum_of(self, total: Tensor, tensor: Tensor) -> bool:
         """Whether a tensor is the sum of another, kept from zero at most."""
         graph = self._graph
-        steps = graph.back(total, lambda op: graph.moves(op) or op.base_name.rstrip("_") in _IN_SUM)
+        steps = graph.back(total, lambda op: graph.moves(op) or op.base_name in _IN_SUM or is_guard(op))
         return any(step.tensor.id == tensor.id and any(op.base_name == "sum" for op in step.path) for step in steps)
 
 

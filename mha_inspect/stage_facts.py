@@ -11,6 +11,8 @@ from .rearrangement import dims_of, rearrangement
 from .reports.trace import Memory
 
 _INPUTS = ("query", "key", "value")
+_DRAWN = ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "uniform_")
+"""What draws the numbers of a dropout; a comparison may stand behind it."""
 _BEFORE: dict[str, tuple[str, ...]] = {
     "q_heads": ("q_proj", "query"),
     "k_heads": ("k_proj", "key"),
@@ -51,7 +53,8 @@ class StageFacts:
             weights = "dropout(weights)" if self.drops() else "weights"
             if self._found.mixed_weights:
                 weights += " mixed by head"
-            return f"{weights} · v_heads"
+            others = dict.fromkeys(op.base_name.rstrip("_") for op in self._found.weights_path if self._changes(op))
+            return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
         return self._rearranged(stage)
 
     def flops(self, stage: str) -> int:
@@ -144,9 +147,26 @@ class StageFacts:
 
     def drops(self) -> bool:
         """Whether weights were dropped between the softmax and the product with the values."""
-        return any(
-            op.base_name in ("native_dropout", "bernoulli_", "mul") and _is_dropout(op)
-            for op in self._found.weights_path
+        return any(map(self._drops, self._found.weights_path))
+
+    def _drops(self, op: Op) -> bool:
+        """Whether this is a dropout, or the product with the mask that one was written out into."""
+        if op.base_name in _DRAWN:
+            return True
+        return op.base_name.rstrip("_") in ("mul", "div") and len(op.inputs) == 2 and any(map(self._drawn, op.inputs))
+
+    def _drawn(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of numbers that were drawn, scaled at most."""
+        op = self._graph.recording.producer(tensor)
+        while op is not None and op.base_name not in _DRAWN and len(op.inputs) == 1 and op.pointwise:
+            op = self._graph.recording.producer(op.inputs[0])
+        return op is not None and op.base_name in _DRAWN
+
+    def _changes(self, op: Op) -> bool:
+        """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
+        mixed = any(mixing.op is op for mixing in self._found.mixed_weights)
+        return (
+            op.kind == "compute" and op.pointwise and op.base_name != "_to_copy" and not mixed and not self._drops(op)
         )
 
     def _rearranged(self, stage: str) -> str:
@@ -251,8 +271,3 @@ def _product_flops(op: Op) -> int:
 def _computes(op: Op) -> bool:
     """Whether an operation makes other numbers of those that it is given."""
     return op.kind in ("compute", "write") and bool(op.inputs)
-
-
-def _is_dropout(op: Op) -> bool:
-    """A dropout, or the product with the mask that one was written out into."""
-    return op.base_name != "mul" or len(op.inputs) == 2

@@ -87,6 +87,9 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
         elif is_shift(graph.recording, op):
             pass  # what is taken off every score of a row changes no weight
         elif adds_mask(op) and not _lays_out(op, tensor):
+            if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
+                found.late_scale = multiply((found.late_scale, -1.0))
+                found.steps.append(("scale", -1.0))
             found.masks.append(op)
             found.steps.append(("fill" if name in _FILLS else "add", None))
         elif name == "tanh":

@@ -10,6 +10,8 @@ from .products import Product, product_of
 _SOFTMAXES = {"_softmax", "_safe_softmax"}
 _GUARDS = {"add", "clamp", "clamp_min", "maximum"}
 """What keeps a sum from being zero."""
+_SMALL = 0.01
+"""The most that a guard may add: with more, as in `exp(x) / (1 + sum)`, weights are no softmax."""
 _MASKING = {"mul", "masked_fill", "where", "_to_copy", "detach", "clone"}
 """What may be done to exponentials before they are summed."""
 _MANY = 6
@@ -112,13 +114,22 @@ def _total(recording: Recording, below: Tensor, *, inverse: bool) -> tuple[Op, i
         name = total.base_name.rstrip("_")
         if name == "reciprocal" and inverse:
             inverse = False
-        elif total.kind not in ("view", "copy") and name not in _GUARDS and not _by_one(total):
+        elif total.kind not in ("view", "copy") and not is_guard(total) and not _by_one(total):
             break
         total = recording.producer(total.inputs[0])
     if total is None or inverse or total.base_name != "sum" or len(total.args) < 2:
         return None
     dims = total.args[1] if isinstance(total.args[1], tuple) else (total.args[1],)
     return (total, int(dims[0]) % len(total.inputs[0].shape)) if len(dims) == 1 else None
+
+
+def is_guard(op: Op) -> bool:
+    """Whether this only keeps a sum from being zero."""
+    name = op.base_name.rstrip("_")
+    if name not in _GUARDS:
+        return False
+    number = op.args[1] if len(op.args) > 1 else 0
+    return not (name == "add" and (len(op.inputs) > 1 or abs(float(number)) > _SMALL))
 
 
 def _by_one(op: Op) -> bool:
