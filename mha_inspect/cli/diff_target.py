@@ -43,7 +43,7 @@ def check_sides(
     for flag, text, settings in zip(("--left-set", "--right-set"), texts, own, strict=True):
         if is_target(text):
             check_target(text, options, "diff", beside_layer=beside_layer)
-            parse_settings(list(settings))
+            parse_settings(list(settings), flag)
         else:
             find_layer(text)
             layer_settings(flag, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ExitCode, ForwardError, MhaInspectError, SpecError
+from ..errors import ExitCode, ForwardError, InputError, MhaInspectError, SpecError
 from ..layers.registry import LAYERS
 from . import specs
 from .options import Options
@@ -181,13 +181,17 @@ def tell(note: str) -> None:
 def call_of(target: Target, options: Options, room: Room | None = None) -> Call:
     """The arguments of its forward; lazy parameters get their shapes from one call with them.
 
-    Raises `DoesNotFitError` where it is sure that its run does not fit into `room`.
+    Raises `InputError` where it has no forward, and `DoesNotFitError` where it is sure that its run does not fit into
+    `room`.
     """
     import torch
+    from torch import nn
     from torch.nn.parameter import is_lazy
 
     from ..targets.inputs import make_call
 
+    if getattr(target.module.forward, "__func__", None) is nn.Module.forward:
+        raise InputError(f"{target.name} has no forward, and its inside is seen in a call. Name a module that has one.")
     if room is not None:
         room.require(target, asked(options))
     call = make_call(target, asked(options))

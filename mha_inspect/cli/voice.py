@@ -47,7 +47,9 @@ def usage_message(error: ClickException) -> str:
         return f"{_asked_by(error.param, ctx)} {message}"
     if error.message.startswith("Got unexpected extra argument"):
         extra = shown(error.message.partition(" (")[2].removesuffix(")"))
-        return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
+        if ctx is None or any(option.name == "embed_dim" for option in ctx.command.params):
+            return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
+        return f"{command} has no use for {extra}. What it takes: {path} --help"
     return shown_line(error.format_message())
 
 

@@ -51,8 +51,12 @@ def diff_document(report: DiffReport) -> Document:
     made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
     made_with.append(" and ".join(dict.fromkeys(e.dtype for e in environments)))
     made_with += [f"seed {left.environment.seed}", f"torch {left.environment.torch}"]
+    # What is the left side's alone stands in its label: here it would read as that of both.
+    shared = replace(
+        left.layer, spec={name: value for name, value in left.layer.spec.items() if name not in left.settings}
+    )
     return Document(
-        f"layer {left.label} against {right.label}", sizes(left.layer), ", ".join(made_with), tuple(_sections(report))
+        f"layer {left.label} against {right.label}", sizes(shared), ", ".join(made_with), tuple(_sections(report))
     )
 
 

@@ -166,7 +166,11 @@ def _arguments_of(name: str) -> Iterator[None]:
 
 @contextmanager
 def stdout_for_the_answer() -> Iterator[None]:
-    """Send what the target prints to stderr, whether Python or a library in C prints it."""
+    """Send what the target prints to stderr, whether Python or a library in C prints it.
+
+    Raises `InputError` where the target's code ends the program: it would end without an answer, and as if all were
+    well.
+    """
     saved = None
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
@@ -175,6 +179,8 @@ def stdout_for_the_answer() -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr):
             yield
+    except SystemExit as error:
+        raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
     finally:
         if saved is not None:
             os.dup2(saved, 1)
@@ -190,7 +196,7 @@ def in_one_line(error: BaseException) -> str:
         if error.filename and error.lineno:
             place = f"{_short(error.filename)}:{error.lineno}"
     if isinstance(error, SystemExit):
-        text = f"it ends the program, with {error.code!r}"
+        text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
     if not text and place:
         text = _line_of(error)
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -16,6 +16,7 @@ from .aliases import Flags, plain
 
 _ATTENTION_MASKS = ("attnmask", "attentionmask", "mask", "srcmask", "bias", "attnbias")
 _PADDING_MASKS = ("keypaddingmask", "srckeypaddingmask")
+_CAUSAL = ("iscausal", "causal")
 
 
 def masks_of(
@@ -38,15 +39,24 @@ def masks_of(
     if inputs.attn_mask is not None:
         name = next((names[word] for word in _ATTENTION_MASKS if word in names), None)
         if name is None:
-            raise SpecError(f"{owner} takes no mask: its arguments are {', '.join(parameters)}. Drop --attn-mask.")
+            raise _takes_no_mask(owner, parameters, "--attn-mask")
         mask = read_tensor(inputs.attn_mask).to(device)
         first = next((p for p in module.parameters() if p.is_floating_point()), None)
         masks[name] = mask.to(first.dtype) if mask.is_floating_point() and first is not None else mask
+    takes_any = any("mask" in word or word in (*_ATTENTION_MASKS, *_CAUSAL) for word in names)
     if inputs.causal and "causal" in flags.typed and not _built_causal(flags, module):
+        if not takes_any:
+            raise _takes_no_mask(owner, parameters, "--causal")
         masks |= _causal(module, names, values, owner, device)
     if inputs.padding:
+        if not takes_any:
+            raise _takes_no_mask(owner, parameters, "--padding")
         masks |= _padding(module, names, values, inputs, owner, device)
     return masks
+
+
+def _takes_no_mask(owner: str, parameters: Mapping[str, Parameter], flag: str) -> SpecError:
+    return SpecError(f"{owner} takes no mask: its arguments are {', '.join(parameters)}. Drop {flag}.")
 
 
 def _built_causal(flags: Flags, module: nn.Module) -> bool:
@@ -63,7 +73,7 @@ def _causal(
             lengths = _lengths(module, values)
             above = torch.ones(lengths, dtype=torch.bool, device="cpu").triu_(diagonal=1)
             return {name: above.to(device)}
-    for word in ("iscausal", "causal"):
+    for word in _CAUSAL:
         if word in names:
             return {names[word]: True}
     raise SpecError(

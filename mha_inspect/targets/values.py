@@ -17,7 +17,7 @@ _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), 
 _MISSING: Any = Parameter.empty
 
 
-def parse_settings(typed: list[str] | tuple[str, ...]) -> dict[str, str]:
+def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> dict[str, str]:
     """`NAME=VALUE` texts as a mapping; the last one of a name counts.
 
     Raises `SpecError` for a text without a name or an equals sign.
@@ -26,7 +26,7 @@ def parse_settings(typed: list[str] | tuple[str, ...]) -> dict[str, str]:
     for text in typed:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise SpecError(f"--set {shown(text)} is not NAME=VALUE. Write it as in --set embed_dim=512.")
+            raise SpecError(f"{flag} {shown(text)} is not NAME=VALUE. Write it as in {flag} embed_dim=512.")
         settings[name.strip()] = value.strip()
     return settings
 

@@ -434,3 +434,12 @@ def test_shared_key_heads_are_repeated_where_each_head_has_its_own(invoke, mine)
     data = report_of(invoke, mine, "mine:Packed grouped-query --right-set num_kv_heads=1")
     assert data["weights"]["sentence"].startswith("read off the products of grouped-query with num_kv_heads 1")
     assert data["verdict"] == "same"
+
+
+def test_what_one_side_alone_was_given_is_said_of_that_side(invoke, mine):
+    code, out, err = invoke("diff", f"{mine}:Packed", *SIZES, "--left-set", "num_heads=11")
+    assert code == 0, err
+    assert out.splitlines()[0] == "layer Packed with num_heads 11 against Packed: dim 22"
+    code, out, err = invoke("diff", f"{mine}:Packed", "--left-set", "num_heads")
+    assert (code, out) == (2, "")
+    assert "--left-set num_heads is not NAME=VALUE" in err

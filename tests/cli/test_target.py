@@ -205,13 +205,39 @@ def test_constructors_that_cannot_be_called_so(invoke, line, said):
         ("STYLES:Matrices --input-shape y=3x3", ["names y", "data"]),
         ("STYLES:Matrices --input-shape data=3z3", ["NAME=SIZExSIZE:DTYPE"]),
         ("STYLES:Matrices --input absent.pt", ["absent.pt is not there"]),
-        ("STYLES:Matrices --padding 2", ["does not say what its mask means"]),
+        ("STYLES:Matrices --padding 2", ["takes no mask: its arguments are data. Drop --padding"]),
+        ("STYLES:Matrices --causal", ["takes no mask: its arguments are data. Drop --causal"]),
+        ("STYLES:Tutorial --padding 2", ["does not say what its mask means"]),
+        ("torch.nn:ModuleList", ["ModuleList has no forward"]),
     ],
 )
 def test_forwards_that_cannot_be_called_so(invoke, line, said):
     code, out, err = invoke("trace", *line.replace("STYLES", STYLES).split())
     assert (code, out) == (2, ""), err
     assert [part for part in said if part not in err] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("trace FILE:Leaves", "leaves.py:5"),
+        ("params FILE:Later", "leaves.py:10"),
+        ("diff FILE:Later torch", "leaves.py:10"),
+    ],
+)
+def test_a_target_that_ends_the_program(invoke, tmp_path, monkeypatch, line, where):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaves.py").write_text(
+        "import sys\nfrom torch import nn\nclass Leaves(nn.Module):\n    def __init__(self):\n        sys.exit(0)\n"
+        "class Later(nn.Linear):\n    def __init__(self):\n        super().__init__(7, 7)\n"
+        "    def forward(self, x):\n        sys.exit()\n"
+    )
+    code, out, err = invoke(*line.replace("FILE", "leaves.py").split())
+    assert (code, out) == (2, ""), err
+    assert "it ends the program" in err
+    assert where in err
+    assert "None" not in err
 
 
 def test_target_settings_without_a_target(invoke):

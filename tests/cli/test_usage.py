@@ -35,6 +35,7 @@ import pytest
         ("trace --embed-dim 1" + "0" * 30, ["more than a size can be", "2**40"]),
         ("trace --num-heads 1" + "0" * 5000, ["num_heads 1000"]),
         ("trace a.py:B c", ["trace has no use for c", "--embed-dim 512"]),
+        ("layers b", ["layers has no use for b. What it takes: mha-inspect layers --help"]),
         ("trace --left-set dtype=float64", ["no option --left-set", "mha-inspect diff"]),
         ("trace --attention 2 --embed-dim 8", ["attention 2", "there is only 1"]),
         ("trace --module layer --embed-dim 8", ["module layer", "leave --module out"]),
