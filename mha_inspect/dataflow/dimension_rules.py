@@ -147,9 +147,22 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         for part in joined[1:]:
             unify(joined[0], part)
         dim = (*counter(joined[0], len(joined)), *joined[0])
+    elif count := _turned(operands, place):
+        # Equal pieces of the features one after the other along another dimension: heads before the batch.
+        dim = (*count, *joined[0])
     else:
         dim = join(joined)
     yield (*first[:place], dim, *first[place + 1 :])
+
+
+def _turned(operands: list[Dims], place: int) -> Dim:
+    """The axis that counts the pieces that operands are, cut along their last dimension; empty where they are not."""
+    first = operands[0]
+    if any(resolve(dim) != resolve(other) for own in operands[1:] for dim, other in zip(first, own, strict=True)):
+        return ()
+    pieces = resolve(first[-1])
+    known = pieces[0].counters.get(size_of(pieces), ()) if pieces and place != len(first) - 1 else ()
+    return known if known and size_of(resolve(known)) == len(operands) else ()
 
 
 def _stack(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:

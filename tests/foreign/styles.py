@@ -151,6 +151,27 @@ class FoldHeadsBatch(Base):
         return self.o(rearrange(torch.bmm(weights, v), "(h b) n d -> b n (h d)", h=H))
 
 
+class TurnedHeads(Base):
+    """Pieces of the features one after the other along the batch, as in Set Transformer (arXiv:1810.00825)."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return torch.cat(x.split(D, 2), 0)
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(x.split(x.shape[0] // H, 0), 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.bmm(k.transpose(1, 2)) / math.sqrt(D)).softmax(2).bmm(v)
+
+
+class TurnedHeadsOfSlices(TurnedHeads):
+    def split(self, x: Tensor) -> Tensor:
+        return torch.cat([x[..., h * D : (h + 1) * D] for h in range(H)], 0)
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(x.chunk(H, 0), -1)
+
+
 class KeyPermuted(Base):
     """The keys are split and transposed for the product in one step."""
 
