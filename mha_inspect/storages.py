@@ -30,8 +30,9 @@ class Storage:
 
 def identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
     """The address of a tensor's storage, and what tells it from other views of the same storage."""
-    if tensor.is_nested and tensor.layout == torch.strided:  # rows of different lengths have no shape: one buffer
-        return tensor.untyped_storage()._cdata, (0, (tensor.numel(),), (1,), tensor.dtype)
+    if tensor.is_nested:  # rows of different lengths have no shape: one buffer
+        rows: torch.Tensor = tensor if tensor.layout == torch.strided else tensor.__dict__["_values"]
+        return rows.untyped_storage()._cdata, (0, (rows.numel(),), (1,), tensor.dtype)
     try:
         address = tensor.untyped_storage()._cdata
         return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import mha_inspect
 from mha_inspect.recorder import opened, record
 
 EMBED, HEADS, BATCH, QUERY = 22, 2, 3, 5
@@ -279,6 +280,30 @@ def test_tensors_without_a_shape_or_memory_are_recorded_too() -> None:
     sparse, dense = torch.eye(QUERY).to_sparse(), drawn(QUERY, EMBED)
     recording, result = record(lambda: torch.sparse.mm(sparse * 2, dense))
     assert same(result, 2 * dense)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_rows_are_one_buffer_that_nothing_is_claimed_of() -> None:
+    class Jagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(EMBED, EMBED) for _ in range(3))
+
+        def forward(self, *rows: torch.Tensor) -> torch.Tensor:
+            x = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+            q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).values()
+
+    module, rows = Jagged().eval(), (drawn(3, EMBED), drawn(5, EMBED))
+    with torch.no_grad():
+        plain = module(*rows)
+        recording, recorded = record(module, *rows)
+        trace = mha_inspect.trace(module, *rows)
+    assert same(plain, recorded)
+    jagged = next(op for op in recording.ops if op.base_name == "linear")
+    assert jagged.inputs[0].shape == jagged.output.shape == (8 * EMBED,)
+    assert recording.outputs[0].tensor.shape == (8, EMBED)
+    assert not trace.attentions
 
 
 def test_a_fake_tensor_is_recorded() -> None:

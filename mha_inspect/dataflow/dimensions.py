@@ -56,7 +56,10 @@ class Dimensions:
         if not op.outputs:
             return
         rule = slice_unevenly if op.index in self._uneven else rule_of(op)
-        results = list(rule(op, inputs)) if rule is not None else []
+        try:
+            results = list(rule(op, inputs)) if rule is not None else []
+        except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of
+            results = []
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()
             if tuple(size_of(resolve(dim)) for dim in dims) != tensor.shape:
