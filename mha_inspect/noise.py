@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import tensors_in
 from .copying import copy_module
 from .elements import parts
+from .errors import InputError
 from .reports.common import Verdict
 
 DIFFERS_ABOVE = 10.0
@@ -104,17 +106,14 @@ def _largest_finite(left: Tensor, right: Tensor) -> float | None:
 def first_tensor(result: Any) -> Tensor:
     """The tensor that a module's result is, or begins with: `output` of `(output, weights)`.
 
-    Raises `TypeError` when there is none.
+    Raises `InputError` when there is none.
     """
-    if isinstance(result, Tensor):
-        return result
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
-    for part in parts:
-        try:
-            return first_tensor(part)
-        except TypeError:
-            continue
-    raise TypeError(f"there is no tensor in a {type(result).__name__}")
+    for _, tensor in tensors_in(result):
+        return tensor
+    raise InputError(
+        f"the forward returned {'None' if result is None else f'a {type(result).__name__}'}, with no tensor in it to "
+        "compare. Let it return its output."
+    )
 
 
 def _dtype_of(module: nn.Module, args: tuple[Any, ...]) -> torch.dtype:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .errors import InputError
 from .forward import Forward, Pass, Seen
 from .kernels import fused_kernels
 from .memory import is_out_of_memory
@@ -30,7 +31,7 @@ def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequen
     """
     try:
         output, other = first_tensor(opened.returned).detach(), first_tensor(plain.returned).detach()
-    except TypeError:
+    except InputError:
         return Proof(None, None, None, "the module returned no tensor")
     if output.is_meta:
         return Proof(None, None, None, "device meta has shapes and no numbers")

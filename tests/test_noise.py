@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mha_inspect.errors import InputError
 from mha_inspect.noise import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
 
 
@@ -92,5 +93,5 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 def test_first_tensor() -> None:
     x = torch.zeros(1)
     assert first_tensor(x) is first_tensor((x, None)) is first_tensor({"a": None, "b": [x]}) is x
-    with pytest.raises(TypeError):
+    with pytest.raises(InputError):
         first_tensor((None, 3))

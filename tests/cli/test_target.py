@@ -240,6 +240,28 @@ def test_a_target_that_ends_the_program(invoke, tmp_path, monkeypatch, line, whe
     assert "None" not in err
 
 
+def test_what_returns_no_tensor_is_not_compared(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "silent.py").write_text(
+        "import torch\nfrom dataclasses import dataclass\n"
+        "class Silent(torch.nn.Module):\n    def __init__(self, dim=22, num_heads=2):\n        super().__init__()\n"
+        "        self.own = torch.nn.MultiheadAttention(dim, num_heads, batch_first=True)\n"
+        "    def forward(self, x):\n        self.own(x, x, x)\n"
+        "@dataclass\nclass Out:\n    mask: object\n    hidden: torch.Tensor\n"
+        "class Wrapped(Silent):\n    def forward(self, x):\n        return Out(None, self.own(x, x, x)[0])\n"
+    )
+    for line in ("compare-heads silent.py:Silent --heads 1,2", "diff silent.py:Silent torch"):
+        code, out, err = invoke(*line.split())
+        assert (code, out) == (2, ""), err
+        assert "returned None, with no tensor in it" in err
+    data = data_of(
+        invoke(*["diff", "silent.py:Wrapped", "torch", "--batch", "3", "--seq-len", "5", "--format", "json"])
+    )
+    assert data["verdict"] == "same"
+    assert data["left"]["output_shape"] == [3, 5, 22]
+
+
 def test_target_settings_without_a_target(invoke):
     for command in ("trace", "params", "compare-heads"):
         for flags in (("--set", "d=1"), ("--input-shape", "x=2x3")):
