@@ -180,9 +180,17 @@ def report(
         returns=_returns(opened, axes, content),
         proof=proof,
         masked_rows=masked,
+        notes=_of_rows(opened),
         products=_products(opened),
         ops=_op_lines(opened, axes) if show.ops else None,
     )
+
+
+def _of_rows(seen: Seen) -> tuple[str, ...]:
+    """What is not seen of rows that are recorded as one buffer."""
+    nested = any("nested" in op.base_name for op in seen.graph.recording.ops)
+    said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
+    return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
 
 
 def _products(seen: Seen) -> tuple[ProductPair, ...]:

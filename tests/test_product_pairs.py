@@ -281,7 +281,7 @@ def test_both_are_told_where_a_model_has_both() -> None:
 def test_the_page_and_the_file_tell_them(tmp_path: Path) -> None:
     trace = mha_inspect.trace(Layer(sigmoid), torch.randn(B, N, E))
     page = str(trace)
-    assert "No attention was found: no softmax lies between two matrix products." in page
+    assert "No attention was found: no softmax lies between two matrix products of activations." in page
     assert "queries meet keys, then values; between them scale 0.25, sigmoid." in page
     trace.save(tmp_path / "trace.json")
     assert mha_inspect.load(tmp_path / "trace.json").products == trace.products

@@ -304,6 +304,8 @@ def test_jagged_rows_are_one_buffer_that_nothing_is_claimed_of() -> None:
     assert jagged.inputs[0].shape == jagged.output.shape == (8 * EMBED,)
     assert recording.outputs[0].tensor.shape == (8, EMBED)
     assert not trace.attentions
+    (note,) = trace.notes
+    assert "nested tensors" in note
 
 
 def test_a_fake_tensor_is_recorded() -> None:

@@ -43,7 +43,9 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
     yield from _in_full(trace)
     if not trace.attentions and trace.failure is None:
-        yield Section((Paragraph("No attention was found: no softmax lies between two matrix products.", "warn"),))
+        yield Section(
+            (Paragraph("No attention was found: no softmax lies between two matrix products of activations.", "warn"),)
+        )
     if trace.chosen is None:
         yield from products_sections(trace.products)
     if trace.returns:
