@@ -11,7 +11,7 @@ from .graph import Graph
 from .softmaxes import is_shift
 
 _FILLS = {"masked_fill", "where", "index_put", "copy", "masked_scatter"}
-_BENDS = {"tanh", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "sigmoid", "softplus"}
+_BENDS = {"tanh", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "sigmoid", "softplus", "pow", "rsub", "abs"}
 
 
 @dataclass
@@ -99,6 +99,10 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
                 found.steps.append(("scale", last_scale))
             found.bent = True
             found.steps.append((name, None))
+        elif name == "neg":
+            found.late_scale = multiply((found.late_scale, -1.0))
+            found.steps.append(("scale", -1.0))
+            found.bent = True
         elif name in _BENDS:
             found.bent = True
             found.steps.append((name, None))

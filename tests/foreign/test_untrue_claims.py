@@ -107,3 +107,27 @@ def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:
     (one,) = shown(module)
     formula = next(stage.formula for stage in one.stages if stage.name == "masked_scores")
     assert formula == "scores · -1 + mask"
+
+
+class Negative(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (-(q @ k.mT) / math.sqrt(D)).softmax(-1) @ v
+
+
+class Squared(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT / math.sqrt(D)) ** 2).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("module", "scale"), [(Negative, -(D**-0.5)), (Squared, D**-0.5)])
+def test_scores_are_the_product_before_its_sign_or_power_is_another(module: type[Base], scale: float) -> None:
+    torch.manual_seed(0)
+    (attention,) = attentions(module().eval(), torch.randn(B, N, E))
+    assert attention.found.scale == pytest.approx(scale)
+    q, k = (attention.canonical(f"{s}_heads", f"batch heads {n} head_dim") for s, n in (("q", "query"), ("k", "key")))
+    assert attention.found.scores_scale is not None
+    assert_close(attention.canonical("scores", "batch heads query key"), q @ k.mT * attention.found.scores_scale)
+    given = q @ k.mT / math.sqrt(D)
+    given = given**2 if module is Squared else -given
+    assert_close(attention.canonical("masked_scores", "batch heads query key"), given)
+    assert_close(attention.canonical("weights", "batch heads query key"), given.softmax(-1))
