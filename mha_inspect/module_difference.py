@@ -144,7 +144,8 @@ def _notes(left: ModuleRun, right: ModuleRun) -> Iterator[str]:
 
 
 def _why(report: DiffReport) -> Iterator[str]:
-    if report.first_differing_stage is None and report.verdict == "differs" and report.stages:
+    compared = any(row.verdict for row in report.stages)
+    if report.first_differing_stage is None and report.verdict == "differs" and compared:
         output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
         after = ": what differs comes after the attention, or around it" if output is None else f"; {output.note}"
         yield f"Every stage that both have is the same{after}."

@@ -142,7 +142,8 @@ def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
     first = report.first_differing_stage
     row = next((row for row in report.stages if row.name == first and row.verdict == "differs"), None)
     if row is None:
-        yield "stage", "none: every stage that both have is the same"
+        compared = any(row.verdict for row in report.stages)
+        yield "stage", f"none: {'every stage that both have is the same' if compared else 'there is none in both'}"
         return
     yield "stage", _distance(row) + (f", in attention {row.attention}" if row.attention else "")
     for name, side in (("left", row.left), ("right", row.right)):
