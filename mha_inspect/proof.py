@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .arguments import tensors_in
 from .errors import InputError
 from .forward import Forward, Pass, Seen
 from .kernels import fused_kernels
@@ -16,6 +17,16 @@ from .recorder import opened as opening
 from .reports.trace import Proof
 
 _DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_fused_dropout"}
+
+
+_ON_META = Proof(None, None, None, "device meta has shapes and no numbers")
+
+
+def nothing_hidden(plain: Seen) -> Proof:
+    """What there is to say where the stages were read off the plain run itself."""
+    if any(tensor.is_meta for _, tensor in tensors_in(plain.returned)):
+        return _ON_META
+    return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
 
 
 def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequence[tuple[int, int]] = ()) -> Proof:
@@ -34,7 +45,7 @@ def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequen
     except InputError:
         return Proof(None, None, None, "the module returned no tensor")
     if output.is_meta:
-        return Proof(None, None, None, "device meta has shapes and no numbers")
+        return _ON_META
     drops = drops and any(map(draws, plain.recording.ops))
     if drops and any(map(draws, fused_kernels(plain.recording))):
         return Proof(None, None, None, "a fused kernel draws its dropout in another order: nothing to compare")

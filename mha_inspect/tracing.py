@@ -25,7 +25,7 @@ from .layers.settings import own_spec
 from .masked_rows import masked_rows
 from .ops import Op, Tensor
 from .product_pairs import product_pairs
-from .proof import prove
+from .proof import nothing_hidden, prove
 from .reports.common import Environment, LayerInfo, Stats, Values
 from .reports.products import ProductPair
 from .reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
@@ -33,8 +33,6 @@ from .spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .stage_facts import StageFacts
 from .stages import STAGES
 from .wider import pairs_named_after
-
-_NOTHING_HIDDEN = Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
 
 
 def trace_spec(
@@ -104,7 +102,7 @@ def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
         kinds=kinds_of(opened, own),
         environment=environment_of(own),
         layer=layer_of(own.module),
-        proof=prove(own, plain, opened, drops=own.module.training) if hides else _NOTHING_HIDDEN,
+        proof=prove(own, plain, opened, drops=own.module.training) if hides else nothing_hidden(plain),
     )
     return trace, opened
 

@@ -195,3 +195,14 @@ def test_the_module_and_the_generators_are_as_one_plain_call_leaves_them() -> No
     assert not torch.equal(traced[0].running_mean, torch.zeros(QUERY))
     assert traced.training
     assert expected.requires_grad
+
+
+def test_a_module_on_meta_whose_stages_are_all_in_the_plain_run_is_not_said_to_agree():
+    class Written(torch.nn.Linear):
+        def forward(self, x):
+            return (super().forward(x) @ x.mT).softmax(dim=-1) @ x
+
+    found = trace_module(Written(6, 6, device="meta"), torch.empty(2, 5, 6, device="meta")).proof
+    assert (found.agrees, found.max_abs_difference) == (None, None)
+    assert "meta" in found.note
+    assert trace_module(Written(6, 6), torch.ones(2, 5, 6)).proof.agrees
