@@ -39,5 +39,5 @@ def _require_dtype(device: torch.device, dtype: str) -> None:
     try:
         probe = torch.ones(2, 2, device="cpu").to(device=device, dtype=getattr(torch, dtype))
         (probe @ probe).softmax(dim=-1).cpu()
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, NotImplementedError):  # each backend refuses a dtype with another of these
         raise DeviceError(f"device {device} cannot run dtype {dtype}. Try --dtype float32 or --device cpu.") from None

@@ -15,6 +15,7 @@ import torch
 from .attention import Found
 from .axes import AxisNames
 from .ops import Recording
+from .storages import identity
 
 Stages = tuple[dict[str, torch.Tensor], ...]
 """For each attention, stage name to tensor."""
@@ -32,19 +33,12 @@ def keep_stages(recording: Recording, attentions: Sequence[tuple[Found, AxisName
 def unshared(stages: Stages) -> Stages:
     """The same tensors, those copied whose memory is held by somebody else too."""
     every = {id(tensor): tensor for held in stages for tensor in held.values()}
-    own = Counter(_memory(tensor) for tensor in every.values())
+    own = Counter(identity(tensor)[0] for tensor in every.values())
     kept = {
-        number: tensor.clone() if _holders(tensor) > own[_memory(tensor)] else tensor
+        number: tensor.clone() if _holders(tensor) > own[identity(tensor)[0]] else tensor
         for number, tensor in every.items()
     }
     return tuple({stage: kept[id(tensor)] for stage, tensor in held.items()} for held in stages)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
-        return id(tensor)
 
 
 def _holders(tensor: torch.Tensor) -> float:
@@ -52,6 +46,6 @@ def _holders(tensor: torch.Tensor) -> float:
     count = getattr(torch._C, "_storage_Use_Count", None)
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # no storage to ask, as in `storages.identity`: it is copied
         return float("inf")
     return float("inf") if count is None else int(count(storage._cdata)) - 1  # `storage` is one more

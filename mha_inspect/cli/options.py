@@ -270,6 +270,6 @@ def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequ
     )
     flat.__module__ = command.__module__
     flat.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-    # inspect.signature, which Typer asks, looks at this attribute; the type of a function has no such field.
-    flat.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    signature = inspect.Signature(list(parameters.values()))
+    flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for; no type has it
     return flat

@@ -67,8 +67,7 @@ def train(learner: Learner, steps: int) -> Trained:
         for _ in range(steps):
             optimizer.zero_grad()
             loss = copied.loss()
-            # torch does not annotate it.
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             optimizer.step()
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())

@@ -33,7 +33,7 @@ def clean_lines(text: str) -> str:
 
 
 def clean_json(text: str) -> str:
-    r"""The same JSON document, with everything that a terminal would act on written as `\uXXXX`.
+    """The same JSON document, with everything that a terminal would act on written as the escapes of JSON.
 
     A reader of the JSON gets the very characters that were in the name. Line feeds between values stay.
     """

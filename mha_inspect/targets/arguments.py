@@ -108,7 +108,8 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
         return {}
     try:
         # The annotations of a class that is called are those of its __init__.
-        hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+        called = getattr(function, "__init__", function) if isinstance(function, type) else function
+        hints = typing.get_type_hints(called)
     except Exception:  # an annotation may name anything
         hints = {}
     return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
@@ -279,8 +280,7 @@ def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapp
             raise SpecError(unknown_setting(f"{name}.{key}", [f"{name}.{n}" for n in known], name))
         values[key] = convert(f"{name}.{key}", text, Parameter.empty, known[key], namespace)
     if isinstance(config, Mapping):
-        # A mapping of any kind that can be made from a dict; what it is, is known only when it is there.
-        return type(config)({**known, **values})  # type: ignore[call-arg]
+        return type(config)({**known, **values})  # type: ignore[call-arg]  # any kind that can be made from a dict
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.replace(config, **values)
     import copy

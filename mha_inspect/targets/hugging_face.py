@@ -102,7 +102,7 @@ def _transformers() -> ModuleType:
     hub = sys.modules.get("huggingface_hub.constants")
     if hub is not None:
         # The environment is read once, and may have been: the constant is what is asked afterwards.
-        hub.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+        vars(hub)["HF_HUB_OFFLINE"] = True
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # An optional library: where it is absent, mypy knows it as Any.
