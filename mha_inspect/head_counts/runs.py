@@ -195,9 +195,9 @@ def _walk(baseline: HeadRun, other: HeadRun, noise: Noise, place: Place, to_the_
     first = rejoined = None
     note = ""
     for stage in mine.stages:
-        left, right = mine.get(stage), theirs.get(stage)
         if place.few_keys and stage in _FROM_THE_SOFTMAX:
             break
+        left, right = mine.get(stage), theirs.get(stage)
         if stage in _GIVEN or left is None or right is None:
             continue
         verdict, why = _verdict(stage, left, right, noise, place)

@@ -43,6 +43,10 @@ def test_same_bits_tells_zeros_apart_and_not_nan():
     assert same_bits(nan, nan.clone())
     assert not same_bits(zero, -zero)
     assert not same_bits(zero, zero.double())
+    wide = torch.tensor([1 + 2j, 3 - 0j], dtype=torch.complex128)
+    assert same_bits(wide[0], wide[0].clone())
+    assert not same_bits(wide, wide + 1e-15)
+    assert same_bits(torch.arange(12.0).view(3, 4).t(), torch.arange(12.0).view(3, 4).t().contiguous())
     late = torch.arange(40_000.0)
     other = late.clone()
     other[-1] += 1
