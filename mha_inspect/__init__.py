@@ -15,28 +15,28 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import testing as testing
-    from .library import compare_heads as compare_heads
-    from .library import diff as diff
-    from .library import load as load
-    from .library import params as params
-    from .library import recording as recording
-    from .library import trace as trace
-    from .spec import AttentionSpec as AttentionSpec
-    from .spec import InputSpec as InputSpec
-    from .spec import RunSpec as RunSpec
-    from .spec import Show as Show
+    from .api import compare_heads as compare_heads
+    from .api import diff as diff
+    from .api import load as load
+    from .api import params as params
+    from .api import recording as recording
+    from .api import trace as trace
+    from .targets.spec import AttentionSpec as AttentionSpec
+    from .targets.spec import InputSpec as InputSpec
+    from .targets.spec import RunSpec as RunSpec
+    from .targets.spec import Show as Show
 
 _HOMES = {
-    "trace": "library",
-    "recording": "library",
-    "load": "library",
-    "params": "library",
-    "compare_heads": "library",
-    "diff": "library",
-    "AttentionSpec": "spec",
-    "InputSpec": "spec",
-    "RunSpec": "spec",
-    "Show": "spec",
+    "trace": "api",
+    "recording": "api",
+    "load": "api",
+    "params": "api",
+    "compare_heads": "api",
+    "diff": "api",
+    "AttentionSpec": "targets.spec",
+    "InputSpec": "targets.spec",
+    "RunSpec": "targets.spec",
+    "Show": "targets.spec",
 }
 """Public name to the module that defines it."""
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Found
-from .canonical import contents_of
-from .copying import copy_module
-from .forward import Pass, Seen
-from .library import LiveAttention, trace
-from .noise import cast_tensors
-from .stage_difference import StageDifference, compare_stage, stage_noise
-from .stages import STAGES
+from .api import LiveAttention, trace
+from .graph.attention import Found
+from .measure.stage_difference import StageDifference, compare_stage, stage_noise
+from .naming.canonical import contents_of
+from .naming.stages import STAGES
+from .record.copying import copy_module
+from .record.rounding import cast_tensors
+from .record.subject import Pass, Seen
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -12,12 +12,12 @@ from einops import rearrange
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mha_inspect.canonical import NamedAxes, name_axes
-from mha_inspect.forward import Forward, Seen, build_forward
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.spec import InputSpec, RunSpec
+from mha_inspect.naming.canonical import NamedAxes, name_axes
+from mha_inspect.record.subject import Forward, Seen, build_forward
+from mha_inspect.targets.spec import InputSpec, RunSpec
 
 LOOPS = ("per-head", "narrow")
 """Layers that compute one head after the other: what is shown of a single head is the first's."""

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.attention import Graph, find_attentions
-from mha_inspect.axes import AxisNames
-from mha_inspect.forward import build_forward
+from mha_inspect.graph.attention import Graph, find_attentions
 from mha_inspect.layers import registry
-from mha_inspect.ops import Recording
-from mha_inspect.recorder import opened, record
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.naming.axes import AxisNames
+from mha_inspect.record.ops import Recording
+from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 B, N, E = 7, 11, 22
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mha_inspect.answers.trace import trace_module, trace_spec
 from mha_inspect.layers.registry import LAYERS
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.tracing import trace_module, trace_spec
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 LOW = float("-inf")
 

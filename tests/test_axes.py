@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.attention import Graph, find_attentions
-from mha_inspect.axes import AxisNames
-from mha_inspect.axis_sizes import one_size_a_name
-from mha_inspect.recorder import opened, record
+from mha_inspect.graph.attention import Graph, find_attentions
+from mha_inspect.naming.axes import AxisNames
+from mha_inspect.naming.sizes import one_size_a_name
+from mha_inspect.record.recorder import opened, record
 
 B, N, M, E = 7, 11, 13, 15
 

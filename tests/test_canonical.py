@@ -7,10 +7,10 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from mha_inspect.canonical import canonical, name_axes, own_axes, sizes_of
-from mha_inspect.forward import Pass, build_forward
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.stages import CANONICAL_AXES
+from mha_inspect.naming.canonical import canonical, name_axes, own_axes, sizes_of
+from mha_inspect.naming.stages import CANONICAL_AXES
+from mha_inspect.record.subject import Pass, build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SIZES = {"batch": 3, "heads": 10, "kv_heads": 5, "group": 2, "head_dim": 7, "query": 11, "key": 13, "embed": 17}
 

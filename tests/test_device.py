@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect import device
-from mha_inspect.device import available, resolve
 from mha_inspect.errors import DeviceError
+from mha_inspect.targets import device
+from mha_inspect.targets.device import available, resolve
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])

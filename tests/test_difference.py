@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.difference import diff_spec
+from mha_inspect.answers.diff import diff_spec
+from mha_inspect.answers.sides.shared_weights import within_slices
 from mha_inspect.errors import SpecError, WeightsError
-from mha_inspect.inputs import make_inputs
 from mha_inspect.layers.registry import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 from mha_inspect.reports.diff import DiffReport, StageRow
-from mha_inspect.sides.shared_weights import within_slices
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
 HEADS, HEAD_DIM, BATCH, QUERY = 3, 11, 2, 7
@@ -109,7 +109,7 @@ def test_narrow_beside_one_matrix_a_head():
 
 
 def test_other_way_is_measured_and_not_assumed(monkeypatch):
-    import mha_inspect.difference as difference
+    import mha_inspect.answers.diff as difference
 
     def spoiled(module):
         weights = read_weights(module)

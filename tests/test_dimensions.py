@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mha_inspect.dataflow.atoms import Atom, fresh, reshape, resolve, unify
-from mha_inspect.dataflow.dimensions import Dimensions
-from mha_inspect.recorder import record
+from mha_inspect.graph.axis import Atom, fresh, reshape, resolve, unify
+from mha_inspect.graph.dimensions import Dimensions
+from mha_inspect.record.recorder import record
 
 SIZES = (2, 3, 5, 7)  # of the tensor that goes in: a b c d
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mha_inspect.arguments import tensors_in
-from mha_inspect.attempt import record_until_failure
-from mha_inspect.failures.called import Reading, dispatched, read_call
-from mha_inspect.failures.witness import Witness
+from mha_inspect.answers.failure.called import Reading, dispatched, read_call
+from mha_inspect.answers.failure.witness import Witness
+from mha_inspect.record.arguments import tensors_in
+from mha_inspect.record.run import record_until_failure
 
 from . import test_failure_causes as causes
 

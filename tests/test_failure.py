@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import mha_inspect
+from mha_inspect.answers.trace import trace_module
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.render import to_text
 from mha_inspect.reports.failure import Failure
 from mha_inspect.reports.read import read_report
 from mha_inspect.reports.trace import Trace
 from mha_inspect.schemas import load_schema
-from mha_inspect.tracing import trace_module
 
 MODULE = """
 import torch
@@ -376,7 +376,7 @@ def test_it_follows_its_schema_and_comes_back_from_its_json(trace: Trace, tmp_pa
 
 
 def test_the_schema_knows_every_cause():
-    from mha_inspect.failures.causes import CAUSES
+    from mha_inspect.answers.failure.causes import CAUSES
 
     assert load_schema("trace")["$defs"]["cause"]["properties"]["name"]["enum"] == list(CAUSES)
 

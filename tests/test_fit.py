@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mha_inspect import fit
 from mha_inspect.errors import DoesNotFitError, ExitCode
-from mha_inspect.fit import need_of, require_fit
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets import fit
+from mha_inspect.targets.fit import need_of, require_fit
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC, RUN = AttentionSpec(embed_dim=22, num_heads=2), RunSpec()
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
     monkeypatch.setattr(fit, "free_memory", lambda device: count)
-    monkeypatch.setattr("mha_inspect.memory.free_memory", lambda device: count)
+    monkeypatch.setattr("mha_inspect.targets.memory.free_memory", lambda device: count)
 
 
 @pytest.mark.parametrize("keep", [False, True])

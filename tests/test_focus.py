@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mha_inspect.head_counts.focus import entropy_of, focus_of
-from mha_inspect.heads import compare_heads
+from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect.answers.head_counts.focus import entropy_of, focus_of
 
 LN2 = math.log(2)
 
@@ -77,8 +77,8 @@ def test_the_report_measures_the_weights_that_the_layer_computes(layer):
 
 
 def test_the_report_is_that_of_torchs_own_weights():
-    from mha_inspect.forward import build_forward
-    from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+    from mha_inspect.record.subject import build_forward
+    from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
     report = compare_heads((1, 5), embed_dim=30, batch=2, seq_len=7, focus=True)
     run = RunSpec(average_weights=False)

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from mha_inspect.fit import need_of, rough_need
-from mha_inspect.footprint import given_bytes, kept_bytes, peak_bytes
-from mha_inspect.forward import build_forward
+from mha_inspect.answers.trace import trace_spec
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.recorder import record
-from mha_inspect.spec import InputSpec, RunSpec, Show
-from mha_inspect.tracing import trace_spec
+from mha_inspect.record.recorder import record
+from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.fit import need_of, rough_need
+from mha_inspect.targets.footprint import given_bytes, kept_bytes, peak_bytes
+from mha_inspect.targets.spec import InputSpec, RunSpec, Show
 
 
 def test_lifetimes_by_hand() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.forward import build_forward
-from mha_inspect.head_counts import runs
-from mha_inspect.head_counts.runs import Place, at_place
-from mha_inspect.heads import compare_heads
-from mha_inspect.noise import first_tensor
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect.answers.head_counts import runs
+from mha_inspect.answers.head_counts.runs import Place, at_place
+from mha_inspect.record.rounding import first_tensor
+from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, HEADS = 3, 7, 2
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from mha_inspect.answers.compare_heads import compare_heads
 from mha_inspect.errors import MhaInspectError, SpecError
-from mha_inspect.forward import build_forward
-from mha_inspect.heads import compare_heads
 from mha_inspect.layers import torch_mha
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mha_inspect
+from mha_inspect.answers.sides.module_run import ModuleRun
 from mha_inspect.errors import InputError, RecordingError, SpecError
-from mha_inspect.sides.module_run import ModuleRun
 
 DIM, BATCH, LENGTH = 30, 3, 7
 

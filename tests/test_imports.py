@@ -21,7 +21,17 @@ FILES = {
 }
 """Module below the package, to its file: `layers.torch_mha`; the package itself is empty."""
 
-BEFORE_TORCH = ("errors", "spec", "ops", "stages", "formulas", "layers.registry", "layers.settings", "__main__", "")
+BEFORE_TORCH = (
+    "errors",
+    "targets.spec",
+    "record.ops",
+    "naming.stages",
+    "naming.formulas",
+    "layers.registry",
+    "layers.settings",
+    "__main__",
+    "",
+)
 """With cli, render, reports and schemas: what an answer without torch goes through."""
 
 
@@ -71,11 +81,11 @@ def inside(module: str, *places: str) -> bool:
 
 
 def test_the_sources_are_read_right() -> None:
-    assert {"ops"} <= own("recorder")
+    assert {"record.ops"} <= own("record.recorder")
     assert own("layers.registry") == {"errors"}  # spec and inputs are for types only
-    assert "torch" in imports("recorder", at_import=True)
-    assert "torch" in imports("memory")
-    assert "torch" not in imports("memory", at_import=True)
+    assert "torch" in imports("record.recorder", at_import=True)
+    assert "torch" in imports("targets.memory")
+    assert "torch" not in imports("targets.memory", at_import=True)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -85,24 +95,14 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 RULES = {
     "errors": (),
-    "ops": (),
-    "stages": (),
-    "spec": ("errors",),
+    "record.ops": (),
+    "naming.stages": (),
+    "targets.spec": ("errors",),
     "reports": ("reports", "errors"),
     "schemas": (),
-    "render": ("render", "reports", "errors", "spec", "stages", "schemas", ""),
-    "source_lines": (),
-    "operations": (),
-    "turns": ("ops",),
-    "arguments": (),
-    "storages": ("ops",),
-    "recorder": ("source_lines", "operations", "ops", "storages", "arguments", "turns", "errors"),
-    "dataflow": ("dataflow", "ops", "stages"),
-    "attention": ("dataflow", "ops", "stages"),
-    "axes": ("axis_roles", "axis_sizes", "attention", "dataflow", "ops", "stages"),
-    "layers": ("layers", "elements", "errors", "spec", "inputs", "reports"),
-    "footprint": ("ops",),
-    "kernels": ("forward", "ops", "reports", "attention", "dataflow", "recorder"),
+    "render": ("render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
+    "graph": ("graph", "record", "naming.stages", "errors"),
+    "layers": ("layers", "measure", "errors", "targets", "reports"),
 }
 """What a module, or all in a folder, may import from the package; nothing else."""
 
@@ -115,17 +115,9 @@ def test_what_is_below_does_not_know_what_is_above(place: str) -> None:
             assert not above, module
 
 
-ABOVE_TRACING = ("heads", "head_counts", "difference", "sides", "library", "testing", "cli", "render")
-
-
-def test_tracing_stands_below_what_is_made_of_traces() -> None:
-    for module in ("tracing", "forward", "canonical", "proof", "stage_facts", "masked_rows", "fit", "noise"):
-        assert not [name for name in own(module) if inside(name, *ABOVE_TRACING)], module
-
-
 def test_nothing_imports_the_command_line() -> None:
     users = {module for module in FILES if any(inside(name, "cli") for name in own(module))}
-    assert {module for module in users if not inside(module, "cli")} == {"__main__"}
+    assert {module for module in users if not inside(module, "cli")} == {"__main__", "api"}
 
 
 def test_what_answers_without_torch_does_not_import_it() -> None:
@@ -138,7 +130,7 @@ def test_what_answers_without_torch_does_not_import_it() -> None:
 
 
 def test_one_module_each_knows_torchs_modes_and_rich() -> None:
-    assert [module for module in FILES if any("_python_dispatch" in name for name in imports(module))] == ["recorder"]
+    assert [module for module in FILES if any("_python_dispatch" in name for name in imports(module))] == ["record.recorder"]
     assert [module for module in FILES if any(inside(name, "rich") for name in imports(module))] == ["render.terminal"]
 
 

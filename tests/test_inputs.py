@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mha_inspect.errors import InputError
-from mha_inspect.inputs import Inputs, make_inputs
 from mha_inspect.layers import torch_mha
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets.flag_inputs import Inputs, make_inputs
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=10, num_heads=2)
 RUN = RunSpec()

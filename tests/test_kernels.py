@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.forward import Seen, build_forward
-from mha_inspect.kernels import describe, fused_kernels
+from mha_inspect.answers.trace import trace_module, trace_spec
 from mha_inspect.layers.registry import LAYERS
-from mha_inspect.recorder import record
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.tracing import trace_module, trace_spec
+from mha_inspect.record.kernels import describe, fused_kernels
+from mha_inspect.record.recorder import record
+from mha_inspect.record.subject import Seen, build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 

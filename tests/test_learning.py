@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.elements import same_bits
+from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect.answers.head_counts.gradients import LOSS, gradient_of
+from mha_inspect.answers.head_counts.learner import layer_learner
+from mha_inspect.answers.head_counts.training import LEARNING_RATE, train
+from mha_inspect.answers.head_counts.weights import carry, matrices
 from mha_inspect.errors import InputError, SpecError
-from mha_inspect.forward import build_forward
-from mha_inspect.head_counts.gradients import LOSS, gradient_of
-from mha_inspect.head_counts.learner import layer_learner
-from mha_inspect.head_counts.training import LEARNING_RATE, train
-from mha_inspect.head_counts.weights import carry, matrices
-from mha_inspect.heads import compare_heads
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.measure.compare import same_bits
+from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.forward import build_forward
+from mha_inspect.answers.trace import trace_spec
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.recorder import opened
+from mha_inspect.record.recorder import opened
+from mha_inspect.record.subject import build_forward
 from mha_inspect.reports.trace import MaskedRow
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.tracing import trace_spec
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SIZES = {"embed_dim": 22, "num_heads": 2}
 PADDED = {"batch": 3, "seq_len": 5, "padding": (0, 5, 2)}

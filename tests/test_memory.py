@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect import memory
 from mha_inspect.errors import DoesNotFitError, ExitCode
-from mha_inspect.memory import free_memory, human_bytes, largest, linux_free_memory, require_memory
+from mha_inspect.targets import memory
+from mha_inspect.targets.memory import free_memory, human_bytes, largest, linux_free_memory, require_memory
 
 MIB = 1024**2
 

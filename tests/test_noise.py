@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import InputError
-from mha_inspect.noise import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
+from mha_inspect.record.rounding import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
 
 
 @pytest.mark.parametrize(

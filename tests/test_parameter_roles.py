@@ -10,14 +10,14 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
+from mha_inspect.answers.head_proof import cut
+from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import MhaInspectError
-from mha_inspect.forward import Pass, build_forward
-from mha_inspect.head_proof import cut
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.registry import LAYERS
-from mha_inspect.parameters import params, params_spec
+from mha_inspect.record.subject import Pass, build_forward
 from mha_inspect.reports.params import Parameter, ParamsReport
-from mha_inspect.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
+from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
 
 from .foreign import styles
 from .foreign.styles import D, E, H

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mha_inspect import head_proof
+from mha_inspect.answers import head_proof
+from mha_inspect.answers.head_proof import cut
+from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import DoesNotFitError, InputError, SpecError
-from mha_inspect.head_proof import cut
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.roles import Part, Role
-from mha_inspect.memory import human_bytes
-from mha_inspect.parameters import params, params_spec
 from mha_inspect.reports.params import ParamsReport
-from mha_inspect.spec import AttentionSpec, RunSpec, Show
+from mha_inspect.targets.memory import human_bytes
+from mha_inspect.targets.spec import AttentionSpec, RunSpec, Show
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=3)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.forward import Pass, Seen
-from mha_inspect.proof import prove
-from mha_inspect.recorder import opened
+from mha_inspect.answers.trace import trace_module, trace_spec
+from mha_inspect.record.proof import prove
+from mha_inspect.record.recorder import opened
+from mha_inspect.record.subject import Pass, Seen
 from mha_inspect.reports.trace import Proof
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.tracing import trace_module, trace_spec
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 SPEC = {"embed_dim": EMBED, "num_heads": HEADS}

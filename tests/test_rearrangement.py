@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import mha_inspect
+from mha_inspect.answers.trace import trace_spec
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.registry import LAYERS
-from mha_inspect.rearrangement import rearrangement
-from mha_inspect.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
-from mha_inspect.tracing import trace_spec
+from mha_inspect.naming.pattern import rearrangement
+from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
 from .foreign import styles
 from .foreign.test_styles import STYLES

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
-from mha_inspect.recorder import opened, record
+from mha_inspect.record.recorder import opened, record
 
 EMBED, HEADS, BATCH, QUERY = 22, 2, 3, 5
 

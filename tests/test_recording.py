@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect import storages
-from mha_inspect.arguments import tensors_in
-from mha_inspect.ops import Recording
-from mha_inspect.recorder import opened, record
+from mha_inspect.record import storage as storages
+from mha_inspect.record.arguments import tensors_in
+from mha_inspect.record.ops import Recording
+from mha_inspect.record.recorder import opened, record
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 

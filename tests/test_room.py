@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
-from mha_inspect.spec import InputSpec
 from mha_inspect.targets import building
 from mha_inspect.targets.building import with_room
 from mha_inspect.targets.drawing import Plan, draw
 from mha_inspect.targets.inputs import Asked
 from mha_inspect.targets.room import Room
+from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target
 
 DIM, BATCH, LENGTH = 14, 3, 211
@@ -59,7 +59,7 @@ def asked(length: int = LENGTH, **inputs) -> Asked:
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
-    for place in ("mha_inspect.memory", "mha_inspect.targets.room", "mha_inspect.targets.building"):
+    for place in ("mha_inspect.targets.memory", "mha_inspect.targets.room", "mha_inspect.targets.building"):
         monkeypatch.setattr(f"{place}.free_memory", lambda device: count)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from einops import rearrange
 
-from mha_inspect.stage_difference import compare_stage, distances, stage_noise
+from mha_inspect.measure.stage_difference import compare_stage, distances, stage_noise
 
 
 def test_distances_worked_by_hand():

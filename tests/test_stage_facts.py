@@ -12,11 +12,11 @@ from hypothesis import assume, given, settings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mha_inspect.canonical import canonical, sizes_of
+from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.recorder import opened
-from mha_inspect.stage_facts import StageFacts, scale_text
-from mha_inspect.tracing import trace_module
+from mha_inspect.naming.canonical import canonical, sizes_of
+from mha_inspect.naming.stage_facts import StageFacts, scale_text
+from mha_inspect.record.recorder import opened
 
 from .drawn import LOOPS, Case, Setting, settings_of
 

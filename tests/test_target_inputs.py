@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
-from mha_inspect.spec import InputSpec
 from mha_inspect.targets.aliases import Flags
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
 from mha_inspect.targets.shapes import InputShape, parse_shapes
+from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
 
 STYLES = str(Path(__file__).parent / "targets" / "styles.py")

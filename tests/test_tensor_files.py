@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, UnsafeFileError
-from mha_inspect.tensor_files import read_tensor, read_tensors
+from mha_inspect.targets.files import read_tensor, read_tensors
 
 
 class Touches:

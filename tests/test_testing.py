@@ -6,7 +6,7 @@ from torch import nn
 
 from mha_inspect.layers.registry import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights
-from mha_inspect.spec import AttentionSpec
+from mha_inspect.targets.spec import AttentionSpec
 from mha_inspect.testing import assert_same_attention, assert_stage_shapes
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mha_inspect.canonical import canonical, sizes_of
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec, Show
-from mha_inspect.stages import STAGES
-from mha_inspect.tracing import trace_spec
+from mha_inspect.answers.trace import trace_spec
+from mha_inspect.naming.canonical import canonical, sizes_of
+from mha_inspect.naming.stages import STAGES
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 
 from .drawn import Case, Setting, dims_of, settings_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mha_inspect.attention import find_attentions
-from mha_inspect.recorder import record
+from mha_inspect.graph.attention import find_attentions
+from mha_inspect.record.recorder import record
 
 
 def calls_of(function, *args):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import mha_inspect.forward
-from mha_inspect.forward import Pass
+import mha_inspect.record.subject
+from mha_inspect.answers.trace import traced
+from mha_inspect.naming.unit_sizes import without_ones
+from mha_inspect.record.subject import Pass
 from mha_inspect.reports.trace import Trace
-from mha_inspect.spec import InputSpec, Show
-from mha_inspect.tracing import traced
-from mha_inspect.wider import without_ones
+from mha_inspect.targets.spec import InputSpec, Show
 
 from .foreign import styles, unusual
 from .foreign.styles import E
@@ -111,7 +111,7 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 
 
 def test_a_large_run_is_not_made_twice(monkeypatch):
-    monkeypatch.setattr(mha_inspect.forward, "_SMALL", 1 << 9)
+    monkeypatch.setattr(mha_inspect.record.subject, "_SMALL", 1 << 9)
     asked: list[nn.Module] = []
     own = Pass(Restless(), (torch.randn(1, 5, 8),), {}, wider=lambda module: asked.append(module))  # type: ignore
     traced(own, Show(), keep=False)

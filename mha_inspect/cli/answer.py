@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
-from ..export import Target
+from .export import Target
 from .screen import columns, in_color, is_terminal
 
 if TYPE_CHECKING:

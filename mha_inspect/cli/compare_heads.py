@@ -90,7 +90,7 @@ def compare_heads(
         specs.show(options)
         export = prepare(options)
 
-        from ..heads import compare_heads_spec
+        from ..answers.compare_heads import compare_heads_spec
 
         resume()
         report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, **extras)
@@ -121,7 +121,7 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
     Raises `SpecError` when fewer than two are left.
     """
-    from ..spec import divisors
+    from ..targets.spec import divisors
     from . import specs
 
     named = specs.head_counts(options)
@@ -143,7 +143,7 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
-    from ..spec import divisors
+    from ..targets.spec import divisors
 
     only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
     others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []

@@ -49,9 +49,9 @@ def compare_heads_target(
     """
     import torch
 
-    from ..head_counts.modules import Counted, compare_modules
+    from ..answers.head_counts.modules import Counted, compare_modules
+    from ..answers.sides.module_run import ModuleSide
     from ..reports.common import LayerInfo
-    from ..sides.module_run import ModuleSide
     from ..targets.importing import stdout_for_the_answer
     from ..targets.room import Room
     from ..targets.same_inputs import with_the_same

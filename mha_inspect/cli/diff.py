@@ -113,7 +113,7 @@ def diff(
         if path is not None:
             raise SpecError(f"{flag} {shown(path)} names a module of a target, and that side is a layer. Drop it.")
     options.require_no_target_settings("trace")
-    from ..sides.settings import make_sides, parse_settings
+    from ..answers.sides.settings import make_sides, parse_settings
     from . import specs
 
     ours, theirs = parse_settings("--left-set", left_set or ()), parse_settings("--right-set", right_set or ())
@@ -128,7 +128,7 @@ def diff(
 
     target = prepare(options)
 
-    from ..difference import diff_spec
+    from ..answers.diff import diff_spec
 
     resume()
     report = diff_spec(first, second, spec, inputs, run, left_set=ours, right_set=theirs)

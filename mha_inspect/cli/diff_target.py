@@ -15,8 +15,8 @@ from .target_argument import is_target
 from .values import shown
 
 if TYPE_CHECKING:
+    from ..answers.sides.module_run import ModuleSide
     from ..reports.diff import DiffReport, SideName
-    from ..sides.module_run import ModuleSide
     from ..targets.call import Call
     from ..targets.target import Target
 
@@ -37,7 +37,7 @@ def check_sides(
 
     Raises `MhaInspectError` when a side is none that there is, or options contradict it.
     """
-    from ..sides.settings import parse_settings as layer_settings
+    from ..answers.sides.settings import parse_settings as layer_settings
     from ..targets.values import parse_settings
 
     for flag, text, settings in zip(("--left-set", "--right-set"), texts, own, strict=True):
@@ -74,7 +74,7 @@ def diff_target(
     """
     import torch
 
-    from ..module_difference import diff_modules
+    from ..answers.module_diff import diff_modules
     from ..targets.importing import stdout_for_the_answer
 
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
@@ -149,8 +149,8 @@ def _name(place: int) -> SideName:
 
 
 def _target_side(place: int, target: Target, call: Call, options: Options, own: Texts) -> ModuleSide:
+    from ..answers.sides.module_run import ModuleSide
     from ..reports.common import LayerInfo
-    from ..sides.module_run import ModuleSide
     from ..targets.values import parse_settings
 
     settings = parse_settings(list(own))
@@ -169,15 +169,15 @@ def _layer_side(
     place: int, name: str, own: Texts, options: Options, beside: tuple[Target, Call, ModuleSide]
 ) -> ModuleSide:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
-    from ..forward import Forward, of_other_sizes
-    from ..inputs import make_inputs
+    from ..answers.sides.module_run import ModuleSide
+    from ..answers.sides.settings import parse_settings
     from ..layers.settings import check_settings
+    from ..naming.unit_sizes import without_ones
+    from ..record.subject import Forward, of_other_sizes
     from ..reports.common import LayerInfo
-    from ..sides.module_run import ModuleSide
-    from ..sides.settings import parse_settings
-    from ..spec import AttentionSpec, InputSpec, RunSpec, plain_fields
+    from ..targets.flag_inputs import make_inputs
     from ..targets.same_inputs import layer_inputs
-    from ..wider import without_ones
+    from ..targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
     kind, (target, call, side) = find_layer(name), beside
     settings = parse_settings("--right-set" if place else "--left-set", own)
@@ -265,7 +265,7 @@ def _spec(name: str, options: Options, side: ModuleSide, widths: tuple[int, ...]
 
 def _sizes(side: ModuleSide) -> dict[str, Any]:
     """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
-    from ..sides.module_run import ModuleRun
+    from ..answers.sides.module_run import ModuleRun
 
     opened = ModuleRun(side).opened
     if not opened.attentions:

@@ -9,7 +9,7 @@ import typer
 from typer._click.exceptions import ClickException
 
 from ..errors import ExitCode, MhaInspectError
-from ..memory import is_out_of_memory
+from ..targets.memory import is_out_of_memory
 
 
 def explain(error: BaseException) -> ExitCode:

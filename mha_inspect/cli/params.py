@@ -53,7 +53,7 @@ def params(
 
     export = prepare(options)
 
-    from ..parameters import params_spec
+    from ..answers.params import params_spec
 
     resume()
     side_by_side = (first, *more) if more else ()

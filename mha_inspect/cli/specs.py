@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..errors import SpecError
 from ..layers.registry import LAYERS
 from ..layers.settings import spec_for
-from ..spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..targets.aliases import Flags
+from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 from .options import Options
 from .values import counts
 

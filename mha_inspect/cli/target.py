@@ -15,10 +15,10 @@ from .values import shown
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
-    from ..spec import Show
     from ..targets.call import Call
     from ..targets.inputs import Asked
     from ..targets.room import Room
+    from ..targets.spec import Show
     from ..targets.target import Target
 
 
@@ -87,11 +87,11 @@ def trace_target(text: str, options: Options) -> Trace:
 
     import torch
 
+    from ..answers.trace import traced
     from ..reports.common import LayerInfo
     from ..targets.importing import stdout_for_the_answer
     from ..targets.room import Room
     from ..targets.target import seed_everything
-    from ..tracing import traced
 
     show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
@@ -134,7 +134,7 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
     import torch
     from torch.nn.parameter import is_lazy
 
-    from ..parameters import params
+    from ..answers.params import params
     from ..reports.common import LayerInfo
     from ..targets.importing import stdout_for_the_answer
 
@@ -160,7 +160,7 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
 
 def _params_of_call(target: Target, options: Options, show: Show, per_head: bool) -> ParamsReport:
     """Raises `MhaInspectError` where it cannot be called, or its forward raises."""
-    from ..parameters import params
+    from ..answers.params import params
     from ..targets.target import seed_everything
 
     call = call_of(target, options)
@@ -212,7 +212,7 @@ def try_once(target: Target, call: Call, options: Options, how: str = "") -> Non
     """
     import torch
 
-    from ..forward import Pass
+    from ..record.subject import Pass
 
     own = Pass(target.module, call.args, call.kwargs)
     with torch.no_grad(), own.replaying(own.state()):
@@ -233,8 +233,8 @@ def asked(options: Options) -> Asked:
 
 def explained(error: Exception, target: Target, call: Call, how: str = "") -> BaseException:
     """What to raise for an exception of the target's forward; any other is a fault of ours and stays as it is."""
-    from ..memory import is_out_of_memory
     from ..targets.importing import in_one_line
+    from ..targets.memory import is_out_of_memory
 
     if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
         return error

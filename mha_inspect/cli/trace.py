@@ -64,7 +64,7 @@ def trace(
 
     export = prepare(options)
 
-    from ..tracing import trace_spec
+    from ..answers.trace import trace_spec
     from .choice import choose
 
     resume()

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import projection
 from .masks import additive_mask, same_key_and_value
 from .roles import Role
 
 if TYPE_CHECKING:
-    from ..inputs import Inputs
-    from ..spec import RunSpec
+    from ..targets.flag_inputs import Inputs
+    from ..targets.spec import RunSpec
 
 
 class BertSelfAttention(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 
 M = TypeVar("M", bound=nn.Module)
 

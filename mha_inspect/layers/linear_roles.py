@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from .roles import Part, Role
 
 

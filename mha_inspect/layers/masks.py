@@ -10,8 +10,8 @@ from einops import rearrange
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..inputs import Inputs
-    from ..spec import RunSpec
+    from ..targets.flag_inputs import Inputs
+    from ..targets.spec import RunSpec
 
 
 def merged_mask(inputs: Inputs) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import one_head, output_projection
 from .masks import arguments_with_one_mask, mask_of_head

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import axis_of_width, formula_of_widths, one_head, output_projection
 from .masks import arguments_with_one_mask, mask_of_head

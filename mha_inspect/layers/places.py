@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..reports.params import HeadSlice
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from . import torch_mha
 from .roles import Role
 

@@ -16,8 +16,8 @@ from ..errors import SpecError
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..inputs import Inputs
-    from ..spec import AttentionSpec, RunSpec
+    from ..targets.flag_inputs import Inputs
+    from ..targets.spec import AttentionSpec, RunSpec
 
 
 class LayerModule(Protocol):
@@ -43,7 +43,7 @@ class LayerKind:
     summary: str
     """One line: how it is written."""
     parameter_formula: str
-    """Closed formula of the parameter count with biases; `mha_inspect.formulas.symbols` says what its letters are."""
+    """Closed formula of the parameter count with biases; `naming.formulas.symbols` says what its letters are."""
     split: str
     """How the heads are split, as an einops pattern or a phrase."""
     origin: str

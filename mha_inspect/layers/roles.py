@@ -3,7 +3,7 @@
 A layer's module may define two functions beside `build` and `arguments`:
 
     def roles(spec: AttentionSpec) -> dict[str, Role]        # by the parameter's name
-    def formula(spec: AttentionSpec) -> str                  # of the parameter count; see mha_inspect.formulas
+    def formula(spec: AttentionSpec) -> str                  # of the parameter count; see mha_inspect.naming.formulas
 
 A layer with three plain projections declares itself in four lines:
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import SpecError
-from ..spec import AttentionSpec, InputSpec, RunSpec
+from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from .registry import LAYERS, LayerKind
 
 Asked = Callable[[AttentionSpec, InputSpec, RunSpec], object]

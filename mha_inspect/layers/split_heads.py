@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import output_projection, projection
 from .masks import merged_mask
 from .roles import Role
 
 if TYPE_CHECKING:
-    from ..inputs import Inputs
-    from ..spec import RunSpec
+    from ..targets.flag_inputs import Inputs
+    from ..targets.spec import RunSpec
 
 
 def scaled_dot_product_attention(

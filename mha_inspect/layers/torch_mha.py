@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inputs import Inputs
-from ..spec import DTYPES, AttentionSpec, RunSpec
+from ..targets.flag_inputs import Inputs
+from ..targets.spec import DTYPES, AttentionSpec, RunSpec
 from .building import build_seeded
 from .linear_roles import axis_of_width
 from .roles import Part, Role, ranges, stacked

@@ -9,9 +9,9 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from ..elements import same_bits
 from ..errors import WeightsError
-from ..spec import AttentionSpec
+from ..measure.compare import same_bits
+from ..targets.spec import AttentionSpec
 from .places import Heads, Places, places_of
 
 

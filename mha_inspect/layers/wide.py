@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..spec import AttentionSpec
+from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import output_projection, projection
 from .masks import arguments_with_one_mask

@@ -25,7 +25,7 @@ class Cause:
     """A mistake that the evidence shows, and a way out of it."""
 
     name: str
-    """One of `mha_inspect.failures.causes.CAUSES`: `heads_not_transposed`."""
+    """One of `mha_inspect.answers.failure.causes.CAUSES`: `heads_not_transposed`."""
     explanation: str
     """What is wrong, with the real numbers."""
     fix: str
@@ -37,7 +37,7 @@ class ReachedStage:
     """A tensor on the way to the attention that was not completed."""
 
     name: str
-    """A stage of `mha_inspect.stages.STAGES` where its place in the attention is known; else empty."""
+    """A stage of `mha_inspect.naming.stages.STAGES` where its place in the attention is known; else empty."""
     variable: str
     """What the user's code, or the module, calls it; empty where it has no name there."""
     shape: tuple[int, ...]

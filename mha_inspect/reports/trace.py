@@ -42,7 +42,7 @@ class Stage:
     """One step of attention as a textbook names it."""
 
     name: str
-    """One of `mha_inspect.stages.STAGES`."""
+    """One of `mha_inspect.naming.stages.STAGES`."""
     shape: tuple[int, ...]
     axes: str
     """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DoesNotFitError
-from ..memory import free_memory, human_bytes
+from .memory import free_memory, human_bytes
 
 _FACTORIES = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye", "normal"})
 _NEAR = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..forward import Pass
+from ..record.subject import Pass
 
 
 @dataclass(frozen=True)

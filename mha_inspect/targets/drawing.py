@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..memory import require_memory
+from .memory import require_memory
 from .names import Kind
 
 _WORTH_A_LOOK = 1 << 26

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MhaInspectError
-from ..memory import is_out_of_memory, require_memory
 from .hugging_face_config import (
     NetworkNeededError,
     config_values,
@@ -29,6 +28,7 @@ from .hugging_face_config import (
     setting_names,
 )
 from .importing import in_one_line
+from .memory import is_out_of_memory, require_memory
 from .values import shown
 
 if TYPE_CHECKING:

@@ -211,10 +211,9 @@ def shown_long(text: str, most: int = 400) -> str:
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of an error that are neither ours, nor torch's, nor Python's own."""
-    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     torch = sys.modules.get("torch")
-    recorder = os.path.join(os.path.dirname(os.path.dirname(here)), "recorder.py")
-    skipped = [here, recorder, os.path.dirname(os.__file__) + os.sep, "<frozen"]
+    skipped = [here, os.path.dirname(os.__file__) + os.sep, "<frozen"]
     if torch is not None and torch.__file__:
         skipped.append(os.path.dirname(torch.__file__) + os.sep)
     frames = traceback.extract_tb(error.__traceback__)

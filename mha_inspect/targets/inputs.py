@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..inputs import INPUT_STREAM
-from ..spec import InputSpec
-from ..tensor_files import read_tensors
-from ..wider import without_ones
+from ..naming.unit_sizes import without_ones
 from .aliases import ALIASES, Flags, dashed, plain
 from .arguments import signature_of
 from .call import Call, described
 from .drawing import Plan, draw
+from .files import read_tensors
+from .flag_inputs import INPUT_STREAM
 from .masks import masks_of
 from .names import Kind, kind_of
 from .probe import Evidence, Probed, probe
 from .shapes import InputShape
+from .spec import InputSpec
 from .target import Target
 from .values import nearest, shown
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..spec import InputSpec
-from ..tensor_files import read_tensor
 from .aliases import Flags, plain
+from .files import read_tensor
+from .spec import InputSpec
 
 _ATTENTION_MASKS = ("attnmask", "attentionmask", "mask", "srcmask", "bias", "attnbias")
 _PADDING_MASKS = ("keypaddingmask", "srckeypaddingmask")

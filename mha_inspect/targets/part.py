@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..forward import Pass
+from ..record.subject import Pass
 from .arguments import signature_of
 from .call import Call, described
 from .names import kind_of

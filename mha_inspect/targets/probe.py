@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..forward import Pass
-from ..memory import is_out_of_memory
+from ..record.subject import Pass
+from .memory import is_out_of_memory
 
 
 @dataclass(frozen=True)

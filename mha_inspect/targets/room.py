@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..copying import copy_module
-from ..fit import SAFE
-from ..footprint import given_bytes, kept_bytes, peak_bytes
-from ..forward import Pass
-from ..memory import free_memory, largest, require_memory
+from ..record.copying import copy_module
+from ..record.subject import Pass
+from .fit import SAFE
+from .footprint import given_bytes, kept_bytes, peak_bytes
 from .inputs import Asked, make_call
+from .memory import free_memory, largest, require_memory
 from .target import Target
 
 _HEADS = 64

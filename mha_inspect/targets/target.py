@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..device import resolve
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
-from ..memory import is_out_of_memory
 from .aliases import Flags, dashed
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .building import with_room
+from .device import resolve
 from .importing import in_one_line, load_object
+from .memory import is_out_of_memory
 from .values import convert, shown
 
 HUGGING_FACE = "hf:"

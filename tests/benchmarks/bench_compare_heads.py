@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from mha_inspect.forward import build_forward
-from mha_inspect.heads import compare_heads_spec
-from mha_inspect.noise import float64_output
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.answers.compare_heads import compare_heads_spec
+from mha_inspect.record.rounding import float64_output
+from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 _COUNTS = (1, 2, 4, 8, 16)
 

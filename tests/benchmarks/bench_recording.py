@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.recorder import opened, record
+from mha_inspect.record.recorder import opened, record
 
 
 @pytest.mark.parametrize("path", ["opened", "as it is"])
@@ -61,7 +61,7 @@ def test_a_mode_that_does_nothing(side_by_side):
 
 _PEAK = """
 import sys, torch
-from mha_inspect.recorder import opened, record
+from mha_inspect.record.recorder import opened, record
 layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
 x = torch.randn(8, 512, 512)
 small = x[:1, :8].contiguous()

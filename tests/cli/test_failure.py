@@ -11,7 +11,7 @@ import torch
 
 from mha_inspect.cli import app
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError
-from mha_inspect.memory import is_out_of_memory
+from mha_inspect.targets.memory import is_out_of_memory
 
 # A product of whole numbers has no fast routine: this one takes seconds, inside one call into C++.
 LONG_PRODUCT = """
@@ -25,9 +25,9 @@ def trace_spec(*args, **kwargs):
     matrix @ matrix
     print("ended", file=sys.stderr, flush=True)
 
-tracing = types.ModuleType("mha_inspect.tracing")
+tracing = types.ModuleType("mha_inspect.answers.trace")
 tracing.trace_spec = trace_spec
-sys.modules["mha_inspect.tracing"] = tracing
+sys.modules["mha_inspect.answers.trace"] = tracing
 sys.argv = ["mha-inspect", "trace"]
 sys.exit(main())
 """

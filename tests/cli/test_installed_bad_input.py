@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 FORK_FOR_EACH = """
 import json, os, runpy, sys
-import torch, mha_inspect.tracing, mha_inspect.cli.app, mha_inspect.cli.diff, mha_inspect.cli.trace
+import torch, mha_inspect.answers.trace, mha_inspect.cli.app, mha_inspect.cli.diff, mha_inspect.cli.trace
 script, lines = json.load(sys.stdin)
 codes = []
 for number, (line, before) in enumerate(lines):

@@ -7,11 +7,11 @@ import json
 import jsonschema
 import pytest
 
-from mha_inspect.formulas import symbols
 from mha_inspect.layers.listing import LETTERS
 from mha_inspect.layers.registry import LAYERS
+from mha_inspect.naming.formulas import symbols
 from mha_inspect.schemas import load_schema
-from mha_inspect.spec import AttentionSpec
+from mha_inspect.targets.spec import AttentionSpec
 
 
 def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke):

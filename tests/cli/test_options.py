@@ -12,7 +12,7 @@ from typer.main import get_command
 from mha_inspect.cli import compare_heads, diff, options, params, specs, trace, voice
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
-from mha_inspect.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
+from mha_inspect.targets.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
 
 APPS = {"trace": trace.app, "params": params.app, "compare-heads": compare_heads.app, "diff": diff.app}
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.attention import find_attentions
-from mha_inspect.forward import Pass
-from mha_inspect.head_proof import cut
-from mha_inspect.parameters import params
-from mha_inspect.recorder import opened, record
-from mha_inspect.stages import STAGES
+from mha_inspect.answers.head_proof import cut
+from mha_inspect.answers.params import params
+from mha_inspect.graph.attention import find_attentions
+from mha_inspect.naming.stages import STAGES
+from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.subject import Pass
 
 from .truth import Attention, assert_close, assert_true, attentions
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.tracing import trace_module
+from mha_inspect.answers.trace import trace_module
 
 from . import styles
 from .styles import D, E, H

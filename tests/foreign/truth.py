@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from mha_inspect.attention import Found, Graph, find_attentions
-from mha_inspect.axes import AxisNames
-from mha_inspect.ops import Recording
-from mha_inspect.recorder import opened, record
-from mha_inspect.stages import STAGES
+from mha_inspect.graph.attention import Found, Graph, find_attentions
+from mha_inspect.naming.axes import AxisNames
+from mha_inspect.naming.stages import STAGES
+from mha_inspect.record.ops import Recording
+from mha_inspect.record.recorder import opened, record
 
 
 @dataclass(frozen=True)

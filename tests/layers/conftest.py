@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.inputs import Inputs, make_inputs
 from mha_inspect.layers.registry import find_layer
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets.flag_inputs import Inputs, make_inputs
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
 

@@ -10,12 +10,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mha_inspect.errors import SpecError
-from mha_inspect.formulas import evaluate, symbols
-from mha_inspect.inputs import make_inputs
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.registry import LAYERS, find_layer
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
-from mha_inspect.spec import InputSpec, RunSpec
+from mha_inspect.naming.formulas import evaluate, symbols
+from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.spec import InputSpec, RunSpec
 
 OURS = [name for name in LAYERS if name != "torch"]
 SIZES = [

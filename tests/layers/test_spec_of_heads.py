@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.difference import diff_spec
+from mha_inspect.answers.compare_heads import compare_heads_spec
+from mha_inspect.answers.diff import diff_spec
+from mha_inspect.answers.params import params_spec
+from mha_inspect.answers.trace import trace_spec
 from mha_inspect.errors import SpecError
-from mha_inspect.heads import compare_heads_spec
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.parameters import params_spec
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
-from mha_inspect.tracing import trace_spec
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 
 
 def test_a_derived_head_dim_follows_a_new_head_count():

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.inputs import make_inputs
 from mha_inspect.layers import torch_mha
-from mha_inspect.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)
 

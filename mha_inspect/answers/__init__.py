@@ -1,0 +1,1 @@
+"""Answer what is asked: trace, params, diff, compare-heads."""

@@ -1,0 +1,142 @@
+"""How heads look at different parts: the entropy, reach and divergence of their weights, for each head count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...errors import RecordingError
+from ...measure.stages import StageContents
+from ...record.subject import Forward
+from ...reports.compare_heads import Focus, HeadFocus, HeadsFocus
+from ..sides.module_run import ModuleRun
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """The weights of one attention."""
+
+    weights: Tensor
+    """`batch heads query key`."""
+    key_len: int | None = None
+    """Keys that have a position; those that are appended after them have none. None means all."""
+    attention: int | None = None
+    """Which of several, from 1."""
+    module: str | None = None
+
+
+def compare_focus(every: Iterable[HeadWeights]) -> Focus:
+    """What the heads of each head count look at, the baseline's first."""
+    counts = [replace(focus_of(one.weights, one.key_len), attention=one.attention, module=one.module) for one in every]
+    return Focus(tuple(counts), _answer(counts))
+
+
+def layer_weights(forward: Forward) -> HeadWeights:
+    """The weights of a layer that was built from flags.
+
+    Raises `RecordingError` where they could not be found, or their axes not be named.
+    """
+    weights = StageContents(forward, forward.recorded(keep=True)).get("weights")
+    if weights is None:
+        raise RecordingError(f"layer {forward.layer} has no weights that can be laid out by head.")
+    return HeadWeights(weights, forward.inputs.key_len)
+
+
+def module_weights(run: ModuleRun) -> list[HeadWeights]:
+    """The weights of every attention in a module.
+
+    Raises `RecordingError` where the axes of one cannot be named.
+    """
+    several = len(run.contents) > 1
+    found = []
+    for place, contents in enumerate(run.contents):
+        if "weights" not in contents:
+            raise RecordingError(
+                f"--focus: the weights of {run.side.label} are never formed, and cannot be looked at. Leave it out."
+                if run.opened.attentions[place][0].divided is not None
+                else f"--focus: an axis of the weights of {run.side.label} has no name, and by head they cannot be "
+                "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
+            )
+        given = contents.get("key")
+        key_len = None if given is None else min(given.shape[1], contents["weights"].shape[-1])
+        module = run.opened.attentions[place][0].module if several else None
+        found.append(HeadWeights(contents["weights"], key_len, place + 1 if several else None, module))
+    return found
+
+
+def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
+    """What the heads look at, averaged over the queries whose weights are numbers in every head.
+
+    The divergence is the generalised Jensen-Shannon divergence of all heads with equal shares,
+    H(mean of heads) - mean of H(head) (Lin, 1991, "Divergence measures based on the Shannon entropy", section 4).
+
+    Args:
+        weights: `batch heads query key`.
+        key_len: keys that have a position; those that a layer appends after them have none. None means all.
+    """
+    num_heads, queries = weights.shape[1], weights.shape[2]
+    key_len = weights.shape[3] if key_len is None else key_len
+    away = _distances(queries, key_len)
+    rows = [_double(weights[:, head]) for head in range(num_heads)]
+    known = torch.stack([row.isfinite().all(dim=-1) for row in rows]).all(dim=0)
+    mean = torch.zeros_like(rows[0])
+    heads, entropies = [], []
+    for head, row in enumerate(rows):
+        mean += row / num_heads
+        entropy = entropy_of(row)[known]
+        entropies.append(_mean(entropy))
+        placed = row[..., :key_len]
+        share = placed.sum(dim=-1)
+        reach = ((placed * away).sum(dim=-1) / share)[known & (share > 0)]
+        heads.append(HeadFocus(head, entropies[-1], _mean(entropy.exp()), _mean(reach)))
+    # Rounding alone may bring equal heads a hair below 0.
+    divergence = max(0.0, _mean(entropy_of(mean)[known]) - sum(entropies) / num_heads) if known.any() else math.nan
+    return HeadsFocus(num_heads, tuple(heads), divergence if num_heads > 1 else 0.0, math.log(num_heads))
+
+
+def entropy_of(weights: Tensor) -> Tensor:
+    """-Σ w ln w over the last dimension, in nats, a weight of 0 counting nothing: `... key -> ...`."""
+    entropy: Tensor = torch.special.entr(weights).sum(dim=-1)
+    return entropy
+
+
+def _distances(queries: int, keys: int) -> Tensor:
+    """`query key`: how many positions they are apart."""
+    return (torch.arange(queries)[:, None] - torch.arange(keys)[None]).abs().double()
+
+
+def _double(weights: Tensor) -> Tensor:
+    return weights.detach().cpu().double()
+
+
+def _mean(numbers: Tensor) -> float:
+    return float(numbers.mean()) if numbers.numel() else math.nan
+
+
+def _keys(number: str) -> str:
+    return f"{number} {'key' if number == '1' else 'keys'}"
+
+
+def _answer(counts: Sequence[HeadsFocus]) -> str:
+    """What the most heads look at, beside the fewest."""
+    few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
+    fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
+    effective = [head.effective_keys for count in most for head in count.by_head]
+    if not all(map(math.isfinite, effective)):
+        return "No query has a key to look at."
+    where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
+    spread = " to ".join(dict.fromkeys(f"{bound(effective):.3g}" for bound in (min, max)))
+    if many == 1:
+        return f"The one head{where} looks at {_keys(spread)} in effect."
+    share = sum(count.divergence / count.largest_divergence for count in most) / len(most)
+    text = f"Of {many} heads{where} each looks at {_keys(spread)} in effect"
+    text += f", and they differ by {100 * share:.2g} % of what heads with nothing in common would"
+    if few < many:
+        known = [head.effective_keys for count in fewest for head in count.by_head]
+        average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
+        text += f"; with {few} {average} {_keys(f'{sum(known) / len(known):.3g}')}"
+    return f"{text}."

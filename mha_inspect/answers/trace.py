@@ -1,0 +1,365 @@
+"""Trace a forward pass: record it, find its attentions, name their axes, and prove what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..graph.attention import Found
+from ..layers.registry import find_layer
+from ..layers.settings import own_spec
+from ..measure.statistics import stats_of, values_of
+from ..naming.axes import AxisNames
+from ..naming.canonical import NamedAxes, name_axes, own_axes
+from ..naming.kind import kinds_of
+from ..naming.linear import product_pairs
+from ..naming.stage_facts import StageFacts
+from ..naming.stages import STAGES
+from ..naming.unit_sizes import pairs_named_after
+from ..record.arguments import tensors_in
+from ..record.kernels import describe, fused_kernels, hidden_stages
+from ..record.ops import Op, Tensor
+from ..record.proof import nothing_hidden, prove
+from ..record.run import record_until_failure
+from ..record.subject import Pass, Seen, State, build_forward
+from ..reports.common import Environment, LayerInfo, Stats, Values
+from ..reports.products import ProductPair
+from ..reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from ..targets.device import resolve
+from ..targets.fit import require_fit
+from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from .masked_rows import masked_rows
+
+
+def trace_spec(
+    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, show: Show | None = None, *, layer: str = "torch"
+) -> Trace:
+    """Build a layer, run it once as it is and once opened, and report every stage.
+
+    Raises:
+        SpecError: the layer is unknown, or has no use for a setting.
+        InputError: a file or a mask does not fit.
+        DeviceError: the device is not there or cannot run the dtype.
+        DoesNotFitError: the runs would need more memory than is free.
+    """
+    show = show or Show()
+    spec = own_spec(find_layer(layer), spec)
+    resolve(run.device, spec.dtype)
+    require_fit(spec, inputs, run, layer, keep=show.stats or show.values)
+    forward = build_forward(spec, inputs, run, layer)
+    rows = forward.inputs.fully_masked_rows(spec.num_heads)
+    keep = (show.stats or show.values or bool(rows)) and run.device != "meta"
+    plain = forward.recorded(open_up=False)
+    opened = forward.recorded(keep=keep)
+    axes = name_axes(forward, opened)
+    drops = spec.training and spec.dropout > 0
+    return report(
+        plain,
+        opened,
+        axes,
+        show,
+        kinds=kinds_of(opened, forward),
+        environment=Environment(torch.__version__, str(forward.inputs.query.device), spec.dtype, spec.seed),
+        layer=LayerInfo(layer, plain_fields(spec)),
+        proof=prove(forward, plain, opened, drops=drops, rows=rows),
+        masked=masked_rows(forward, plain, opened, axes, rows) if rows and keep else (),
+    )
+
+
+def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
+    """Trace a module that was brought along: every attention in it, found by its dataflow.
+
+    The module is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the same
+    random numbers; buffers and generators are left as one call leaves them.
+
+    Raises `ForwardError` where the forward raises: its `trace` holds what was recorded up to there, with `failure`, and
+    its `__cause__` is the error. Arguments that do not fit the forward's signature raise what Python raises.
+    """
+    show = show or Show()
+    return traced(Pass(module, args, kwargs), show, keep=show.stats or show.values)[0]
+
+
+def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
+    """What `trace_module` reports, and the run that the stages were read off, its tensors kept when asked for."""
+    before = own.state()
+    plain = _run(own, before, show, keep)
+    hides = bool(fused_kernels(plain.recording))
+    opened = plain
+    if hides:
+        with own.replaying(before):
+            opened = own.recorded(keep=keep)
+    opened = replace(opened, wider=own.wider_run(opened))
+    plain = plain if hides else opened
+    trace = report(
+        plain,
+        opened,
+        own_axes(opened),
+        show,
+        kinds=kinds_of(opened, own),
+        environment=environment_of(own),
+        layer=layer_of(own.module),
+        proof=prove(own, plain, opened, drops=own.module.training) if hides else nothing_hidden(plain),
+    )
+    return trace, opened
+
+
+def _run(own: Pass, before: State, show: Show, keep: bool) -> Seen:
+    """The plain run. Raises `ForwardError` where the forward raises."""
+    attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
+    if attempt.error is None:
+        return Seen(attempt.recording, attempt.returned)
+    from .failure.failure import forward_error
+
+    cause: Exception | None = attempt.error
+    failure = forward_error(own, before, attempt, show)
+    try:
+        raise failure from (None if failure is cause else cause)
+    finally:
+        # The error's traceback leads to this frame: what led back to the error would keep its tensors.
+        del attempt, cause, failure
+
+
+def environment_of(own: Pass) -> Environment:
+    """What the numbers of a module that was brought along are made with."""
+    tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
+    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    return Environment(
+        torch.__version__,
+        str(tensors[0].device) if tensors else "cpu",
+        "" if floating is None else str(floating.dtype).removeprefix("torch."),
+        None,
+    )
+
+
+def layer_of(module: nn.Module) -> LayerInfo:
+    """A module that was brought along, by its class."""
+    return LayerInfo(type(module).__name__, {})
+
+
+def report(
+    plain: Seen,
+    opened: Seen,
+    axes: NamedAxes,
+    show: Show,
+    *,
+    environment: Environment,
+    layer: LayerInfo,
+    proof: Proof,
+    masked: tuple[MaskedRow, ...] = (),
+    kinds: Sequence[tuple[str, ...]] = (),
+) -> Trace:
+    """Two runs of one pass, as it is and opened, as plain data."""
+    content = _Content(opened, show)
+    hidden = hidden_stages(plain)
+    calls = _calls([found.module for found, _ in opened.attentions])
+    return Trace(
+        environment=environment,
+        layer=layer,
+        path=describe(plain),
+        attentions=tuple(
+            replace(
+                _attention(
+                    opened,
+                    found,
+                    names,
+                    axes.stages[place],
+                    hidden[place] if place < len(hidden) else frozenset(),
+                    content,
+                ),
+                kind=kinds[place] if place < len(kinds) else (),
+                call=calls[place],
+            )
+            for place, (found, names) in enumerate(opened.attentions)
+        ),
+        returns=_returns(opened, axes, content),
+        proof=proof,
+        masked_rows=masked,
+        notes=_of_rows(opened),
+        products=_products(opened),
+        ops=_op_lines(opened, axes) if show.ops else None,
+    )
+
+
+def _of_rows(seen: Seen) -> tuple[str, ...]:
+    """What is not seen of rows that are recorded as one buffer."""
+    nested = any("nested" in op.base_name for op in seen.graph.recording.ops)
+    said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
+    return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
+
+
+def _products(seen: Seen) -> tuple[ProductPair, ...]:
+    """Products without a softmax between them, named as in the wider run where there is one."""
+    own = product_pairs(seen.graph, (found for found, _ in seen.attentions))
+    return pairs_named_after(own, _products(seen.wider)) if own and seen.wider is not None else own
+
+
+def _calls(modules: Sequence[str]) -> list[int | None]:
+    """For each attention, which one of its module's it is; None where the module has but one."""
+    return [
+        modules[: place + 1].count(module) if modules.count(module) > 1 else None
+        for place, module in enumerate(modules)
+    ]
+
+
+class _Content:
+    """Statistics and elements of tensors, as far as they are asked for."""
+
+    def __init__(self, seen: Seen, show: Show) -> None:
+        self._values = seen.recording.values
+        self._show = show
+
+    def stats(self, tensor: Tensor, masked: torch.Tensor | None = None) -> Stats | None:
+        value = self._values.get(tensor.id)
+        return stats_of(value, masked) if self._show.stats and value is not None else None
+
+    def values(self, tensor: Tensor) -> Values | None:
+        value = self._values.get(tensor.id)
+        return values_of(value, self._show) if self._show.values and value is not None else None
+
+    def masked(self, found: Found) -> torch.Tensor | None:
+        """Where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
+        masked = found.stages.get("masked_scores")
+        if not self._show.stats or masked is None or masked.id not in self._values:
+            return None
+        barred: torch.Tensor = self._values[masked.id] == -torch.inf
+        if "scores" in found.stages:
+            scores = self._values[found.stages["scores"].id]
+            return barred & (scores != -torch.inf).view(barred.shape) if scores.numel() == barred.numel() else barred
+        added: torch.Tensor = self._values[found.masks[0].inputs[0].id] == -torch.inf
+        return barred & added
+
+
+def _attention(
+    seen: Seen,
+    found: Found,
+    names: AxisNames,
+    axes: Mapping[str, str],
+    hidden: frozenset[str],
+    content: _Content,
+) -> Attention:
+    facts = StageFacts(seen.graph, found, dict(axes))
+    stages = []
+    for name in STAGES:
+        tensor = found.stages.get(name)
+        if tensor is None:
+            continue
+        op = seen.recording.producer(tensor)
+        stages.append(
+            Stage(
+                name=name,
+                shape=tensor.shape,
+                axes=axes[name],
+                formula=facts.formula(name),
+                dtype=tensor.dtype,
+                nbytes=tensor.nbytes,
+                flops=facts.flops(name),
+                memory=facts.memory(name),
+                opened=name in hidden,
+                op=None if op is None else OpRef(op.index, op.name, op.source),
+                stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
+                values=content.values(tensor),
+            )
+        )
+    scale = found.scale
+    return Attention(
+        module=found.module,
+        num_heads=names.num_heads,
+        num_kv_heads=names.num_kv_heads,
+        head_dim=names.head_dim,
+        scale=float("nan") if scale is None else scale,
+        stages=tuple(stages),
+        notes=_notes(found, facts),
+    )
+
+
+def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
+    notes = []
+    if found.masks and "scores" not in found.stages:
+        notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if found.divided is not None:
+        notes.append(
+            "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."
+        )
+    if found.sinks is not None and facts.has_other_keys():
+        notes.append(
+            "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
+            "shown is a part of the attention."
+        )
+    elif found.sinks is not None:
+        notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
+    if found.branches:
+        notes.append(
+            f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
+            "and so are their bytes and FLOPs."
+        )
+    mixed = ["scores before the softmax"] if found.mixed_scores else []
+    mixed += ["weights after it"] if found.mixed_weights else []
+    if mixed:
+        notes.append(f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).")
+    if facts.drops():
+        notes.append("Weights are shown as softmax gives them, before dropout.")
+    return tuple(notes)
+
+
+def _returns(seen: Seen, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
+    """What the module returned: its output, the weights where it gives them, anything else by its place."""
+    returned = []
+    for place, (named, pattern) in enumerate(zip(seen.recording.outputs, axes.returned, strict=True)):
+        name = "output" if place == 0 else "weights" if pattern.endswith("query key") else named.name
+        tensor = named.tensor
+        returned.append(
+            Returned(name, tensor.shape, pattern, tensor.dtype, content.stats(tensor), content.values(tensor))
+        )
+    return tuple(returned)
+
+
+def _op_lines(seen: Seen, axes: NamedAxes) -> tuple[OpLine, ...]:
+    known: dict[int, tuple[str, str]] = {}
+    for (found, _), patterns in zip(seen.attentions, axes.stages, strict=True):
+        for stage, tensor in found.stages.items():
+            known.setdefault(tensor.id, (stage, patterns[stage]))
+
+    def operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:
+        return tuple(Operand(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
+
+    def stage_of(op: Op) -> str:
+        made = [t for t in op.outputs if seen.recording.producers.get(t.id) == op.index]
+        return next((known[t.id][0] for t in made if t.id in known), "")
+
+    return tuple(
+        OpLine(
+            index=op.index,
+            name=op.name,
+            module=op.module,
+            source=op.source,
+            inputs=operands(op.inputs),
+            outputs=operands(op.outputs),
+            settings=_settings(op),
+            memory="view" if op.kind == "view" else "copy" if op.kind == "copy" else "new",
+            stage=stage_of(op),
+        )
+        for op in seen.recording.ops
+    )
+
+
+def _settings(op: Op) -> str:
+    """The arguments that are no tensors, as Python would write them."""
+
+    def plain(value: Any) -> bool:
+        return not isinstance(value, Tensor) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+
+    parts = [_written(value) for value in op.args if plain(value)]
+    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
+    return ", ".join(parts)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+
+
+def _written(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,117 @@
+"""Write a report to a file: whole or not at all, and an existing file stays as it was until the new one is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import ExportError
+
+ExportFormat = Literal["plain", "json", "svg", "html"]
+FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {".txt": "plain", ".json": "json", ".svg": "svg", ".html": "html"}
+
+unfinished: set[str] = set()
+"""Temporary files that exist now. Whoever ends the process at once removes them first."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file to export to, found to be writable as far as one can tell without writing."""
+
+    asked: Path
+    """As the user named it."""
+    real: Path
+    """With symbolic links followed, so that a link stays a link."""
+    format: ExportFormat
+
+    @classmethod
+    def of(cls, asked: Path) -> Target:
+        """Look at where the export is to go.
+
+        Raises `ExportError` for an unknown suffix, a folder that is not there or takes no files, and a target that is
+        itself a folder.
+        """
+        format = FORMAT_OF_SUFFIX.get(asked.suffix.lower())
+        if format is None:
+            ending = f"ends in {asked.suffix}" if asked.suffix else "has no ending"
+            raise ExportError(
+                f"{_name(asked)} {ending}: the ending says how it is written. Use one of {', '.join(FORMAT_OF_SUFFIX)}."
+            )
+        real = Path(os.path.realpath(asked))
+        folder = real.parent
+        if not folder.is_dir():
+            what = "is not a folder" if folder.exists() else "is not there"
+            raise ExportError(
+                f"{_name(asked)} cannot be written: the folder {_name(folder)} {what}. Make it first, or name another."
+            )
+        if real.is_dir():
+            raise ExportError(
+                f"{_name(asked)} is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
+            )
+        writable = os.access(real, os.W_OK) if real.exists() else os.access(folder, os.W_OK)
+        if not writable:
+            place = real if real.exists() else folder
+            raise ExportError(
+                f"{_name(asked)} cannot be written: you may not write to {_name(place)}. Name another place."
+            )
+        return cls(asked, real, format)
+
+    def write(self, text: str) -> None:
+        """Write the text: to a temporary file in the same folder, which then takes the target's place.
+
+        Raises `ExportError` when it cannot; an existing file is then as it was.
+        """
+        data = text.encode("utf-8", "surrogateescape" if self.format != "json" else "strict")
+        try:
+            before = self.real.stat() if self.real.exists() else None
+            if before is not None and not stat.S_ISREG(before.st_mode):
+                # A device or a pipe is written to; put a file in its place and it is gone.
+                with open(self.real, "wb") as device:
+                    device.write(data)
+                return
+            self._replace(data, before)
+        except OSError as error:
+            kept = " The file that was there is as it was." if self.real.is_file() else ""
+            raise ExportError(
+                f"{_name(self.asked)} could not be written: {error.strerror or error}.{kept} "
+                "Make room, or name another place."
+            ) from None
+
+    def _replace(self, data: bytes, before: os.stat_result | None) -> None:
+        temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
+        unfinished.add(temporary)
+        try:
+            # Created by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if before is not None:
+                os.chmod(temporary, stat.S_IMODE(before.st_mode))
+                if hasattr(os, "chown"):
+                    with contextlib.suppress(OSError):
+                        os.chown(temporary, before.st_uid, before.st_gid)
+            os.replace(temporary, self.real)
+        except BaseException:
+            remove_unfinished()
+            raise
+        finally:
+            unfinished.discard(temporary)
+
+
+def remove_unfinished() -> None:
+    """Remove every temporary file that is there now."""
+    for path in tuple(unfinished):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _name(path: Path) -> str:
+    """A path as it may be printed: a name can hold control characters."""
+    text = str(path)
+    return text if text.isprintable() else ascii(text)

@@ -1,0 +1,303 @@
+"""Find every attention in a recording by its dataflow: no class name and no source text is looked at.
+
+From each softmax the walk goes back through mask and scale to the product that made the scores, and forward to the
+product with the values; from the operands of those two products back to the projections, and forward to the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..record.ops import Op, Recording, Tensor
+from .found import Found, Mixing
+from .loops import merge_branches
+from .pairing import Meeting, mixing_of, moved_for, score_product, softmax_over_rows, value_product
+from .products import Product
+from .scores import multiply, read_scoring
+from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
+from .walk import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+
+__all__ = ["Found", "Graph", "Step", "attentions_of", "find_attentions"]
+
+
+def find_attentions(recording: Recording) -> list[Found]:
+    """Every attention of the recording, in the order in which they were computed."""
+    return attentions_of(Graph(recording))
+
+
+def attentions_of(graph: Graph) -> list[Found]:
+    """Every attention of a recording whose dataflow has been read already, in the order of computation."""
+    finder = _Finder(graph)
+    return merge_branches(graph, [found for op in graph.recording.ops if (found := finder.attention(op)) is not None])
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """A product with a parameter that made heads, and the operations from it to them, in order."""
+
+    op: Op
+    path: tuple[Op, ...]
+    earlier: tuple[Op, ...] = ()
+    """Projections down to something narrower that came before, in order."""
+
+
+class _Finder:
+    """Finds the stages around one softmax."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.recording = graph.recording
+
+    def attention(self, op: Op) -> Found | None:
+        """The attention whose softmax an operation completes; None where it completes none of an attention."""
+        softmax = self.graph.softmax(op)
+        if softmax is not None:
+            masked, dim = softmax
+            ahead = value_product(self.graph, op.output, dim)
+            return None if ahead is None else self._around(op, masked, dim, ahead)
+        late = late_softmax_of(self.recording, op)
+        if late is None:
+            return None
+        return self._around(late.exponential, late.masked, late.dim, Meeting(late.product, (), late.carried), late)
+
+    def _around(
+        self, softmax: Op, masked: Tensor, dim: int, ahead: Meeting, late: LateSoftmax | None = None
+    ) -> Found | None:
+        """The stages around a softmax whose weights, or exponentials, meet the values in `ahead`."""
+        graph = self.graph
+        behind = score_product(graph, masked, dim)
+        if behind is None:
+            return None
+        product, averaged = behind.product, ahead.product
+        scoring = read_scoring(graph, product.op, behind.path, masked)
+        key_first = softmax_over_rows(graph, product, masked, dim)
+        query, key = (product.right, product.left) if key_first else (product.left, product.right)
+        value_first = averaged.right.id == ahead.carried.id
+        value = averaged.left if value_first else averaged.right
+        q_heads, q_scale = self._heads(product, query, transposed=key_first)
+        k_heads, k_scale = self._heads(product, key, transposed=not key_first)
+        v_heads, _ = self._heads(averaged, value, transposed=value_first)
+        stages = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
+        ends = self._projections(stages, product.op.module)
+        projections = self._project(stages, ends)
+        if not (scoring.masks and scoring.masks[0] is product.op):
+            stages["scores"] = scoring.scores
+        if scoring.masks or scoring.bent:
+            stages["masked_scores"] = scoring.masked
+        if late is None:
+            stages["weights"] = _without_sinks(softmax.output, ahead.path)
+        stages["context"] = graph.after_call(averaged.op) if late is None else late.divided.output
+        self._combine(stages, projections, product.op.module)
+        scores_scale = multiply([q_scale, k_scale, scoring.scale])
+        early = [self._early_scale(ends[name]) for name in ("query", "key") if name in ends]
+        return Found(
+            softmax=softmax,
+            score_product=product,
+            value_product=averaged,
+            stages=stages,
+            scale=multiply([*early, scores_scale, scoring.late_scale]),
+            scores_scale=scores_scale,
+            softmax_dim=dim,
+            key_first=key_first,
+            value_first=value_first,
+            masks=(*scoring.masks, *masks_on_exponentials(self.recording, softmax if late is None else late.total)),
+            divided=None if late is None else late.divided,
+            scoring=tuple(scoring.steps),
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+            mixed_scores=self._mixings(scoring.mixed),
+            mixed_weights=self._mixings(ahead.path),
+            weights_path=ahead.path,
+            projections=projections,
+            earlier={name: end.earlier for name, end in ends.items() if end.earlier},
+        )
+
+    def _mixings(self, ops: Iterable[Op]) -> tuple[Mixing, ...]:
+        return tuple(mixing for op in ops if (mixing := mixing_of(self.graph, op)) is not None)
+
+    def _heads(self, product: Product, operand: Tensor, *, transposed: bool) -> tuple[Tensor, float | None]:
+        """The operand as the implementation wrote it, before it was scaled, or transposed for the product alone."""
+        scales: list[float | None] = [1.0]
+        swapped = False
+        tensor = operand
+        while (op := self.recording.producer(tensor)) is not None and op.inputs:
+            if moved_for(self.graph, op, product):
+                swapped = swapped or op.swaps_last_two
+            elif self.graph.is_scale(op):
+                scales.append(self.graph.scale_of(op))
+            elif transposed and not swapped and op.swaps_last_two:
+                swapped = True
+            else:
+                break
+            tensor = max(op.inputs, key=lambda t: t.numel) if self.graph.is_scale(op) else op.inputs[0]
+        return tensor, multiply(scales)
+
+    def _early_scale(self, end: _Projection) -> float | None:
+        """What was multiplied in between a projection and its heads, after the last norm."""
+        after = max((place for place, op in enumerate(end.path) if op.base_name in NORMS), default=-1)
+        return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self.graph.is_scale(op))
+
+    # -- projections --------------------------------------------------------------------------------------------------
+
+    def _projections(self, stages: dict[str, Tensor], module: str) -> dict[str, _Projection]:
+        """The projections of query, key and value, those that there are."""
+        found = {name: self._projection(stages[f"{name[0]}_heads"], module) for name in ("query", "key", "value")}
+        ends = {name: end for name, end in found.items() if end is not None}
+        for name, end in ends.items():
+            others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
+            ends[name] = self._with_earlier(end, module, others)
+        return ends
+
+    def _project(self, stages: dict[str, Tensor], ends: dict[str, _Projection]) -> dict[str, Op]:
+        """Put the projections and what they project before the heads; return their products."""
+        before: dict[str, Tensor] = {}
+        for name, end in ends.items():
+            op = end.earlier[0] if end.earlier else end.op
+            source = self.graph.before_flattening(self.graph.before_call(op, self.graph.projected(op)), op.module)
+            origin = self.graph.before_moves(source)
+            before[name] = origin if origin.id in self.recording.input_ids else source
+        projected = {f"{name[0]}_proj": self._projected(name, ends) for name in ends}
+        heads = dict(stages)
+        stages.clear()
+        stages.update(before)
+        stages.update(projected)
+        stages.update(heads)
+        return {name: end.op for name, end in ends.items()}
+
+    def _through(self, op: Op) -> bool:
+        """What may stand between a projection and heads."""
+        return not self.graph.operands(op) and (
+            op.kind != "compute" or op.pointwise or op.base_name in NORMS | JOINING | GATHERING | POOLING
+        )
+
+    def _projection(self, heads: Tensor, module: str) -> _Projection | None:
+        """The nearest projection behind a tensor of heads.
+
+        Where heads are put together of several projections' pieces, one that feeds another of them is not the last.
+        """
+        nearest: _Projection | None = None
+        for step in self.graph.back(heads, self._through):
+            op = self.recording.producer(step.tensor)
+            if op is None or not self.graph.is_projection(op):
+                continue
+            crossed = any(passed.base_name in NORMS for passed in step.path)
+            if nearest is None:
+                if crossed and not inside(op.module, module):
+                    return None
+                nearest = _Projection(op, tuple(reversed(step.path)))
+                if not any(passed.base_name == "cat" for passed in step.path):
+                    break
+            elif inside(op.module, module) and op is not nearest.op and self._feeds(nearest.op, op):
+                return _Projection(op, tuple(reversed(step.path)))
+        return nearest
+
+    def _feeds(self, first: Op, second: Op) -> bool:
+        """Whether one projection projects what another gives."""
+        steps = self.graph.back(self.graph.projected(second), self._through)
+        return any(self.recording.producer(step.tensor) is first for step in steps)
+
+    def _with_earlier(self, end: _Projection, module: str, others: set[int]) -> _Projection:
+        """With the projections before it, down to something narrower, in the same module and for this side alone."""
+        earlier: list[Op] = []
+        op = end.op
+        while len(earlier) < 3:
+            latent = self.graph.projected(op)
+            found = self._projection(latent, module)
+            if found is None or not inside(found.op.module, module) or not latent.shape:
+                break
+            source = self.graph.projected(found.op)
+            narrow = latent.shape[-1] < min(source.shape[-1], op.output.shape[-1])
+            if not narrow or found.op.index in others or self._residual(found.path):
+                break
+            earlier.insert(0, found.op)
+            op = found.op
+        return _Projection(end.op, end.path, tuple(earlier))
+
+    def _residual(self, path: tuple[Op, ...]) -> bool:
+        return any(
+            op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1 for op in path
+        )
+
+    def _projected(self, name: str, ends: dict[str, _Projection]) -> Tensor:
+        """What a projection gives: the end of its call, or where it is shared, what is unpacked for this one alone."""
+        end = ends[name]
+        whole = self.graph.after_projection(end.op)
+        others = [other.path for side, other in ends.items() if side != name and other.op is end.op]
+        if not others:
+            return whole
+        shared = {op.index for path in others for op in path}
+        last = max((place for place, op in enumerate(end.path) if op.index in shared), default=-1)
+        after = end.path[last + 1] if last + 1 < len(end.path) else None
+        if after is None:
+            return whole
+        # A split hands a piece to each of them, and is shared; what comes next reads its piece. Slices are not.
+        splitting = end.path[last] if last >= 0 and len(end.path[last].outputs) > 1 else None
+        if splitting is not None:
+            pieces = {tensor.id for tensor in splitting.outputs}
+            own = next((tensor for tensor in after.inputs if tensor.id in pieces), None)
+        else:
+            own = after.output if self.graph.moves(after) else None
+        # Where heads are already apart from their features it is not the projection any more.
+        merged = own is not None and len(own.shape) <= len(whole.shape) and own.shape[:-1] == whole.shape[:-1]
+        return own if own is not None and merged else whole
+
+    # -- output -------------------------------------------------------------------------------------------------------
+
+    def _combine(self, stages: dict[str, Tensor], projections: dict[str, Op], module: str) -> None:
+        """Add the heads side by side, and the output, after the context."""
+        context = stages["context"]
+        apart = len(context.shape) > 2 and context.shape != stages.get("query", context).shape
+
+        def through(op: Op) -> bool:
+            added = op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1
+            # What is added while heads are still apart belongs to the attention.
+            residual = added and not (op.module == module and apart and op.output.shape == context.shape)
+            return (
+                not self.graph.operands(op)
+                and not residual
+                and (
+                    op.kind != "compute"
+                    or op.pointwise
+                    or op.base_name in JOINING
+                    or (op.base_name in NORMS and inside(op.module, module))
+                )
+            )
+
+        for op, step in self.graph.forward(context, through):
+            if self.graph.is_projection(op):
+                projections["output"] = op
+                concat = self.graph.before_call(op, step.tensor)
+                # In the attention's own code the reshape that puts heads side by side may flatten rows as well.
+                stages["concat"] = concat if op.module == module else self.graph.before_flattening(concat, op.module)
+                # What moves the features away from the last dimension belongs to what comes after.
+                last = op.base_name != "convolution"
+                stages["output"] = self._onward(self.graph.after_projection(op), module, features_last=last)
+                return
+        stages["concat"] = self._onward(context, module)
+        if stages["concat"].id == context.id:
+            del stages["concat"]
+
+    def _onward(self, tensor: Tensor, module: str, *, features_last: bool = False) -> Tensor:
+        """The end of a chain of moves that begins here and stays in the module; with `features_last`, of those moves
+        that leave the last dimension where it is."""
+        features = self.graph.dimensions.of(tensor)[-1:]
+        while True:
+            followers = [
+                op
+                for op in self.recording.consumers.get(tensor.id, ())
+                if op.outputs and self.graph.moves(op) and inside(op.module, module) and op.output.id != tensor.id
+            ]
+            if len(followers) != 1 or followers[0].output.numel != tensor.numel or not tensor.numel:
+                return tensor
+            if features_last and self.graph.dimensions.of(followers[0].output)[-1:] != features:
+                return tensor
+            tensor = followers[0].output
+
+
+def _without_sinks(weights: Tensor, path: tuple[Op, ...]) -> Tensor:
+    """The weights without those of the sinks, which are cut off before the values are averaged."""
+    for op in path:
+        if op.base_name in ("slice", "narrow", "split", "split_with_sizes") and op.output.numel < weights.numel:
+            return next((t for t in op.outputs if t.numel < weights.numel), op.output)
+    return weights

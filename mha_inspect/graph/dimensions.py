@@ -1,0 +1,71 @@
+"""Follow every dimension through a recording: which parts of which tensors are the same axis.
+
+A dimension is a sequence of atoms, indivisible axes in row-major order. A view that splits a dimension splits its atom,
+wherever that atom is used; a view that merges dimensions puts their atoms side by side; a product makes the atoms that
+it contracts one. What comes out holds for one run at its real sizes, also where sizes coincide. Only dimensions of size
+one leave no trace in a view; who can, looks at a run without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..record.ops import Op, Recording, Tensor
+from .axis import Atom, Dim, fresh, resolve, size_of, unify
+from .pieces import slice_unevenly, uneven_slices
+from .rules import rule_of
+
+__all__ = ["Atom", "Dim", "Dimensions", "resolve", "size_of"]
+
+
+class Dimensions:
+    """The dimensions of every tensor of a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._dims: dict[int, tuple[Dim, ...]] = {}
+        self._places: dict[tuple[Any, ...], tuple[Dim, ...]] = {}
+        self._uneven = uneven_slices(recording.ops)
+        for op in recording.ops:
+            self._follow(op)
+        for named in (*recording.inputs, *recording.parameters, *recording.outputs):
+            self._known(named.tensor)
+
+    def of(self, tensor: Tensor) -> tuple[Dim, ...]:
+        """The dimensions of a tensor, each as the atoms that it is known to consist of."""
+        return tuple(resolve(dim) for dim in self._known(tensor))
+
+    def same(self, left: Dim, right: Dim) -> None:
+        """Say that two axes are one, where they can be."""
+        unify(left, right)
+
+    def _known(self, tensor: Tensor) -> tuple[Dim, ...]:
+        dims = self._dims.get(tensor.id)
+        if dims is None:
+            # The same place in memory, written since: other content, the same axes.
+            dims = self._places.get(_place(tensor)) or tuple(fresh(size) for size in tensor.shape)
+            self._set(tensor, dims)
+        return dims
+
+    def _set(self, tensor: Tensor, dims: Sequence[Dim]) -> None:
+        if tensor.id not in self._dims:
+            self._dims[tensor.id] = self._places[_place(tensor)] = tuple(dims)
+
+    def _follow(self, op: Op) -> None:
+        inputs = tuple(self._known(tensor) for tensor in op.inputs)
+        if not op.outputs:
+            return
+        rule = slice_unevenly if op.index in self._uneven else rule_of(op)
+        try:
+            results = list(rule(op, inputs)) if rule is not None else []
+        except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of
+            results = []
+        for place, tensor in enumerate(op.outputs):
+            dims = results[place] if place < len(results) else ()
+            if tuple(size_of(resolve(dim)) for dim in dims) != tensor.shape:
+                dims = tuple(fresh(size) for size in tensor.shape)
+            self._set(tensor, dims)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage, tensor.offset, tensor.shape, tensor.stride

@@ -1,0 +1,68 @@
+"""One attention as it stands in a recording: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..record.ops import Op, Tensor
+from .products import Product
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A projection of scores or weights from heads to heads."""
+
+    op: Op
+    source: Tensor
+    """What is projected."""
+    place: int
+    """The dimension of it that is summed over, and of what comes out the one that stands there instead."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One scaled-dot-product computation, as it stands in a recording."""
+
+    softmax: Op
+    score_product: Product
+    value_product: Product
+    stages: dict[str, Tensor]
+    """Stage name to the tensor it is, in the order of `stages.STAGES`; those that there are."""
+    scale: float | None
+    """What q·kᵀ is multiplied by before the softmax, wherever that is done: on q after its projection, on k, on the
+    scores, or together with the mask. None where the number is not known, as with one for each head."""
+    softmax_dim: int
+    key_first: bool
+    """Whether the keys are the left operand of the product of scores."""
+    masks: tuple[Op, ...]
+    """The operations that add, or fill in, a mask or a bias."""
+    projections: dict[str, Op] = field(default_factory=dict)
+    """`query`, `key`, `value`, `output` to the product with the weight matrix that projects it."""
+    scores_scale: float | None = None
+    """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may hold another part."""
+    value_first: bool = False
+    """Whether the values are the left operand of the product with the weights."""
+    scoring: tuple[tuple[str, float | None], ...] = ()
+    """What is done to the scores before the softmax, in order: `Scoring.steps`."""
+    softcap: float | None = None
+    """c where scores go through `c · tanh(scores / c)` before the mask."""
+    sinks: Op | None = None
+    """The operation that puts sinks beside the scores: keys that take a part of the weight and have no value."""
+    divided: Op | None = None
+    """Where the weights are never formed: the operation that divides the context by the sum of the exponentials."""
+    mixed_scores: tuple[Mixing, ...] = ()
+    """What mixes the scores of the heads before the softmax, in order."""
+    mixed_weights: tuple[Mixing, ...] = ()
+    """What mixes the weights of the heads before they meet the values, in order."""
+    weights_path: tuple[Op, ...] = ()
+    """What is done to the weights before they meet the values, in order."""
+    earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
+    """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
+    branches: tuple[Found, ...] = ()
+    """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
+    those of the first turn, but for what they share: query, key, value, concat and output."""
+
+    @property
+    def module(self) -> str:
+        """Path of the module whose forward computes the scores."""
+        return self.score_product.op.module

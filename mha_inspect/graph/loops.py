@@ -1,0 +1,108 @@
+"""Attentions that a loop over heads computed one by one are one attention of many heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..naming.stages import STAGES
+from ..record.ops import Op, Tensor
+from .found import Found
+from .walk import Graph
+
+_SHARED = ("query", "key", "value", "concat", "output")
+
+
+def merge_branches(graph: Graph, found: list[Found]) -> list[Found]:
+    """Put together those that come from the same line and module and meet where heads are joined.
+
+    Turns of a loop over pieces of a sequence come from one line too, and are joined along it: they stay apart.
+    """
+    groups: dict[tuple[object, ...], list[Found]] = {}
+    for place, attention in enumerate(found):
+        joined = _joined(graph, attention) if _is_whole(graph, attention) else None
+        key = (attention.softmax.source, attention.score_product.op.source, attention.module, joined)
+        groups.setdefault((place,) if joined is None else key, []).append(attention)
+    return sorted(map(_merge, groups.values()), key=lambda attention: attention.softmax.index)
+
+
+def _joined(graph: Graph, found: Found) -> tuple[str, int] | None:
+    """Where this context is put beside others, head by head: by which operation, or into which memory."""
+
+    def through(op: Op) -> bool:
+        return graph.moves(op) or (op.kind == "compute" and op.base_name == "native_dropout")
+
+    for op, step in graph.forward(found.stages["context"], through):
+        if not op.outputs or len(op.inputs) < 2:
+            continue
+        rank = len(op.output.shape)
+        if op.base_name == "stack":
+            return "joined", op.index
+        if op.base_name == "cat" and _has_features(graph, found, step.tensor, int(_dim_of(op)) % rank):
+            return "joined", op.index
+        if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
+            cut = _cut(graph, op.inputs[0])
+            if cut is not None and (cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)):
+                return "written", op.output.storage
+    return None
+
+
+def _dim_of(op: Op) -> Any:
+    return op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+
+
+def _cut(graph: Graph, written: Tensor) -> Op | None:
+    """The operation that cut what is written to out of a larger tensor."""
+    op = graph.recording.producer(written)
+    while op is not None and op.kind == "view" and op.inputs:
+        if op.base_name in ("select", "slice") and op.output.numel < op.inputs[0].numel:
+            return op
+        op = graph.recording.producer(op.inputs[0])
+    return None
+
+
+def _cuts_features(graph: Graph, found: Found, cut: Op, context: Tensor) -> bool:
+    rank = len(cut.output.shape)
+    return rank == len(context.shape) and _has_features(graph, found, context, int(_dim_of(cut)) % rank)
+
+
+def _has_features(graph: Graph, found: Found, context: Tensor, place: int) -> bool:
+    """Whether a dimension of the context, as it was moved, holds the features of the head."""
+    axes = found.value_product.axes(graph.dimensions)
+    features = set(axes.rows if found.value_first else axes.columns)
+    dims = graph.dimensions.of(context)
+    return place < len(dims) and bool(features & set(dims[place]))
+
+
+def _is_whole(graph: Graph, found: Found) -> bool:
+    """Whether the scores have everything that comes in, and not one query or a piece of the sequence."""
+    if "query" not in found.stages or not found.stages["query"].shape:
+        return True
+    given = list(graph.dimensions.of(found.stages["query"]))
+    projection = found.projections.get("query")
+    # What is projected is the features, which a convolution has after the batch.
+    del given[1 if projection is not None and projection.base_name == "convolution" and len(given) > 2 else -1]
+    axes = found.score_product.axes(graph.dimensions)
+    rows = axes.columns if found.key_first else axes.rows
+    seen = {atom for atom in (*axes.batch, *axes.rows, *axes.columns) if atom.size > 1}
+    outside = {atom for dim in given for atom in dim if atom.size > 1}
+    return outside <= seen and all(atom in outside for atom in rows if atom.size > 1)
+
+
+def _merge(group: list[Found]) -> Found:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    last = group[-1]
+    stages = dict(first.stages)
+    for name in _SHARED:
+        # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
+        if name in last.stages and name in ("concat", "output"):
+            stages[name] = last.stages[name]
+    ordered = {name: stages[name] for name in STAGES if name in stages}
+    return replace(
+        first,
+        stages=ordered,
+        projections={**first.projections, **{n: op for n, op in last.projections.items() if n == "output"}},
+        branches=tuple(group),
+    )

@@ -1,0 +1,147 @@
+"""The two products around a softmax: the one that made the scores, and the one with the values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..record.ops import Op, Tensor
+from .dimensions import Atom
+from .found import Mixing
+from .products import Product, product_of
+from .walk import GATHERING, Graph
+
+_BROADCASTS = {"unsqueeze", "view", "_unsafe_view", "reshape", "expand"}
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A product, and the operations between it and the softmax, in the order in which they ran."""
+
+    product: Product
+    path: tuple[Op, ...]
+    carried: Tensor
+    """On the side of the scores what the product gives; on the side of the values the factor that is the weights."""
+
+
+def score_product(graph: Graph, masked: Tensor, dim: int) -> Meeting | None:
+    """The product that made the scores that a softmax is taken of.
+
+    Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
+    """
+    best: tuple[tuple[bool, bool, bool, bool, int], Meeting] | None = None
+    over = _wide(graph, masked, dim) if masked.shape else set()
+    for step in graph.back(masked, lambda op: graph.carries(op) or _mixes(graph, op, over)):
+        op = graph.recording.producer(step.tensor)
+        if op is None:
+            continue
+        learned = _has_learned_query(graph, op, masked, dim)
+        product = product_of(graph.recording, op) if learned else graph.product(op)
+        if product is not None and _mixes_heads(graph, step.path, product):
+            gathered = any(passed.base_name in GATHERING for passed in step.path)
+            of_positions = not all(map(graph.comes_from_inputs, (product.left, product.right)))
+            rank = (learned, gathered, of_positions, any(map(graph.is_projection, step.path)), len(step.path))
+            if best is None or rank < best[0]:
+                best = (rank, Meeting(product, tuple(reversed(step.path)), product.op.output))
+    return None if best is None else best[1]
+
+
+def _has_learned_query(graph: Graph, op: Op, masked: Tensor, dim: int) -> bool:
+    """Whether this is a product of keys with a parameter that stands for the queries, batch by batch.
+
+    A projection has no batch; and where a router's weights stand, the softmax runs over what they give.
+    """
+    factors = graph.operands(op)
+    if factors is None or op.base_name not in ("bmm", "baddbmm"):
+        return False
+    keys = [tensor for tensor in factors if not graph.is_weight(tensor)]
+    if len(keys) != 1 or not masked.shape:
+        return False
+    over = _wide(graph, masked, dim)
+    return bool(over & {atom for axis in graph.dimensions.of(keys[0])[-2:] for atom in axis})
+
+
+def value_product(graph: Graph, weights: Tensor, dim: int) -> Meeting | None:
+    """The product of weights and values."""
+    single: Meeting | None = None
+    over = _wide(graph, weights, dim) if weights.shape else set()
+    for op, step in graph.forward(weights, lambda op: graph.carries(op) or _mixes(graph, op, over)):
+        product = graph.product(op)
+        if product is None:
+            product = graph.product_with(op)
+            # A sum over anything else is no average over keys.
+            if product is not None and not _sums(graph, product, over):
+                product = None
+        if product is not None and any(map(graph.is_projection, step.path)) and not _sums(graph, product, over):
+            product = None
+        if product is not None:
+            return Meeting(product, step.path, step.tensor)
+        if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
+            # The average over a single key needs no sum: einsum multiplies.
+            other = op.inputs[op.inputs[0].id == step.tensor.id]
+            wider = other.numel > step.tensor.numel and graph.comes_from_inputs(other)
+            single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
+    return single
+
+
+def _sums(graph: Graph, product: Product, over: set[Atom]) -> bool:
+    """Whether a product sums over what the softmax runs over."""
+    axes = product.axes(graph.dimensions)
+    return not over or bool(over & {*axes.left_inner, *axes.right_inner})
+
+
+def mixing_of(graph: Graph, op: Op) -> Mixing | None:
+    """A projection, as far as it could be one from heads to heads; None for any other operation."""
+    if not graph.is_projection(op):
+        return None
+    source, place = graph.projected(op), -1
+    if op.base_name == "convolution":
+        place = 1
+    elif graph.is_weight((graph.operands(op) or op.inputs)[0]) and len(source.shape) > 1:
+        place = -2
+    return Mixing(op, source, place)
+
+
+def _mixes(graph: Graph, op: Op, over: set[Atom]) -> bool:
+    """Whether a projection leaves alone what the softmax runs over, so that it may mix scores or weights by head."""
+    mixing = mixing_of(graph, op) if over else None
+    if mixing is None:
+        return False
+    kept = {atom for dim in graph.dimensions.of(mixing.source) for atom in dim}
+    return over <= kept - set(graph.dimensions.of(mixing.source)[mixing.place])
+
+
+def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
+    """Whether projections on the way from the scores to the softmax mix what their product runs over, the heads."""
+    heads = {atom for atom in product.axes(graph.dimensions).batch if atom.size > 1}
+    mixings = (mixing for op in path if (mixing := mixing_of(graph, op)) is not None)
+    return all(_wide(graph, mixing.source, mixing.place) <= heads for mixing in mixings)
+
+
+def moved_for(graph: Graph, op: Op, product: Product) -> bool:
+    """Whether this only moves a factor about for the product: within its call, or to broadcast it."""
+    if not graph.moves(op):
+        return False
+    broadcast = product.multiply is not product.op and op.base_name in _BROADCASTS
+    same = [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
+    return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
+
+
+def as_written(graph: Graph, product: Product, factor: Tensor) -> Tensor:
+    """A factor before it was moved for the product."""
+    while (op := graph.recording.producer(factor)) is not None and moved_for(graph, op, product):
+        factor = op.inputs[0]
+    return factor
+
+
+def softmax_over_rows(graph: Graph, product: Product, masked: Tensor, dim: int) -> bool:
+    """Whether the softmax runs over the rows of the product, so that its left factor holds the keys."""
+    if len(product.op.output.shape) < 2 or not masked.shape:
+        return False
+    axes = product.axes(graph.dimensions)
+    over = set(graph.dimensions.of(masked)[dim])
+    return bool(over & set(axes.rows)) and not over & set(axes.columns)
+
+
+def _wide(graph: Graph, tensor: Tensor, dim: int) -> set[Atom]:
+    return {atom for atom in graph.dimensions.of(tensor)[dim] if atom.size > 1}

@@ -1,0 +1,132 @@
+"""Products of two tensors, as a matrix product or written out as a broadcasting multiplication and a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..record.ops import Op, Recording, Tensor
+from .dimensions import Dim, Dimensions
+
+MATRIX_PRODUCTS = {"bmm", "mm", "addmm", "baddbmm", "_addmm_activation", "mv", "dot"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch rows inner, batch inner columns -> batch rows columns`, each of them any number of dimensions."""
+
+    op: Op
+    """The operation that gives the result."""
+    multiply: Op
+    """The operation that reads the factors: another one where a sum is written out."""
+    left: Tensor
+    right: Tensor
+
+    @property
+    def name(self) -> str:
+        """The operations that it is: `bmm`, `mul and sum`."""
+        return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))
+
+    @property
+    def flops(self) -> int:
+        """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; without a sum, half of it."""
+        if self.multiply.base_name in MATRIX_PRODUCTS:
+            return 2 * self.op.output.numel * self.left.shape[-1]
+        return (1 + (self.op is not self.multiply)) * self.multiply.output.numel
+
+    def axes(self, dimensions: Dimensions) -> ProductAxes:
+        """What the dimensions of the factors and of the result are to the product."""
+        if self.multiply.base_name in MATRIX_PRODUCTS:
+            return _of_matrices(*map(dimensions.of, (self.left, self.right, self.op.output)))
+        return self._of_broadcast(dimensions)
+
+    def _of_broadcast(self, dimensions: Dimensions) -> ProductAxes:
+        whole = self.multiply.output
+        summed = summed_places(self.op) if self.op is not self.multiply else ()
+        rank = len(whole.shape)
+        left, right, out = (_at_rank(dimensions.of(t), rank) for t in (self.left, self.right, whole))
+        found: dict[str, list[Dim]] = {}
+        for place in range(rank):
+            one, other = (_wide(tensor, rank, place) for tensor in (self.left, self.right))
+            if place in summed:
+                found.setdefault("left_inner", []).append(left[place])
+                found.setdefault("right_inner", []).append(right[place])
+            elif one == other:
+                found.setdefault("batch", []).append(out[place])
+            elif one:
+                found.setdefault("left_rows", []).append(left[place])
+                found.setdefault("rows", []).append(out[place])
+            else:
+                found.setdefault("right_columns", []).append(right[place])
+                found.setdefault("columns", []).append(out[place])
+        return ProductAxes(**{name: _flat(dims) for name, dims in found.items()})
+
+
+@dataclass(frozen=True)
+class ProductAxes:
+    """The axes of a product by what they are to it. Those of the factors are seen as before, and after, they met."""
+
+    batch: Dim = ()
+    rows: Dim = ()
+    columns: Dim = ()
+    left_rows: Dim = ()
+    left_inner: Dim = ()
+    right_inner: Dim = ()
+    right_columns: Dim = ()
+
+
+def product_of(recording: Recording, op: Op) -> Product | None:
+    """The product that this operation gives: a matrix product, or the sum over a broadcasting multiplication."""
+    if op.base_name in MATRIX_PRODUCTS:
+        return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
+    if op.base_name != "sum" or not op.outputs:
+        return None
+    multiply = recording.producer(op.inputs[0])
+    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2 or not op.inputs[0].shape:
+        return None
+    left, right = multiply.inputs
+    rank = len(multiply.output.shape)
+    summed = summed_places(op)
+    wide = [tuple(_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
+    # Each has all that is summed over, and one has what the other has not: else it is no product but a norm, say.
+    whole = all(all(places[place] for place in summed) for places in wide)
+    return Product(op, multiply, left, right) if summed and whole and wide[0] != wide[1] else None
+
+
+def outer_product_of(op: Op) -> Product | None:
+    """A multiplication in which each factor is repeated along what the other has: a product without a sum."""
+    if op.base_name != "mul" or len(op.inputs) != 2:
+        return None
+    left, right = op.inputs
+    rank = len(op.output.shape)
+    pairs = {tuple(_wide(tensor, rank, place) for tensor in (left, right)) for place in range(rank)}
+    return Product(op, op, left, right) if {(True, False), (False, True)} <= pairs else None
+
+
+def summed_places(op: Op) -> tuple[int, ...]:
+    """The dimensions that a sum runs over."""
+    rank = len(op.inputs[0].shape)
+    asked = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+    dims = range(rank) if asked is None else asked if isinstance(asked, tuple) else (asked,)
+    return tuple(sorted(int(dim) % max(rank, 1) for dim in dims))
+
+
+def _of_matrices(left: tuple[Dim, ...], right: tuple[Dim, ...], out: tuple[Dim, ...]) -> ProductAxes:
+    if len(right) < 2:  # mv, dot
+        rows = out[0] if out else ()
+        return ProductAxes((), rows, (), rows, left[-1], right[-1], ())
+    return ProductAxes(_flat(out[:-2]), out[-2], out[-1], left[-2], left[-1], right[-2], right[-1])
+
+
+def _flat(dims: Iterable[Dim]) -> Dim:
+    return tuple(atom for dim in dims for atom in dim)
+
+
+def _wide(tensor: Tensor, rank: int, place: int) -> bool:
+    """Whether a factor has more than one element along a dimension of what it is broadcast to, or expanded to."""
+    own = place - (rank - len(tensor.shape))
+    return own >= 0 and tensor.shape[own] > 1 and tensor.stride[own] != 0
+
+
+def _at_rank(dims: tuple[Dim, ...], rank: int) -> tuple[Dim, ...]:
+    return ((),) * (rank - len(dims)) + dims

@@ -1,0 +1,300 @@
+"""Walks over the dataflow of a recording, and what an operation in it does to scores, weights and heads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..record.ops import Op, Recording, Tensor
+from .dimensions import Dimensions
+from .products import MATRIX_PRODUCTS, Product, product_of
+from .softmax import softmax_of
+
+NORMS = {
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "_fused_rms_norm",
+    "linalg_vector_norm",
+    "mean",
+    "sum",
+    "var_mean",
+    "pow",
+}
+GATHERING = {"gather", "index", "index_select", "embedding"}
+JOINING = {"cat", "stack", "constant_pad_nd", "native_dropout", "repeat", "roll", "view_as_complex", "view_as_real"}
+POOLING = {"amax", "max", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d"}
+_RESHAPES = {"view", "_unsafe_view", "reshape", "clone", "squeeze", "unsqueeze"}
+_SCALES: dict[str, Callable[[float], float]] = {"mul": lambda number: number, "div": lambda number: 1 / number}
+_FAR = 60
+"""Steps after which a walk gives up: attention is never that long."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A tensor that a walk came to, and the operations that it passed, nearest to the start first."""
+
+    tensor: Tensor
+    path: tuple[Op, ...] = ()
+
+
+class Graph:
+    """Walks over the dataflow of a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.dimensions = Dimensions(recording)
+
+    @cached_property
+    def _weights(self) -> frozenset[int]:
+        """Ids of parameters, of matrices among the buffers, and of what was made of them alone, element by element."""
+        buffers = (named.tensor for named in self.recording.buffers)
+        found = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
+        for op in self.recording.ops:
+            alone = op.inputs and op.kind != "write" and all(tensor.id in found for tensor in op.inputs)
+            if alone and (op.kind != "compute" or op.pointwise or op.base_name in NORMS | {"_weight_norm_interface"}):
+                found.update(tensor.id for tensor in op.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def _from_inputs(self) -> frozenset[int]:
+        """Ids of tensors that depend on what came from outside, parameters and buffers aside."""
+        own = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
+        found: set[int] = set()
+        for op in self.recording.ops:
+            for tensor in op.inputs:
+                if tensor.id not in self.recording.producers and tensor.id not in own:
+                    found.add(tensor.id)
+            if any(tensor.id in found for tensor in op.inputs):
+                found.update(tensor.id for tensor in op.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def _reread(self) -> dict[int, list[Tensor]]:
+        """Index of a writing operation to the tensors that look at what it wrote, other than those it returned."""
+        found: dict[int, dict[int, Tensor]] = {}
+        for op in self.recording.ops:
+            for tensor in op.inputs:
+                made = self.recording.producers.get(tensor.id)
+                if made is not None and all(tensor.id != own.id for own in self.recording.ops[made].outputs):
+                    found.setdefault(made, {})[tensor.id] = tensor
+        return {index: list(tensors.values()) for index, tensors in found.items()}
+
+    @cached_property
+    def _next_write(self) -> dict[int, Op]:
+        """Index of a writing operation to the next into the same memory: what it wrote may live on there."""
+        found: dict[int, Op] = {}
+        last: dict[int, Op] = {}
+        for op in self.recording.ops:
+            if op.kind == "write" and op.outputs:
+                storage = op.output.storage
+                if storage in last:
+                    found[last[storage].index] = op
+                last[storage] = op
+        return found
+
+    # -- what an operation is -----------------------------------------------------------------------------------------
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter, moved, cast or scaled at most."""
+        return tensor.id in self._weights
+
+    def comes_from_inputs(self, tensor: Tensor) -> bool:
+        """Whether this depends on what the forward was given."""
+        return tensor.id in self._from_inputs or tensor.id in self.recording.input_ids
+
+    def operands(self, op: Op) -> tuple[Tensor, Tensor] | None:
+        """The two factors of a matrix product; None for any other operation."""
+        return (op.inputs[-2], op.inputs[-1]) if op.base_name in MATRIX_PRODUCTS and len(op.inputs) >= 2 else None
+
+    def is_projection(self, op: Op) -> bool:
+        """Whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
+        if op.base_name == "convolution":
+            return self.is_weight(op.inputs[1])
+        factors = self.operands(op)
+        return factors is not None and any(map(self.is_weight, factors))
+
+    @cached_property
+    def _products(self) -> dict[int, Product]:
+        """Index of the operation that gives it, to each product of two tensors neither of which is a parameter."""
+        found: dict[int, Product] = {}
+        for op in self.recording.ops:
+            product = product_of(self.recording, op)
+            if product is None or self.is_weight(product.left) or self.is_weight(product.right):
+                continue
+            # A multiplication whose result serves something else too, or with a table, is no product written out.
+            written_out = product.multiply is not op
+            alone = len(self.recording.consumers.get(product.multiply.output.id, ())) == 1
+            given = self.comes_from_inputs(product.left) and self.comes_from_inputs(product.right)
+            if not written_out or (alone and given):
+                found[op.index] = product
+        return found
+
+    @cached_property
+    def _products_by_multiplication(self) -> dict[int, Product]:
+        return {product.multiply.index: product for product in self._products.values()}
+
+    def product(self, op: Op) -> Product | None:
+        """The product of two tensors, neither of which is a parameter, that an operation gives."""
+        return self._products.get(op.index)
+
+    def product_with(self, op: Op) -> Product | None:
+        """The product whose factors an operation reads, which another may sum."""
+        return self._products_by_multiplication.get(op.index)
+
+    def projected(self, op: Op) -> Tensor:
+        """What a projection projects."""
+        if op.base_name == "convolution":
+            return op.inputs[0]
+        left, right = self.operands(op) or op.inputs[:2]
+        return left if self.is_weight(right) else right
+
+    def scale_of(self, op: Op) -> float | None:
+        """The number that an operation multiplies by; None where it does something else."""
+        name = op.base_name.rstrip("_")
+        rule = _SCALES.get(name)
+        if rule is None:
+            return None
+        numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+        tensors = op.inputs if name == "mul" else op.inputs[1:]
+        numbers += [self.recording.scalars[t.id] for t in tensors if t.id in self.recording.scalars]
+        return rule(float(numbers[0])) if len(numbers) == 1 and numbers[0] != 0 else None
+
+    def is_scale(self, op: Op) -> bool:
+        """Whether this multiplies everything by one number."""
+        return op.base_name.rstrip("_") in _SCALES and sum(t.numel > 1 for t in op.inputs) <= 1 and op.output.numel > 0
+
+    def softmax(self, op: Op) -> tuple[Tensor, int] | None:
+        """What a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
+        return softmax_of(self.recording, op)
+
+    @cached_property
+    def _softmaxes(self) -> frozenset[int]:
+        return frozenset(op.index for op in self.recording.ops if self.softmax(op) is not None)
+
+    def is_softmax(self, op: Op) -> bool:
+        """Whether `softmax` finds one here."""
+        return op.index in self._softmaxes
+
+    def moves(self, op: Op) -> bool:
+        """Whether this only moves elements about."""
+        return (
+            op.kind in ("view", "copy") and op.base_name not in ("cat", "stack", "constant_pad_nd") and bool(op.inputs)
+        )
+
+    def carries(self, op: Op) -> bool:
+        """Whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
+        return (
+            op.kind != "compute" or op.pointwise or op.base_name in GATHERING | JOINING | {"masked_fill", "where"}
+        ) and not self.is_softmax(op)
+
+    # -- walks --------------------------------------------------------------------------------------------------------
+
+    def back(self, start: Tensor, through: Callable[[Op], bool]) -> Iterator[Step]:
+        """Tensors from which `start` was made, nearest first, passing operations that `through` lets pass."""
+        queue, seen = deque([Step(start)]), {start.id}
+        while queue:
+            step = queue.popleft()
+            yield step
+            op = self.recording.producer(step.tensor)
+            if op is None or len(step.path) >= _FAR or not through(op):
+                continue
+            for tensor in op.inputs:
+                if tensor.id not in seen and tensor.dtype != "bool":
+                    seen.add(tensor.id)
+                    queue.append(Step(tensor, (*step.path, op)))
+
+    def forward(self, start: Tensor, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
+        """Operations that read what was made from `start`, nearest first, with the tensor that they read."""
+        made = self.recording.producers.get(start.id, -1)
+        queue = deque(Step(tensor) for tensor in (start, *self._reread.get(made, ())))
+        seen = {step.tensor.id for step in queue}
+        while queue:
+            step = queue.popleft()
+            last = step.path[-1] if step.path else None
+            readers = self.recording.consumers.get(step.tensor.id, ())
+            if last is not None and last.kind == "write" and last.index in self._next_write:
+                readers = (*readers, self._next_write[last.index])
+            for op in readers:
+                yield op, step
+                if len(step.path) < _FAR and through(op):
+                    for tensor in (*op.outputs, *self._reread.get(op.index, ())):
+                        if tensor.id not in seen:
+                            seen.add(tensor.id)
+                            queue.append(Step(tensor, (*step.path, op)))
+
+    def after_call(self, op: Op) -> Tensor:
+        """What the call in Python returned that this operation is the heart of: its result, moved and biased."""
+        tensor = op.output
+        while True:
+            followers = [
+                f
+                for f in self.recording.consumers.get(tensor.id, ())
+                if f.call == op.call and f.index > op.index and f.outputs and f.output.id != tensor.id
+            ]
+            if len(followers) != 1 or not (self.moves(followers[0]) or self._adds_bias(followers[0])):
+                return tensor
+            tensor = followers[0].output
+
+    def before_call(self, op: Op, tensor: Tensor) -> Tensor:
+        """What was handed to that call: the operand before the call moved it."""
+        while (behind := self.recording.producer(tensor)) is not None:
+            if behind.call != op.call or not self.moves(behind):
+                break
+            tensor = behind.inputs[0]
+        return tensor
+
+    def before_moves(self, tensor: Tensor) -> Tensor:
+        """Where elements come from that were only moved."""
+        while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
+            tensor = behind.inputs[0]
+        return tensor
+
+    def after_projection(self, op: Op) -> Tensor:
+        """What a projection gives, with its bias, and as it is before the features are cut up."""
+        tensor = self.after_call(op)
+        while True:
+            followers = self.recording.consumers.get(tensor.id, ())
+            if len(followers) != 1 or followers[0].module != op.module or not followers[0].outputs:
+                return tensor
+            follower = followers[0]
+            if not (self._adds_bias(follower) or self._keeps_features(follower)):
+                return tensor
+            tensor = follower.output
+
+    def before_flattening(self, tensor: Tensor, module: str) -> Tensor:
+        """The same features before their rows were put into one dimension, inside the module."""
+        while (behind := self.recording.producer(tensor)) is not None and behind.module == module:
+            if not self._keeps_features(behind):
+                break
+            tensor = behind.inputs[0]
+        return tensor
+
+    def _keeps_features(self, op: Op) -> bool:
+        """Whether this only changes how the dimensions before the last are counted."""
+        before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
+        return op.base_name in _RESHAPES and min(len(before), len(after)) > 1 and before[-1] == after[-1]
+
+    def has_bias(self, op: Op) -> bool:
+        """Whether a projection adds a bias, in itself or at the end of its call."""
+        if len(op.inputs) == 3:
+            return True
+        followers = [f for step in (op.output, self.after_call(op)) for f in self.recording.consumers.get(step.id, ())]
+        made = self.recording.producer(self.after_call(op))
+        return any(self._adds_bias(f) for f in ([made] if made is not None else []) + followers)
+
+    def _adds_bias(self, op: Op) -> bool:
+        return (
+            op.base_name.rstrip("_") == "add"
+            and len(op.inputs) == 2
+            and any(self.is_weight(t) and t.numel < op.output.numel for t in op.inputs)
+        )
+
+
+def inside(path: str, module: str) -> bool:
+    """Whether a module is the given one or below it."""
+    return not module or path == module or path.startswith(module + ".")

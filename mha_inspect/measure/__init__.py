@@ -1,0 +1,1 @@
+"""Measure tensors: differences, statistics, stages side by side."""

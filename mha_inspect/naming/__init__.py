@@ -1,0 +1,1 @@
+"""Name stages, axes and parameters of an attention."""

@@ -1,0 +1,327 @@
+"""Name the dimensions of an attention's tensors, from evidence, as einops patterns.
+
+The evidence is `dimensions`: which parts of which tensors are the same axis. The product of the scores says which axes
+are query, key and head_dim; what the query's projection takes in says which are batch; the other axes of that product
+are the heads. An axis that this leaves open is named when one name and one axis are left; otherwise it stays a number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from ..graph.dimensions import Atom, Dim, Dimensions, resolve
+from ..graph.found import Found
+from ..record.ops import Tensor
+from .roles import Group, Roles
+from .sizes import one_size_a_name
+from .stages import CANONICAL_AXES
+
+_OWN_WIDTH = {"key": "kdim", "value": "vdim"}
+"""What a width other than the query's is called."""
+_SIDES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "scores": "s",
+    "masked_scores": "s",
+    "weights": "s",
+    "context": "o",
+    "concat": "o",
+    "output": "o",
+}
+"""Which side a stage belongs to; the others have it for a letter: `q_proj`."""
+_PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "key"): "qk"}
+"""What the axis is called that counts the projections in one matrix."""
+
+
+class AxisNames:
+    """The names of the axes of one attention."""
+
+    def __init__(self, found: Found, dimensions: Dimensions) -> None:
+        self._dimensions = dimensions
+        self._found = found
+        for mixing in (*found.mixed_scores, *found.mixed_weights):
+            # From heads to heads, where there are as many.
+            tensors = (mixing.source, mixing.op.output)
+            dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
+        self._roles = roles = Roles(found, dimensions)
+        self._heads = roles.heads
+        self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
+        self._stages = {stage: self._of_stage(stage) for stage in sorted(found.stages, key=_from_heads_outward)}
+        shapes = {stage: tensor.shape for stage, tensor in found.stages.items()}
+        self._stages = one_size_a_name(self._stages, shapes)
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        return _product(self._heads) * max(1, len(self._found.branches))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads that keys and values were projected to, before they were repeated."""
+        branches = self._found.branches
+        shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
+        return _product(self._roles.kv_heads) * shared
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return _product(self._roles.head_dim)
+
+    def of_stage(self, stage: str) -> str:
+        """The axes of a stage, as this implementation lays it out."""
+        return self._stages[stage]
+
+    def taking(self, stages: Mapping[str, str]) -> AxisNames:
+        """The same with other axes of these stages."""
+        other = copy.copy(self)
+        other._stages = {**self._stages, **stages}
+        return other
+
+    def of(self, tensor: Tensor) -> str:
+        """The axes of any other tensor of this attention, such as the weights that it returns."""
+        # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
+        joined = ("heads",) if self._found.branches else ()
+        return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
+
+    def as_stage(self, tensor: Tensor, stage: str) -> str:
+        """The axes of a tensor from which a stage was made, or which was made from it."""
+        return self._write(tensor, list(self._sides[_side(stage)]), _expected(stage))
+
+    def _of_stage(self, stage: str) -> str:
+        """Name a stage, and remember what the naming taught about its side."""
+        expected = _expected(stage)
+        tensor = self._found.stages[stage]
+        side = self._sides[_side(stage)]
+        if stage in ("k_heads", "v_heads") and self._roles.own_keys:
+            side = [*side, ("query", self._roles.own_keys)]
+        given = self._found.stages.get("query", self._found.stages.get("output"))
+        width = given.shape[-1] if given is not None and given.shape else 0
+        if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
+            expected[-1] = _OWN_WIDTH[stage]
+        if self._roles.own_value_width and _side(stage) in "vo":
+            expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
+        return self._write(
+            tensor,
+            side,
+            expected,
+            self._packed(stage),
+            features_last=self._is_width(stage),
+            value=stage == "v_proj",
+        )
+
+    def _is_width(self, stage: str) -> bool:
+        """Whether the last dimension of a stage is what a matrix takes in or gives; a convolution has it elsewhere."""
+        op = self._found.projections.get(stage)
+        return op is not None and op.base_name != "convolution" and stage in ("query", "key", "value", "output")
+
+    def _packed(self, stage: str) -> tuple[str, int]:
+        """Name and size of the axis that counts projections, where a stage is one product for several of them."""
+        names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+        own = self._found.projections.get(names.get(stage, ""))
+        if own is None:
+            return "", 0
+        sharing = tuple(name for name in names.values() if self._found.projections.get(name) is own)
+        whole = self._found.stages[stage].numel == own.output.numel
+        return (_PACKED.get(sharing, "packed"), len(sharing)) if whole else ("", 0)
+
+    def _write(
+        self,
+        tensor: Tensor,
+        groups: list[Group],
+        expected: Sequence[str],
+        packed: tuple[str, int] = ("", 0),
+        *,
+        features_last: bool = False,
+        value: bool = False,
+    ) -> str:
+        dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
+        self._tell_apart(dims, groups)
+        if packed[1]:
+            width = self._roles.value_dim if value else self._roles.head_dim
+            _name_turns(dims[-1:], len(self._found.branches), _product(resolve(width)))
+            _name_packed(dims, packed, self._roles, value=value)
+        if features_last and dims:
+            # What a matrix takes in and gives is one axis, also where something else splits it.
+            dims[-1] = [*self._dimensions.of(tensor)[-1]]
+            self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
+        self._name_the_last(dims, groups, ["batch"], only_ones=True)
+        self._name_the_last(dims, groups, expected)
+        return " ".join(write_dimension(dim) for dim in dims)
+
+    def _tell_apart(self, dims: list[list[str | Atom]], groups: list[Group]) -> None:
+        """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
+        known = dict(reversed(groups))
+        if "key" not in known or "query" not in known or resolve(known["query"]) != resolve(known["key"]):
+            return
+        name = next((name for name, _ in groups if name in ("query", "key")), "")
+        places = [(at, i) for at, dim in enumerate(dims) for i, token in enumerate(dim) if token == name]
+        if len(places) == 2:
+            order = ("key", "query") if self._found.key_first else ("query", "key")
+            for (at, i), own in zip(places, order, strict=True):
+                dims[at][i] = own
+
+    def _name_the_last(
+        self, dims: list[list[str | Atom]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
+    ) -> None:
+        """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
+        missing = [name for name in expected if not _has(dims, name)]
+        left = [
+            (place, run)
+            for place, dim in enumerate(dims)
+            for run in _runs(dim)
+            if (_size(dim, run) == 1) <= (run == (0, len(dim)))
+            and (not only_ones or (len(dim) == 1 == _size(dim, run)))
+        ]
+        if len(missing) > 1 or len(left) > 1:
+            # Axes of size one tell nothing beside others.
+            left = [(place, run) for place, run in left if _size(dims[place], run) > 1] if not only_ones else left
+        if len(missing) != 1 or len(left) != 1:
+            return
+        place, run = left[0]
+        name = missing[0]
+        known = {"head_dim": self.head_dim, "v_head_dim": _product(self._roles.value_dim), "heads": self.num_heads}
+        if name in known and _size(dims[place], run) != known[name]:
+            return
+        self._assign(dims, groups, place, run, name)
+
+    def _assign(
+        self, dims: list[list[str | Atom]], groups: list[Group], place: int, run: tuple[int, int], name: str
+    ) -> None:
+        start, stop = run
+        atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Atom))
+        dims[place][start:stop] = [name]
+        if _product(atoms) > 1:
+            groups.append((name, atoms))
+
+
+def _product(atoms: Dim) -> int:
+    return prod(atom.size for atom in atoms)
+
+
+def _side(stage: str) -> str:
+    """Which of query, key, value, scores and output a stage belongs to."""
+    return _SIDES.get(stage, stage[0])
+
+
+def _from_heads_outward(stage: str) -> int:
+    """An order in which each stage is named after those that teach about it."""
+    order = ("q_heads", "k_heads", "v_heads", "q_proj", "k_proj", "v_proj", "query", "key", "value")
+    return order.index(stage) if stage in order else len(order)
+
+
+def _expected(stage: str) -> list[str]:
+    """The names that a stage's canonical axes have; batch and heads are there by evidence or not at all."""
+    names = CANONICAL_AXES[stage].replace("(", " ").replace(")", " ").split()
+    return [name for name in names if name not in ("heads", "kv_heads", "batch")]
+
+
+def _size(dim: Sequence[str | Atom], run: tuple[int, int]) -> int:
+    return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Atom))
+
+
+def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
+    """A dimension as names, and atoms where there is none.
+
+    An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
+    """
+    atoms = list(resolve(dim))
+    tokens: list[str | Atom] = []
+    known = [(name, resolve(group)) for name, group in groups]
+    while atoms:
+        for name, group in known:
+            if group and tuple(atoms[: len(group)]) == group:
+                tokens.append(name)
+                del atoms[: len(group)]
+                break
+        else:
+            atom = atoms.pop(0)
+            part = next(
+                (
+                    f"{name}_{group.index(atom) + 1}"
+                    for name, group in known
+                    if name in ("batch", "query", "key") and len(group) > 1 and atom in group
+                ),
+                None,
+            )
+            tokens.append(part if part is not None and atom.size > 1 else atom)
+    return tokens
+
+
+def _name_turns(dims: list[list[str | Atom]], turns: int, width: int) -> None:
+    """Name the axis of which a loop over heads takes one piece at a turn."""
+    for dim in dims:
+        left = [at for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
+        if (
+            len(left) == 1
+            and _size(dim, (left[0], left[0] + 1)) == turns
+            and (width == 1 or {"head_dim", "v_head_dim"} & set(dim))
+        ):
+            dim[left[0]] = "heads"
+
+
+def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
+    """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
+
+    Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
+    """
+    if not dims:
+        return
+    name, count = packed
+    dim = dims[-1]
+    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
+    if not left:
+        return
+    width = _product(resolve(roles.value_dim if value else roles.head_dim))
+    name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
+    at, first = left[0]
+    named = any(token in ("head_dim", "v_head_dim") for token in dim)
+    if not named and prod(token.size for _, token in left) == width:
+        return
+    if not named and len(left) > 1 and prod(token.size for _, token in left[1:]) == width:
+        start, stop = left[1][0], left[-1][0] + 1
+        if stop - start == len(left) - 1:
+            dim[start:stop] = [name_of_width]
+            left, named = left[:1], True
+    start, stop = left[0][0], left[-1][0] + 1
+    if not named and count > 1 and stop - start == len(left) > 1:
+        # Pieces of other widths than a head of this side has: the matrix is one for several of them.
+        dim[start:stop] = ["packed"]
+    elif len(left) == 1 and (named or count > 1):
+        dim[at] = name if first.size == count > 1 else "packed"
+
+
+def _has(dims: list[list[str | Atom]], name: str) -> bool:
+    """Whether a name is there already, in one dimension or in several."""
+    return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
+
+
+def _runs(dim: list[str | Atom]) -> list[tuple[int, int]]:
+    """Where atoms without a name stand side by side; those of size one tell nothing beside others."""
+    runs: list[tuple[int, int]] = []
+    for place, token in enumerate(dim):
+        if isinstance(token, str):
+            continue
+        if runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return runs
+
+
+def write_dimension(dim: list[str | Atom]) -> str:
+    """One dimension of an einops pattern. Neighbours without a name are one number."""
+    words: list[str] = []
+    number = 1
+    for token in [*dim, ""]:
+        if isinstance(token, Atom):
+            number *= token.size
+            continue
+        if number > 1 or (not token and not words):
+            words.append(str(number))
+        number = 1
+        if token:
+            words.append(token)
+    return words[0] if len(words) == 1 else f"({' '.join(words)})"

@@ -1,0 +1,168 @@
+"""One layout for every implementation: the axes of each stage, and its content in the canonical axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import EinopsError, rearrange
+
+from ..graph.attention import Found
+from ..record.subject import Forward, Seen, tiny
+from .axes import AxisNames
+from .pattern import dims_of
+from .stages import CANONICAL_AXES
+from .unit_sizes import at_size, stages_at_size
+
+
+@dataclass(frozen=True)
+class NamedAxes:
+    """The axes of everything that a run shows, as einops patterns."""
+
+    stages: tuple[dict[str, str], ...]
+    """For each attention, stage name to axes."""
+    returned: tuple[str, ...]
+    """Axes of each returned tensor, in order."""
+
+
+def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
+    """Name the axes of a run of this forward.
+
+    The names come from a run at small sizes, none of them one, as far as it has the same stages. Where it has not (the
+    control flow of a layer may hang on sizes) they come from the run itself.
+    """
+    small, own = tiny(forward).recorded(), own_axes(seen)
+    stages = own.stages
+    # A layer that loops over its heads has as many attentions as heads: those of the tiny run serve in turn.
+    for place, (axes, (found, _)) in enumerate(zip(stages, seen.attentions, strict=True)):
+        if not small.attentions:
+            break
+        axes.update(stages_at_size(found, small.attentions[place % len(small.attentions)]))
+    if len(small.recording.outputs) != len(seen.recording.outputs):
+        return NamedAxes(stages, own.returned)
+    returned = zip(own_axes(small).returned, seen.recording.outputs, strict=True)
+    return NamedAxes(stages, tuple(at_size(pattern, named.tensor.shape) for pattern, named in returned))
+
+
+def own_axes(seen: Seen) -> NamedAxes:
+    """Name the axes of a run from that run alone, and from the wider one that it may have beside it."""
+    stages = tuple({stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions)
+    returned = tuple(
+        seen.attentions[-1][1].of(named.tensor) if seen.attentions else " ".join(map(str, named.tensor.shape))
+        for named in seen.recording.outputs
+    )
+    if seen.wider is not None and _ranks(seen) == _ranks(seen.wider):
+        runs = zip(own_axes(seen.wider).returned, seen.recording.outputs, seen.wider.recording.outputs, strict=True)
+        returned = tuple(at_size(pattern, own.tensor.shape, like.tensor.shape) for pattern, own, like in runs)
+    return NamedAxes(stages, returned)
+
+
+def _ranks(seen: Seen) -> list[tuple[str, int]]:
+    """What a run returned: names, and numbers of dimensions."""
+    return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
+
+
+def sizes_of(forward: Forward) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in some layout."""
+    spec = forward.spec
+    return {
+        "batch": forward.inputs.batch,
+        "heads": spec.num_heads,
+        "kv_heads": spec.kv_heads,
+        "group": spec.num_heads // spec.kv_heads,
+        "head_dim": int(spec.head_dim),
+    }
+
+
+def canonical_stage(seen: Seen, found: Found, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:
+    """The content of a stage in its canonical axes; None where an axis has no name.
+
+    The run must have been recorded with its tensors kept.
+    """
+    return canonical(seen.recording.values[found.stages[stage].id], stage, axes, sizes)
+
+
+def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.Tensor]:
+    """The stages of an attention in canonical axes, the turns of a loop over heads side by side.
+
+    Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
+    """
+    contents: dict[str, torch.Tensor] = {}
+    turns = found.branches or (found,)
+    for stage in found.stages:
+        by_turn = is_by_turn(found, names, stage)
+        values = [seen.recording.values[turn.stages[stage].id] for turn in (turns if by_turn else (found,))]
+        parts = [canonical(value, stage, names.of_stage(stage), sizes_in(found, names, stage)) for value in values]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            dim = 1 if "heads" in CANONICAL_AXES[stage].split() else -1
+            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=dim)
+    return contents
+
+
+def is_by_turn(found: Found, names: AxisNames, stage: str) -> bool:
+    """Whether each turn of a loop over heads has this stage for itself, with its own heads in it.
+
+    Where a projection gives the features of all heads, and each turn takes a slice, it is the whole layer's.
+    """
+    whole = "heads" in [name for dim in dims_of(names.of_stage(stage)) for name in dim]
+    own = "heads" in CANONICAL_AXES[stage].split() or (stage in ("q_proj", "k_proj", "v_proj") and not whole)
+    return len(found.branches) > 1 and own
+
+
+def sizes_in(found: Found, names: AxisNames, stage: str) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in a stage, or in one turn of it."""
+    turns = len(found.branches) if is_by_turn(found, names, stage) else 1
+    # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
+    alone = {
+        name: size
+        for other in ("query", "output", "weights")
+        if other in found.stages and "(" not in names.of_stage(other)
+        for name, size in zip(names.of_stage(other).split(), found.stages[other].shape, strict=False)
+        if name in ("batch", "query")
+    }
+    heads = {"heads": names.num_heads // turns, "kv_heads": names.num_kv_heads // turns or 1}
+    return {**alone, "head_dim": names.head_dim, **heads}
+
+
+def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:
+    """A stage's tensor in its canonical axes, whatever its own layout; None where an axis has no name.
+
+    Args:
+        value: laid out as `axes` says.
+        stage: a stage of `stages.STAGES`.
+        axes: an einops pattern.
+        sizes: of axes by name, as `sizes_of` gives them; those that the pattern does not have are passed over.
+
+    An axis that this implementation does not have (batch, when unbatched) has size 1.
+    """
+    # An axis of one has nothing to tell: it is dropped.
+    own = [name for name in axes.replace("(", " ").replace(")", " ").split() if name != "1"]
+    if any(not name.isidentifier() for name in own) or len(set(own)) < len(own):
+        return None
+    target: list[str] = []
+    for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():
+        found = _target(word, own)
+        # Two names for one axis are a dimension of their own, unless they stand inside of one.
+        target.append(f"( {found} )" if " " in found and target.count("(") == target.count(")") else found)
+    if set(" ".join(target).split()) - {"(", ")", "1"} != set(own):
+        return None
+    # What has a dimension to itself has its size, which in a loop over queries is another than the whole layer's.
+    shared = {name for dim in dims_of(axes) if len(dim) > 1 for name in dim}
+    told = {name: sizes[name] for name in own if name in sizes and name in shared}
+    try:
+        return rearrange(value, f"{axes} -> {' '.join(target)}", **told)
+    except EinopsError:  # names that do not fit their sizes are none
+        return None
+
+
+def _target(word: str, own: list[str]) -> str:
+    """What stands for an axis of the canonical pattern, given the names that the own pattern has."""
+    if word in own or word in ("(", ")"):
+        return word
+    others = {"embed": ("kdim", "vdim"), "heads": ("kv_heads",), "kv_heads": ("heads",)}.get(word, ())
+    found = next((name for name in others if name in own), None)
+    if found == "kv_heads" and "group" in own:
+        return "kv_heads group"
+    return found or "1"

@@ -1,0 +1,183 @@
+"""What kind of attention one is, from evidence: self or cross, causal, grouped.
+
+Self is where query and key are of one tensor. Causal is where the mask bars every key behind the query's own position
+and not the position itself, and some of these keys for no other reason: a key that is barred to every query is padding.
+That is looked up in the mask's content, which is computed again. Keys that the layer appends have no position.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..graph.attention import Found
+from ..graph.dimensions import size_of
+from ..graph.evaluate import CannotReplayError, Replay, leaves_of, takes_shape_only
+from ..record.ops import Op, Tensor
+from ..record.subject import Pass, Seen
+from .axes import AxisNames
+from .pattern import dims_of
+
+_BARRED = -1e4
+"""A mask that adds this or less leaves no weight, in any dtype."""
+_FAR = 60
+"""Operations after which a walk gives up: a mask is made of less."""
+_FILLS = ("masked_fill", "masked_fill_", "where")
+
+
+def kinds_of(seen: Seen, own: Pass) -> list[tuple[str, ...]]:
+    """The kind of each attention of a run, in order."""
+    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+    known: dict[tuple[object, ...], bool | None] = {}
+    return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
+
+
+def _kind(
+    seen: Seen, found: Found, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
+) -> tuple[str, ...]:
+    kind = []
+    source = _source(seen, found)
+    if source:
+        kind.append(source)
+    if _is_causal(seen, found, names, replay, known):
+        kind.append("causal")
+    if names.num_kv_heads < names.num_heads:
+        kind.append("grouped")
+    return tuple(kind)
+
+
+def _source(seen: Seen, found: Found) -> str:
+    """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
+    query, key = found.stages.get("query"), found.stages.get("key")
+    if query is None or key is None:
+        return ""
+    before = seen.graph.before_moves
+    left, right = before(query), before(key)
+    return "self" if left.id == right.id or _is_one(left, right) else "cross"
+
+
+def _is_one(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same piece of memory, unwritten in between."""
+    return (left.storage, left.offset, left.shape, left.stride) == (
+        right.storage,
+        right.offset,
+        right.shape,
+        right.stride,
+    )
+
+
+def _is_causal(
+    seen: Seen, found: Found, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
+) -> bool:
+    axes = found.score_product.axes(seen.graph.dimensions)
+    rows, columns = size_of(axes.rows), size_of(axes.columns)
+    queries, keys = (columns, rows) if found.key_first else (rows, columns)
+    given = _given_keys(found, names)
+    if queries < 2 or keys < 2:
+        return False
+    for op in found.masks:
+        sign = (op.base_name, tuple(t.id for t in op.inputs if not _is_scores(seen, t, found)), queries, keys, given)
+        if sign not in known:
+            known[sign] = _bars_the_future(seen, op, found, replay, (queries, keys, given))
+        if known[sign]:
+            return True
+    return False
+
+
+def _given_keys(found: Found, names: AxisNames) -> int | None:
+    """How many keys come in; None where the recording does not show it."""
+    if "key" not in found.stages:
+        return None
+    axes = dims_of(names.of_stage("key"))
+    return found.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
+
+
+def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
+    """Whether a tensor is the product of scores, scaled, moved or masked at most."""
+    product = found.score_product.op.output
+
+    mixing = {mixing.op.index for mixing in found.mixed_scores}
+
+    def through(op: Op) -> bool:
+        return (seen.graph.carries(op) and not takes_shape_only(op)) or op.index in mixing
+
+    return any(step.tensor.id == product.id for step in seen.graph.back(tensor, through))
+
+
+def _bars_the_future(
+    seen: Seen, op: Op, found: Found, replay: Replay, lengths: tuple[int, int, int | None]
+) -> bool | None:
+    """Whether this operation bars every key behind the query's position; None where its mask is not known."""
+    others = [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
+    if op is found.score_product.op:
+        others = [op.inputs[0]]
+    try:
+        barred = _barred(op, others, replay)
+    except CannotReplayError:
+        return None
+    if barred is not None and barred.is_meta:
+        # Without content there is only the operation that cuts a triangle out.
+        return any(_is_cut(seen, tensor) for tensor in others)
+    if barred is None or barred.dim() < 2:
+        return None
+    if _keys_before_queries(seen, op, found):
+        barred = barred.transpose(-1, -2)
+    queries, keys, given = lengths
+    if tuple(barred.shape[-2:]) != (queries, keys):
+        return None
+    if given is not None and given < keys and not bool(barred[..., given:].any()):
+        keys, barred = given, barred[..., :given]
+    # Queries and keys begin together; where there are more keys, as with a cache, they end together as well.
+    return any(_is_triangle(barred, queries, keys, shift) for shift in {0, max(keys - queries, 0)})
+
+
+def _keys_before_queries(seen: Seen, op: Op, found: Found) -> bool:
+    """Whether the last dimension of what an operation masks is the queries."""
+    dimensions = seen.graph.dimensions
+    axes = found.score_product.axes(dimensions)
+    queries = set(axes.columns if found.key_first else axes.rows)
+    masked = dimensions.of(op.output)
+    return bool(queries & set(masked[-1])) and not queries & set(masked[-2])
+
+
+def _is_cut(seen: Seen, tensor: Tensor) -> bool:
+    """Whether a tensor was made with a triangle."""
+    queue = [tensor]
+    looked_at: set[int] = set()
+    while queue and len(looked_at) < _FAR:
+        op = seen.recording.producer(queue.pop())
+        if op is None or op.index in looked_at:
+            continue
+        if op.base_name.startswith(("tril", "triu")):
+            return True
+        looked_at.add(op.index)
+        queue += op.inputs
+    return False
+
+
+def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> bool:
+    """Whether all behind the diagonal is barred, not every key of it to every query, and the diagonal itself is not."""
+    future = torch.ones(queries, keys, dtype=torch.bool, device=barred.device).triu_(diagonal=1 + shift)
+    own = barred.diagonal(offset=shift, dim1=-2, dim2=-1)
+    open_to_some = ~barred.all(dim=-2, keepdim=True)
+    return bool((future & open_to_some).any()) and bool((barred | ~future).all()) and not bool(own.all())
+
+
+def _barred(op: Op, others: list[Tensor], replay: Replay) -> torch.Tensor | None:
+    """Where an operation leaves no weight."""
+    if op.base_name in _FILLS:
+        mask = next((tensor for tensor in op.inputs if tensor.dtype == "bool"), None)
+        if mask is None:
+            return None
+        value = replay.value(mask)
+        # where(allowed, scores, low) keeps where it is true; masked_fill(scores, barred, low) bars there.
+        keeps = op.base_name == "where" and op.inputs[0].id == mask.id and _scores_first(op, others)
+        return ~value if keeps else value
+    if len(others) != 1:
+        return None
+    value = replay.value(others[0])
+    value = -value if op.base_name.startswith("sub") else value
+    return value <= _BARRED
+
+
+def _scores_first(op: Op, others: list[Tensor]) -> bool:
+    return len(op.inputs) < 2 or op.inputs[1].id not in {tensor.id for tensor in others}

@@ -1,0 +1,186 @@
+"""What each axis of an attention's products is: batch, heads, windows, query, key or the features of a head."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..graph.dimensions import Atom, Dim, Dimensions, resolve
+from ..graph.found import Found
+
+Group = tuple[str, Dim]
+"""A name and the atoms that it stands for, in row-major order."""
+
+
+class Roles:
+    """The axes of the two products of an attention, by role."""
+
+    def __init__(self, found: Found, dimensions: Dimensions) -> None:
+        self._found = found
+        self._dimensions = dimensions
+        axes = found.score_product.axes(dimensions)
+        query, key = (axes.columns, axes.rows) if found.key_first else (axes.rows, axes.columns)
+        sources = (axes.left_rows, axes.right_columns)
+        self._source_query: Dim = sources[found.key_first]
+        self._source_key: Dim = sources[not found.key_first]
+        self.head_dim: Dim = axes.left_inner
+        # The same axis as the left factor's, but where the two were not recognised as one.
+        self._other_dim: Dim = axes.right_inner
+        folded = axes.batch
+        outside = self._outside()
+        head_rows: Dim = ()
+        if outside and sum(atom.size > 1 for atom in query) > 1:
+            # One key head for all: the query heads stand beside the queries, in the rows of one product.
+            head_rows = tuple(a for a in query if a not in outside and a in self._features())
+            query = tuple(atom for atom in query if atom not in head_rows)
+            self._source_query = tuple(atom for atom in self._source_query if atom not in head_rows)
+        self.query, self.key = query, key
+        self.own_keys: Dim = ()
+        """The queries, where each of them has keys of its own: windows that were unfolded."""
+        if all(atom.size == 1 for atom in query):
+            # Every query has keys of its own: the queries are among what the product runs over.
+            self.own_keys = self._apart(folded)
+            folded = tuple(atom for atom in folded if atom not in self.own_keys)
+            if self.own_keys:
+                self.query = self._source_query = query = self.own_keys
+        self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
+        self._value_roles()
+        self.branch_axis = self._branch_axis()
+
+    def _outside(self) -> set[Atom]:
+        """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
+        stages, projections = self._found.stages, self._found.projections
+        if "query" not in stages:
+            return set()
+        dims = list(self._dimensions.of(stages["query"]))
+        if dims and "query" in projections:
+            del dims[1 if projections["query"].base_name == "convolution" and len(dims) > 2 else -1]
+        return {atom for dim in dims for atom in dim}
+
+    def _apart(self, folded: Dim) -> Dim:
+        """The axis next to the features in what comes in, where the product of scores runs over it."""
+        stages = self._found.stages
+        dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
+        keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
+        if keys & {atom for atom in self._source_key if atom.size > 1}:
+            return ()  # the keys are all there for every query: there is only one
+        return tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
+
+    def _features(self) -> set[Atom]:
+        """The atoms of the dimensions in which a projection puts heads and their features."""
+        found: set[Atom] = set()
+        for stage in ("q_proj", "k_proj", "concat"):
+            tensor = self._found.stages.get(stage)
+            if tensor is not None and tensor.shape:
+                found |= set(self._dimensions.of(tensor)[-1])
+        # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
+        for stage in ("q_proj",):
+            tensor = self._found.stages.get(stage)
+            if tensor is not None and len(tensor.shape) > 3:
+                found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
+        return found
+
+    def _split(self, folded: Dim, outside: set[Atom], query: Dim, head_rows: Dim) -> tuple[Dim, Dim, Dim]:
+        """Which of the axes that the product of scores runs over are batch, which are heads, and which are windows."""
+        if not outside:
+            return self._split_by_place(folded)
+        batch = tuple(atom for atom in folded if atom in outside)
+        # Windows are cut out of the sequence, and stand beside its rest in what comes in.
+        rows = {atom for atom in query if atom.size > 1}
+        dims = self._dimensions.of(self._found.stages["query"])
+        cut = {atom for dim in dims if rows & set(dim) for atom in dim}
+        windows = tuple(atom for atom in batch if atom in cut)
+        batch = tuple(atom for atom in batch if atom not in windows)
+        rest = tuple(atom for atom in folded if atom not in outside)
+        heads = tuple(atom for atom in rest if atom.size > 1)
+        features = self._features()
+        if any(atom in features for atom in (*heads, *head_rows)):
+            windows += tuple(atom for atom in heads if atom not in features)
+            heads = tuple(atom for atom in heads if atom in features)
+        heads += head_rows
+        # A single head leaves no trace but a dimension of size one, and that only where it is the only one.
+        if not heads and not self._found.branches:
+            ones = [dim[0] for dim in self._dimensions.of(self._found.stages["q_heads"]) if _size(dim) == len(dim) == 1]
+            ones = [atom for atom in (*rest, *ones) if atom not in outside]
+            heads = tuple(ones[:1]) if len(set(ones)) == 1 else ()
+        return batch, heads, windows
+
+    def _split_by_place(self, folded: Dim) -> tuple[Dim, Dim, Dim]:
+        """Without a projection: by the layout of the heads, batch before heads."""
+        dims = self._dimensions.of(self._found.stages["q_heads"])
+        apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
+        if len(dims) == 3 and not apart:
+            return folded, (), ()
+        features = self._features() if "concat" in self._found.stages else set()
+        merged = tuple(atom for atom in folded if atom in features and atom.size > 1)
+        if len(dims) < 4 and merged and len(merged) < len(folded):
+            return tuple(atom for atom in folded if atom not in merged), merged, ()
+        first = dims[0] if len(dims) > 3 else folded[:-1]
+        batch = tuple(atom for atom in folded if atom in first) if apart else ()
+        rest = tuple(atom for atom in folded if atom not in batch)
+        return batch, tuple(atom for atom in rest if atom.size > 1) or rest[:1], ()
+
+    def _value_roles(self) -> None:
+        """The sequence and the features of the values."""
+        axes = self._found.value_product.axes(self._dimensions)
+        value_first = self._found.value_first
+        self._value_query: Dim = axes.columns if value_first else axes.rows
+        self._value_key: Dim = axes.left_inner if value_first else axes.right_inner
+        self.value_dim: Dim = axes.rows if value_first else axes.columns
+        if self._found.value_product.name == "mul":  # a single key
+            heads = self._dimensions.of(self._found.stages["v_heads"])
+            self._value_query, self._value_key, self.value_dim = self.query, (), heads[-1]
+        # What the context has for queries, where it does not have the features.
+        beside = {*self.heads, *self.batch, *self.windows}
+        self._value_query = self.own_keys or tuple(atom for atom in self._value_query if atom not in beside)
+        self.own_value_width = _size(self.value_dim) != _size(self.head_dim)
+
+    def _branch_axis(self) -> Dim:
+        """Where a loop runs over heads: the axis that counts its turns, in the heads side by side."""
+        concat = self._found.stages.get("concat")
+        if not self._found.branches or concat is None or not concat.shape:
+            return ()
+        known = {*self.value_dim, *self.heads}
+        return tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+
+    @property
+    def kv_heads(self) -> Dim:
+        """The heads that keys and values were projected to."""
+        stages = self._found.stages
+        if "k_proj" not in stages:
+            return self.heads
+        atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
+        return tuple(atom for atom in self.heads if atom in atoms)
+
+    def groups(self, side: str) -> list[Group]:
+        """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""
+        value_dim = "v_head_dim" if self.own_value_width else "head_dim"
+        found: list[Group] = [("batch", self.batch), *self._head_groups(side), ("windows", self.windows)]
+        if side in "vo":
+            found.append((value_dim, self.value_dim))
+        if side != "o":
+            found += [("head_dim", self.head_dim), ("head_dim", self._other_dim)]
+        found += {
+            "q": [("query", self._source_query), ("query", self.query)],
+            "k": [("key", self._source_key), ("key", self.key)],
+            "v": [("key", self._value_key), ("key", self.key)],
+            "s": [("query", self.query), ("key", self.key)],
+            "o": [("query", self._value_query), ("query", self.query), ("query", self._source_query)],
+        }[side]
+        return [(name, _without_ones(group)) for name, group in found]
+
+    def _head_groups(self, side: str) -> list[Group]:
+        shared, heads = self.kv_heads, self.heads
+        if self.branch_axis and side == "o":
+            return [("heads", (*self.branch_axis, *heads))]
+        if not heads or shared == heads:
+            return [("heads", heads)]
+        return [("heads", heads), ("kv_heads", shared), ("group", tuple(atom for atom in heads if atom not in shared))]
+
+
+def _without_ones(dim: Dim) -> Dim:
+    """Without axes of size one, where there are others: a view puts them beside any axis."""
+    return tuple(atom for atom in dim if atom.size > 1) or dim
+
+
+def _size(dim: Dim) -> int:
+    return prod(atom.size for atom in resolve(dim))

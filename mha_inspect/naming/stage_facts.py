@@ -1,0 +1,273 @@
+"""What each stage of an attention computes, what it costs, and how it came by its memory, read off the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+
+from ..graph.attention import Found, Graph
+from ..record.ops import Op, Tensor
+from ..reports.trace import Memory
+from .pattern import dims_of, rearrangement
+
+_INPUTS = ("query", "key", "value")
+_DRAWN = ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "uniform_")
+"""What draws the numbers of a dropout; a comparison may stand behind it."""
+_BEFORE: dict[str, tuple[str, ...]] = {
+    "q_heads": ("q_proj", "query"),
+    "k_heads": ("k_proj", "key"),
+    "v_heads": ("v_proj", "value"),
+    "scores": ("q_heads", "k_heads"),
+    "masked_scores": ("scores", "q_heads", "k_heads"),
+    "weights": ("masked_scores", "scores"),
+    "context": ("weights", "v_heads"),
+    "concat": ("context",),
+    "output": ("concat", "context"),
+}
+"""Stage to the stages that it is made of, where there are such; a projection is made of what it projects."""
+
+
+class StageFacts:
+    """Formula, operations and memory of the stages of one attention."""
+
+    def __init__(self, graph: Graph, found: Found, axes: dict[str, str]) -> None:
+        self._graph = graph
+        self._found = found
+        self._axes = axes
+
+    def formula(self, stage: str) -> str:
+        """What is computed, as a formula with the real numbers, or as an einops pattern where elements only move."""
+        stages = self._found.stages
+        if stage in _INPUTS:
+            return self._given(stage)
+        if stage in ("q_proj", "k_proj", "v_proj", "output"):
+            return self._projection(stage)
+        if stage in ("scores", "masked_scores"):
+            return self._scores(stage)
+        if stage == "weights":
+            return f"softmax({'masked_scores' if 'masked_scores' in stages else 'scores'})"
+        if stage == "context" and self._found.divided is not None:
+            exponentials = f"exp({'masked_scores' if 'masked_scores' in stages else 'scores'})"
+            return f"{exponentials} · v_heads / Σ {exponentials}"
+        if stage == "context":
+            weights = "dropout(weights)" if self.drops() else "weights"
+            if self._found.mixed_weights:
+                weights += " mixed by head"
+            others = dict.fromkeys(op.base_name.rstrip("_") for op in self._found.weights_path if self._changes(op))
+            return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
+        return self._rearranged(stage)
+
+    def flops(self, stage: str) -> int:
+        """Floating-point operations of the products that this stage added, a multiply-add counted as two.
+
+        A product that several stages share (one packed projection) is counted to each by its part of the elements.
+        """
+        found = self._found
+        shared = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
+        if stage in shared and shared[stage] in found.projections:
+            op = found.projections[shared[stage]]
+            users = [name for name, other in found.projections.items() if other is op and name != "output"]
+            part = found.stages[stage].numel / op.output.numel
+            return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
+        if stage == ("scores" if "scores" in found.stages else "masked_scores"):
+            return found.score_product.flops
+        return found.value_product.flops if stage == "context" else 0
+
+    def memory(self, stage: str) -> Memory:
+        """Whether a stage is given, looks at memory that an earlier one owns, moves elements, or computes them."""
+        tensor = self._found.stages[stage]
+        made = self._made(stage, tensor)
+        if not made:
+            return "input"
+        if any(map(_computes, made)):
+            return "new"
+        return "view" if all(op.kind == "view" for op in made) else "copy"
+
+    def _made(self, stage: str, tensor: Tensor) -> list[Op]:
+        """The operations between the stages that this one is made of and itself."""
+        before = {self._found.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._found.stages}
+        before |= {self._found.stages[name].id for name in _INPUTS if name in self._found.stages and name != stage}
+        if stage == "concat":
+            before |= {branch.stages["context"].id for branch in self._found.branches}
+        found: list[Op] = []
+        queue, seen = [tensor], set()
+        while queue:
+            current = queue.pop()
+            op = self._graph.recording.producer(current)
+            if op is None or op.index in seen or (current.id in before and current.id != tensor.id):
+                continue
+            seen.add(op.index)
+            if stage in _INPUTS:
+                return found
+            found.append(op)
+            if not self._graph.is_projection(op):
+                queue.extend(op.inputs)
+        return found if tensor.id not in before else []
+
+    def _given(self, stage: str) -> str:
+        stages = self._found.stages
+        for other in _INPUTS[: _INPUTS.index(stage)]:
+            if other in stages and stages[other].id == stages[stage].id:
+                return f"the {other}"
+        return "given"
+
+    def _projection(self, stage: str) -> str:
+        letter, source = (
+            ("o", "concat") if stage == "output" else (stage[0], {"q": "query", "k": "key"}.get(stage[0], "value"))
+        )
+        found = self._found
+        op = found.projections["output" if stage == "output" else source]
+        if stage == "output" and "concat" not in self._found.stages:
+            source = "context"
+        if not found.earlier and self._graph.projected(op).numel < getattr(found.stages.get(source), "numel", 0):
+            source = f"a part of {source}"  # the input itself was split, before any projection
+        bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
+        before = len(found.earlier.get(source, ())) if stage != "output" else 0
+        through = f", through {before} narrower projection{'s' if before > 1 else ''}" if before else ""
+        return f"{source}{through} · W_{letter}ᵀ{bias}"
+
+    def _scores(self, stage: str) -> str:
+        found = self._found
+        product = f"q_heads · k_headsᵀ{scale_text(found.scores_scale)}"
+        if stage == "scores":
+            return product
+        if "scores" in found.stages:
+            return masked_text("scores", found.scoring)
+        return masked_text(f"mask + {product}", found.scoring, last="add")
+
+    def has_other_keys(self) -> bool:
+        """Whether what stands beside the scores are scores of other keys, by a product of their own, and no sinks."""
+        joined, graph = self._found.sinks, self._graph
+        for tensor in joined.inputs if joined is not None else ():
+            makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.carries)]
+            products = [op.index for op in makers if op is not None and graph.product(op) is not None]
+            if products and self._found.score_product.op.index not in products:
+                return True
+        return False
+
+    def drops(self) -> bool:
+        """Whether weights were dropped between the softmax and the product with the values."""
+        return any(map(self._drops, self._found.weights_path))
+
+    def _drops(self, op: Op) -> bool:
+        """Whether this is a dropout, or the product with the mask that one was written out into."""
+        if op.base_name in _DRAWN:
+            return True
+        return op.base_name.rstrip("_") in ("mul", "div") and len(op.inputs) == 2 and any(map(self._drawn, op.inputs))
+
+    def _drawn(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of numbers that were drawn, scaled at most."""
+        op = self._graph.recording.producer(tensor)
+        while op is not None and op.base_name not in _DRAWN and len(op.inputs) == 1 and op.pointwise:
+            op = self._graph.recording.producer(op.inputs[0])
+        return op is not None and op.base_name in _DRAWN
+
+    def _changes(self, op: Op) -> bool:
+        """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
+        mixed = any(mixing.op is op for mixing in self._found.mixed_weights)
+        return (
+            op.kind == "compute" and op.pointwise and op.base_name != "_to_copy" and not mixed and not self._drops(op)
+        )
+
+    def _rearranged(self, stage: str) -> str:
+        source = next((name for name in _BEFORE[stage] if name in self._found.stages), None)
+        if source is None:
+            return "given"
+        made = self._made(stage, self._found.stages[stage])
+        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        if stage == "concat" and (self._found.branches or after > before):
+            return f"the contexts of {len(self._found.branches) or after // before} heads side by side"
+        computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
+        if computed:
+            return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
+        left, right = self._axes[source], self._axes[stage]
+        shapes = (self._found.stages[source].shape, self._found.stages[stage].shape)
+        moved = source if left == right else rearrangement(left, right, shapes) or f"{source} in heads"
+        return moved + self._grown(source, stage)
+
+    def _done_to(self, tensor: Tensor, made: list[Op]) -> list[Op]:
+        """Those operations that read what came of the tensor, and not what positions and masks are made of."""
+        derived, done = {tensor.id}, []
+        for op in sorted(made, key=lambda op: op.index):
+            if any(read.id in derived for read in op.inputs):
+                derived |= {written.id for written in op.outputs}
+                done.append(op)
+        return done
+
+    def _grown(self, source: str, stage: str) -> str:
+        """What became more on the way: keys that the layer appends, heads that are repeated."""
+        words = [word for dim in dims_of(self._axes[stage]) for word in dim]
+        if "windows" in words or any(word.isdigit() and word != "1" for word in words):
+            return ""  # windows that overlap hold a key more than once
+        if "key" not in (word for dim in dims_of(self._axes[source]) for word in dim):
+            return ""  # it was padded
+        before, after = self._length(source, "key"), self._length(stage, "key")
+        more = after - before
+        if before and more > 0:
+            what = "value" if stage == "v_heads" else "key"
+            return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
+        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        return f", each head {after // before} times" if after > before and after % before == 0 else ""
+
+    def _length(self, stage: str, axis: str) -> int:
+        """Size of an axis that has a dimension to itself; 0 where it has none."""
+        dims = dims_of(self._axes[stage])
+        return self._found.stages[stage].shape[dims.index([axis])] if [axis] in dims else 0
+
+
+def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: str = "") -> str:
+    """What is done to the scores before the softmax: `scores + mask`, `30 · tanh(scores / 30)`.
+
+    Args:
+        scores: what it begins with.
+        steps: as `dataflow.scoring.Scoring.steps` has them. One mask on top of another is told once.
+        last: the step that `scores` ends with.
+    """
+    text, whole = scores, " " not in scores
+    for place, (kind, number) in enumerate(steps):
+        inside = text if whole else f"({text})"
+        if kind in ("add", "fill"):
+            added = {"add": " + mask", "fill": " where allowed, else masked"}[kind]
+            text, whole = text if last == kind else f"{text}{added}", False
+        elif kind in ("times", "mixed"):
+            text, whole = f"{inside} {'· mask' if kind == 'times' else 'mixed by head'}", False
+        elif kind == "scale":
+            beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
+            bends = bool(number) and bool(beside - {"", "scale", "add", "fill", "times", "mixed"})
+            text, whole = _scaled(inside, number, as_a_root=not bends), False
+        else:
+            text, whole = f"{kind}({text})", True
+        last = kind
+    return text
+
+
+def _scaled(text: str, number: float | None, *, as_a_root: bool) -> str:
+    """A product with a number: what a function bends is divided by 30, and not by √900."""
+    if number is None or as_a_root:
+        return f"{text}{scale_text(number)}"
+    return f"{number:g} · {text}" if abs(number) >= 1 else f"{text} / {1 / number:g}"
+
+
+def scale_text(scale: float | None) -> str:
+    """How a scale is written behind a product: ` / √64`, nothing for 1, a factor for any other number."""
+    if scale is None:
+        return " · scale"
+    if isclose(scale, 1, rel_tol=1e-6):
+        return ""
+    square = 1 / scale**2 if scale > 0 else 0
+    if square > 1 and isclose(square, round(square), rel_tol=1e-4):
+        return f" / √{round(square)}"
+    return f" · {scale:.4g}"
+
+
+def _product_flops(op: Op) -> int:
+    """2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
+    if op.base_name == "convolution":
+        weight = op.inputs[1]
+        return 2 * op.output.numel * (weight.numel // weight.shape[0])
+    return 2 * op.output.numel * op.inputs[-2].shape[-1]
+
+
+def _computes(op: Op) -> bool:
+    """Whether an operation makes other numbers of those that it is given."""
+    return op.kind in ("compute", "write") and bool(op.inputs)

@@ -1,0 +1,86 @@
+"""The names of a run in which a size is one, from a run of the same forward in which none is.
+
+A dimension of size one leaves no trace in a view: what it is shows where it has another size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..graph.attention import Found
+from ..reports.products import Product, ProductPair
+from ..targets.spec import InputSpec
+from .axes import AxisNames
+
+Named = tuple[Found, AxisNames]
+_INSTEAD_OF_ONE = {"batch": 2, "seq_len": 3, "key_len": 5}
+"""Small, and no two the same."""
+
+
+def without_ones(inputs: InputSpec) -> InputSpec | None:
+    """The same with another size in the place of each that is one; None where none is."""
+    own = {"batch": None if inputs.unbatched else inputs.batch, "seq_len": inputs.seq_len, "key_len": inputs.key_len}
+    sizes: dict[str, Any] = {name: _INSTEAD_OF_ONE[name] for name, size in own.items() if size == 1}
+    return replace(inputs, **sizes) if sizes else None
+
+
+def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...] = ()) -> str:
+    """A pattern with the sizes of this shape: a number in it is a size of the run that it was read off.
+
+    A dimension of which only a part has a name is a number as a whole, but for one that has the size that is `kept`.
+    """
+    dims = re.findall(r"\([^)]*\)|\S+", pattern)
+    told = zip(dims, shape, kept or (0,) * len(shape), strict=True)
+    return " ".join(str(size) if re.search(r"\b\d", dim) and size != same else dim for dim, size, same in told)
+
+
+def stages_at_size(found: Found, other: Named, *, others_are_kept: bool = False) -> dict[str, str]:
+    """The axes of those stages of an attention that another one has as well, with as many dimensions.
+
+    With `others_are_kept`, sizes that are the same in both are so for a reason.
+    """
+    like, names = other
+    return {
+        stage: at_size(names.of_stage(stage), tensor.shape, like.stages[stage].shape if others_are_kept else ())
+        for stage, tensor in found.stages.items()
+        if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape)
+    }
+
+
+def named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
+    """The attentions of a run with the names of those of another, where these are the same ones."""
+    if [_sign(*one) for one in own] != [_sign(*one) for one in others]:
+        return tuple(own)
+    return tuple(
+        (found, names.taking(stages_at_size(found, other, others_are_kept=True)))
+        for (found, names), other in zip(own, others, strict=True)
+    )
+
+
+def _sign(found: Found, names: AxisNames) -> tuple[object, ...]:
+    """What two runs of one forward have alike in an attention."""
+    return found.module, len(found.branches), names.num_heads, names.num_kv_heads, names.head_dim
+
+
+def pairs_named_after(own: Sequence[ProductPair], others: Sequence[ProductPair]) -> tuple[ProductPair, ...]:
+    """The pairs of products of a run with the names of those of another, where these are the same ones."""
+    if [(pair.module, pair.form, pair.count) for pair in own] != [(p.module, p.form, p.count) for p in others]:
+        return tuple(own)
+    return tuple(
+        replace(pair, first=_product(pair.first, other.first), second=_product(pair.second, other.second))
+        for pair, other in zip(own, others, strict=True)
+    )
+
+
+def _product(own: Product, other: Product) -> Product:
+    ranks = [[len(product.shape), *(len(factor.shape) for factor in product.factors)] for product in (own, other)]
+    if ranks[0] != ranks[1]:
+        return own
+    factors = tuple(
+        replace(factor, axes=at_size(like.axes, factor.shape, like.shape))
+        for factor, like in zip(own.factors, other.factors, strict=True)
+    )
+    return replace(own, factors=factors, axes=at_size(other.axes, own.shape, other.shape))

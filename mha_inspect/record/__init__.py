@@ -1,0 +1,1 @@
+"""Run a subject once and write down what it dispatches."""

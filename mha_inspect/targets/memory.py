@@ -1,0 +1,160 @@
+"""How much memory is free, and refusing what does not fit before it is tried."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import DoesNotFitError
+
+if TYPE_CHECKING:
+    import torch
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def human_bytes(count: int) -> str:
+    """The count in the unit that leaves one to four digits before the point: `1.5 GiB`."""
+    size, unit = float(count), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{count} {'byte' if count == 1 else 'bytes'}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def free_memory(device: torch.device | str) -> int | None:
+    """Bytes that can still be allocated on the device; None where it cannot be known or nothing is allocated (meta)."""
+    kind = str(device).partition(":")[0]
+    if kind == "meta":
+        return None
+    if kind == "cuda":
+        import torch
+
+        # What the caching allocator holds without using it is free to us, though not to the driver.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    if kind == "mps":
+        import torch
+
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    if sys.platform == "linux":
+        return linux_free_memory()
+    return _sysconf_memory()
+
+
+def _sysconf_memory() -> int | None:
+    """Free pages where the system tells them (macOS does not: its physical memory stands in, an upper bound)."""
+    sysconf = getattr(os, "sysconf", None)
+    if sysconf is None:
+        return None
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        try:
+            return int(sysconf(pages)) * int(sysconf("SC_PAGE_SIZE"))
+        except (ValueError, OSError):
+            continue
+    return None
+
+
+def linux_free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least of what the kernel calls available and what each control group above this process has left.
+
+    A container sees the whole machine's /proc/meminfo; its limit is in its control group (version 1 or 2).
+    """
+    bounds = list(_group_bounds(proc, cgroups))
+    available = _field(proc / "meminfo", "MemAvailable:")
+    if available is not None:
+        bounds.append(available * 1024)
+    return min(bounds, default=None)
+
+
+def _group_bounds(proc: Path, cgroups: Path) -> Iterator[int]:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, used, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cache = cgroups / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        parts = Path(path).parts[1:]
+        # Every ancestor may set a limit. Inside a container only the mounted root may be visible.
+        for depth in range(len(parts) + 1):
+            group = root.joinpath(*parts[:depth])
+            most, now = _number(group / limit), _number(group / used)
+            if most is not None and now is not None:
+                # Pages of files that nobody uses are counted as used, and given up on demand.
+                reclaimable = _field(group / "memory.stat", cache) or 0
+                yield max(0, most - now + reclaimable)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a control file; None where there is no file, or it says `max`."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after `name` in a file of names and numbers."""
+    try:
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) >= 2 and words[0] == name:
+                return int(words[1])
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch, on the CPU or on a device."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # On the CPU torch has no class of its own for it.
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
+
+
+def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:
+    """Let it pass when `need` bytes fit on the device, or when that cannot be known.
+
+    Args:
+        need: bytes that it would take at its peak.
+        device: where.
+        asked: what was asked, with its numbers: `seq_len 131072 with 128 heads`.
+        way_out: what would fit, as a sentence.
+
+    Raises:
+        DoesNotFitError: with the need, what is free, and the way out.
+    """
+    free = free_memory(device)
+    if free is not None and need > free:
+        raise DoesNotFitError(
+            f"{asked} needs about {human_bytes(need)} and {human_bytes(free)} are free on {device}. {way_out}"
+        )
+
+
+def largest(fits: Callable[[int], bool], upper: int) -> int:
+    """The largest n in 1 to `upper` with fits(n), by bisection; 0 when not even 1 fits.
+
+    `fits` must be true up to some n and false from there on.
+    """
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

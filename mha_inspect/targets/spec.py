@@ -1,0 +1,207 @@
+"""What is asked for, as plain data: the layer's sizes and settings, its inputs, and how it is run.
+
+Nothing here imports torch, so that a contradiction among flags is answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import SpecError
+
+DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
+DTYPES: tuple[DtypeName, ...] = ("float32", "float64", "bfloat16", "float16")
+
+
+def divisors(number: int) -> list[int]:
+    """Every whole number that divides `number`, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise SpecError(f"{name} {size} is not a size: it must be 1 or more. Try {name} 1.")
+
+
+class DerivedInt(int):
+    """A size that follows from others, and not one that was given.
+
+    `dataclasses.replace` hands every field on as if it had been given. The type lets the new spec see which it was, and
+    work it out again from its own sizes.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The sizes and settings of a layer to build.
+
+    Raises `SpecError` when they contradict each other.
+    """
+
+    embed_dim: int = 512
+    """Width of the query and of the output."""
+    num_heads: int = 8
+    """Number of attention heads."""
+    num_kv_heads: int | None = None
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads; None means num_heads."""
+    head_dim: int = DerivedInt(0)
+    """Features of one head: embed_dim / num_heads unless it was given (None or a `DerivedInt` is not given)."""
+    kdim: int | None = None
+    """Width of the key; None means embed_dim."""
+    vdim: int | None = None
+    """Width of the value; None means embed_dim."""
+    bias: bool = True
+    """Whether the projections add a bias."""
+    add_bias_kv: bool = False
+    """Whether one learned key and value is appended to the sequence."""
+    add_zero_attn: bool = False
+    """Whether one key and value of zeros is appended to the sequence."""
+    dropout: float = 0.0
+    """Probability that a weight is dropped in training mode."""
+    rope: bool = False
+    """Whether queries and keys are rotated by their positions before they meet."""
+    batch_first: bool = True
+    """Whether inputs are `batch seq embed` (True) or `seq batch embed` (False)."""
+    training: bool = False
+    """Whether the layer is in training mode."""
+    dtype: DtypeName = "float32"
+    """Data type of parameters and inputs."""
+    seed: int = 0
+    """Seed of parameters and inputs."""
+
+    def __post_init__(self) -> None:
+        _require_positive(embed_dim=self.embed_dim, num_heads=self.num_heads, kdim=self.kdim, vdim=self.vdim)
+        if self.head_dim is None or isinstance(self.head_dim, DerivedInt):
+            self._derive_head_dim()
+        _require_positive(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+        if self.num_heads % self.kv_heads:
+            counts = ", ".join(map(str, divisors(self.num_heads)))
+            raise SpecError(
+                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: each key/value head "
+                f"serves the same number of query heads. Those that do: {counts}."
+            )
+        if self.rope and self.head_dim % 2:
+            raise SpecError(
+                f"rope cannot turn head_dim {self.head_dim}: it rotates features in pairs, so head_dim must be even. "
+                f"Try head_dim {self.head_dim + 1}."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise SpecError(f"dropout {self.dropout} is not a probability below 1. Try dropout 0.1.")
+        if self.dtype not in DTYPES:
+            raise SpecError(f"dtype {self.dtype!r} is not one that a layer can be built in: {', '.join(DTYPES)}.")
+
+    def _derive_head_dim(self) -> None:
+        if self.embed_dim % self.num_heads:
+            counts = ", ".join(map(str, divisors(self.embed_dim)))
+            raise SpecError(
+                f"embed_dim {self.embed_dim} cannot be split over num_heads {self.num_heads}: each head gets "
+                f"embed_dim / num_heads whole features. Head counts that divide {self.embed_dim}: {counts}."
+            )
+        object.__setattr__(self, "head_dim", DerivedInt(self.embed_dim // self.num_heads))
+
+    @property
+    def head_dim_given(self) -> bool:
+        """Whether head_dim was asked for, and does not follow from embed_dim and num_heads."""
+        return not isinstance(self.head_dim, DerivedInt)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def key_width(self) -> int:
+        """Width of the key input."""
+        return self.embed_dim if self.kdim is None else self.kdim
+
+    @property
+    def value_width(self) -> int:
+        """Width of the value input."""
+        return self.embed_dim if self.vdim is None else self.vdim
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """What goes into the layer.
+
+    Raises `SpecError` when the sizes contradict each other.
+    """
+
+    batch: int = 1
+    """Number of sequences."""
+    seq_len: int = 12
+    """Length of the query."""
+    key_len: int | None = None
+    """Length of key and value; None means self-attention (key and value are the query)."""
+    unbatched: bool = False
+    """Whether the inputs have no batch dimension."""
+    causal: bool = False
+    """Whether a query may only look at keys up to its own position."""
+    padding: tuple[int, ...] = ()
+    """How many of the last keys are padding: one number for every row, or one number per row of the batch."""
+    attn_mask: Path | None = None
+    """A file (.pt, .npy) with a boolean (True: not allowed) or additive mask.
+
+    `query key` or `(batch heads) query key`.
+    """
+    input: Path | None = None
+    """A file (.pt, .npy, .safetensors) with the query, or query, key and value by name."""
+
+    def __post_init__(self) -> None:
+        _require_positive(batch=self.batch, seq_len=self.seq_len, key_len=self.key_len)
+        if self.unbatched and self.batch != 1:
+            raise SpecError(
+                f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
+                "Drop one of the two."
+            )
+        keys = self.seq_len if self.key_len is None else self.key_len
+        if self.input is None and any(not 0 <= n <= keys for n in self.padding):
+            raise SpecError(
+                f"padding {','.join(map(str, self.padding))} does not fit {keys} keys: each number must be 0 to {keys}."
+            )
+        if self.input is None and len(self.padding) > 1 and len(self.padding) != self.batch:
+            raise SpecError(
+                f"padding has {len(self.padding)} numbers for batch {self.batch}: "
+                "give one number, or one per row of the batch."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """How the layer is run."""
+
+    device: str = "cpu"
+    """Device of parameters and inputs: cpu, cuda, cuda:N, mps or meta."""
+    grad: bool = False
+    """Whether gradients are recorded."""
+    need_weights: bool = True
+    """Whether the layer is asked for its attention weights."""
+    average_weights: bool = True
+    """Whether the weights it returns are averaged over heads."""
+
+
+def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
+    """The spec as JSON carries it: every field, head_dim as the number that it came to."""
+    return {**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, "head_dim": int(spec.head_dim)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """What a report holds beyond names, shapes and axes."""
+
+    ops: bool = False
+    """Every operation that PyTorch dispatched."""
+    stats: bool = False
+    """Mean, std, min, max, NaN and inf of each tensor."""
+    values: bool = False
+    """The tensors' content."""
+    full_values: bool = False
+    """Every element, for a machine to read, and not only the shortened text."""
+    precision: int = 4
+    """Digits after the point in shortened text."""
+    edge_items: int = 3
+    """Elements at each edge in shortened text."""
