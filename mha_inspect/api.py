@@ -23,7 +23,7 @@ from .record.kept import Stages, keep_stages
 from .record.kernels import fused_kernels
 from .record.recorder import opened
 from .record.run import AttemptRecorder
-from .record.subject import Pass, Seen
+from .record.subject import Run, Subject
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.read import read_report
@@ -159,7 +159,7 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     """
     _require_module(module, "trace")
     show = show or Show()
-    found, seen = traced(Pass(module, args, kwargs), show, keep=keep or show.stats or show.values)
+    found, seen = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
     if not keep:
         return LiveTrace(found)
     recording, attentions = seen.recording, seen.attentions
@@ -178,7 +178,7 @@ def params(
     from .answers.params import params as report_of
 
     _require_module(module, "params")
-    own = Pass(module, args, kwargs) if args or kwargs else None
+    own = Subject(module, args, kwargs) if args or kwargs else None
     return LiveReport(report_of(module, own=own, show=show, per_head=per_head))
 
 
@@ -247,7 +247,7 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     from .answers.sides.module_run import ModuleSide
 
     def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
-        own = Pass(copy_module(module), args, kwargs)
+        own = Subject(copy_module(module), args, kwargs)
         return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
 
     return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
@@ -281,7 +281,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._keep = keep
         self._stack = ExitStack()
         self._recorder = AttemptRecorder(keep=keep)
-        self._seen: Seen | None = None
+        self._seen: Run | None = None
         self._failed: tuple[Failure, int] | None = None
         self._stages: Stages = ()
 
@@ -296,7 +296,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        self._seen = Seen(self._recorder.finish(), None)
+        self._seen = Run(self._recorder.finish(), None)
         if isinstance(error, Exception):
             from .answers.failure.failure import block_failure
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .api import LiveAttention, trace
-from .graph.attention import Found
+from .graph.attention import Attention
 from .measure.stage_difference import StageDifference, compare_stage, stage_noise
 from .naming.canonical import contents_of
 from .naming.stages import STAGES
 from .record.copying import copy_module
 from .record.rounding import cast_tensors
-from .record.subject import Pass, Seen
+from .record.subject import Run, Subject
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     Raises:
         AssertionError: with a line a stage, the first that differs marked.
     """
-    ours, theirs = (Pass(module, args, kwargs).recorded(keep=True) for module in (left, right))
+    ours, theirs = (Subject(module, args, kwargs).recorded(keep=True) for module in (left, right))
     if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
         raise AssertionError(f"{len(ours.attentions)} attentions on the left and {len(theirs.attentions)} on the right")
     exact = _in_float64(left, args, kwargs)
@@ -98,14 +98,14 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
             raise AssertionError(_table(rows, mine[0], place))
 
 
-def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Seen:
+def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Run:
     exact: nn.Module = copy_module(module).double()
     seen: dict[int, Tensor] = {}
     cast = [cast_tensors(given, torch.float64, None, seen) for given in (args, kwargs)]
-    return Pass(exact, cast[0], cast[1]).recorded(keep=True)
+    return Subject(exact, cast[0], cast[1]).recorded(keep=True)
 
 
-def _table(rows: list[StageDifference], found: Found, place: int) -> str:
+def _table(rows: list[StageDifference], found: Attention, place: int) -> str:
     first = next(row.stage for row in rows if row.verdict == "differs")
     lines = [f"attention {place + 1} {found.module}".rstrip() + f" differs from {first} on"]
     for row in rows:

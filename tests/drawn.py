@@ -16,7 +16,7 @@ from mha_inspect.layers.registry import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import read_weights
 from mha_inspect.naming.canonical import NamedAxes, name_axes
-from mha_inspect.record.subject import Forward, Seen, build_forward
+from mha_inspect.record.subject import Forward, Run, build_forward
 from mha_inspect.targets.spec import InputSpec, RunSpec
 
 LOOPS = ("per-head", "narrow")
@@ -92,7 +92,7 @@ class Case:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.forward = setting.build()
-        self.seen: Seen = self.forward.recorded(keep=True)
+        self.seen: Run = self.forward.recorded(keep=True)
         self.axes: NamedAxes = name_axes(self.forward, self.seen)
 
     @property

@@ -9,7 +9,7 @@ from torch import nn
 
 from mha_inspect.naming.canonical import canonical, name_axes, own_axes, sizes_of
 from mha_inspect.naming.stages import CANONICAL_AXES
-from mha_inspect.record.subject import Pass, build_forward
+from mha_inspect.record.subject import Subject, build_forward
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SIZES = {"batch": 3, "heads": 10, "kv_heads": 5, "group": 2, "head_dim": 7, "query": 11, "key": 13, "embed": 17}
@@ -91,13 +91,13 @@ def widened(returned: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, 
 
 def test_a_run_is_named_from_itself_where_nothing_else_is_at_hand() -> None:
     layer, x = nn.MultiheadAttention(22, 2), drawn(5, 3, 22)
-    own = Pass(layer, (x, x, x), {})
+    own = Subject(layer, (x, x, x), {})
     seen = own.recorded()
     axes = own_axes(seen)
     assert axes.stages[0]["scores"] == "(batch heads) query key"
     assert axes.stages[0]["q_proj"] == "query batch (heads head_dim)"
     assert axes.returned == ("query batch embed", "batch query key")
-    assert own_axes(Pass(nn.Linear(22, 7), (drawn(5, 22),), {}).recorded()).returned == ("5 7",)
+    assert own_axes(Subject(nn.Linear(22, 7), (drawn(5, 22),), {}).recorded()).returned == ("5 7",)
 
 
 def test_sizes_of_shared_heads() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mha_inspect.graph.axis import Atom, fresh, reshape, resolve, unify
+from mha_inspect.graph.axis import Axis, fresh, reshape, resolve, unify
 from mha_inspect.graph.dimensions import Dimensions
 from mha_inspect.record.recorder import record
 
@@ -21,7 +21,7 @@ def axes(function: Callable[[Tensor], Tensor], *shape: int) -> str:
     with torch.no_grad():
         recording, _ = record(function, torch.randn(shape or SIZES))
     dimensions = Dimensions(recording)
-    letters: dict[Atom, str] = {}
+    letters: dict[Axis, str] = {}
     for letter, dim in zip("abcdefg", dimensions.of(recording.inputs[0].tensor), strict=False):
         for part, atom in enumerate(dim):
             letters[atom] = letter if len(dim) == 1 else f"{letter}{part}"
@@ -102,11 +102,11 @@ def test_axes_of_one_size_stay_apart() -> None:
 
 
 def test_the_key_of_self_attention_is_another_axis_than_its_query() -> None:
-    query, key = Atom(5), Atom(5)
+    query, key = Axis(5), Axis(5)
     key.twins = (query,)
     assert not unify((query,), (key,))
     assert not unify((key,), (query,))
-    other = Atom(5)
+    other = Axis(5)
     assert unify((key,), (other,))
     assert not unify((query,), (other,))
 
@@ -132,8 +132,8 @@ def test_axes_of_different_size_are_never_one() -> None:
 
 def test_two_orders_of_the_same_pieces_are_not_one_axis():
     """Pairs of features beside halves of them: to say that they are one would make an axis a part of itself."""
-    halves, pairs = Atom(4), Atom(2)
-    whole, other = Atom(8), Atom(8)
+    halves, pairs = Axis(4), Axis(2)
+    whole, other = Axis(8), Axis(8)
     assert unify((whole,), (halves, pairs))
     assert not unify((whole,), (pairs, halves))
     assert unify((other,), (pairs, halves))

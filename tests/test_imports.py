@@ -130,7 +130,9 @@ def test_what_answers_without_torch_does_not_import_it() -> None:
 
 
 def test_one_module_each_knows_torchs_modes_and_rich() -> None:
-    assert [module for module in FILES if any("_python_dispatch" in name for name in imports(module))] == ["record.recorder"]
+    assert [module for module in FILES if any("_python_dispatch" in name for name in imports(module))] == [
+        "record.recorder"
+    ]
     assert [module for module in FILES if any(inside(name, "rich") for name in imports(module))] == ["render.terminal"]
 
 

@@ -16,7 +16,7 @@ from mha_inspect.answers.trace import trace_module, trace_spec
 from mha_inspect.layers.registry import LAYERS
 from mha_inspect.record.kernels import describe, fused_kernels
 from mha_inspect.record.recorder import record
-from mha_inspect.record.subject import Seen, build_forward
+from mha_inspect.record.subject import Run, build_forward
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
@@ -200,7 +200,7 @@ def test_a_fast_path_that_is_left_without_a_word_is_said_to_be(bias: bool) -> No
     layer = nn.MultiheadAttention(6, 2, bias=bias, batch_first=True).eval()
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        seen = Seen(*record(layer, x, x, x))
+        seen = Run(*record(layer, x, x, x))
     took_it = any("_native_multi_head_attention" in op.name for op in seen.recording.ops)
     assert took_it is bias
     assert seen.recording.fast_path_refusals == ("",)

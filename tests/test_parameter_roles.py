@@ -15,7 +15,7 @@ from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.registry import LAYERS
-from mha_inspect.record.subject import Pass, build_forward
+from mha_inspect.record.subject import Subject, build_forward
 from mha_inspect.reports.params import Parameter, ParamsReport
 from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
 
@@ -37,7 +37,7 @@ GROUPED = ("Grouped", "GroupedExpand", "GroupedSliced", "RepeatInterleave")
 
 
 def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:
-    report = params(module, own=Pass(module, args, kwargs), per_head=True)
+    report = params(module, own=Subject(module, args, kwargs), per_head=True)
     return {parameter.name: parameter for parameter in report.parameters}
 
 
@@ -70,7 +70,7 @@ def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[s
     module = torch_mha.build(spec)
     dtype = getattr(torch, spec.dtype)
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
-    found = params(module, own=Pass(module, tuple(given), {}), per_head=True)
+    found = params(module, own=Subject(module, tuple(given), {}), per_head=True)
     assert roles_of(found) == roles_of(params_spec(spec, RunSpec(), Show(), per_head=True))
 
 

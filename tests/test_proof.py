@@ -12,7 +12,7 @@ from torch import nn
 from mha_inspect.answers.trace import trace_module, trace_spec
 from mha_inspect.record.proof import prove
 from mha_inspect.record.recorder import opened
-from mha_inspect.record.subject import Pass, Seen
+from mha_inspect.record.subject import Run, Subject
 from mha_inspect.reports.trace import Proof
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -104,7 +104,7 @@ def test_the_floor_and_the_difference_are_measured(dtype: torch.dtype) -> None:
 
 
 def test_dropout_that_a_fused_kernel_draws_is_not_compared() -> None:
-    own = Pass(Fused().train(), (drawn(BATCH, QUERY, EMBED),), {})
+    own = Subject(Fused().train(), (drawn(BATCH, QUERY, EMBED),), {})
     plain, shown = own.recorded(open_up=False), own.recorded()
     assert prove(own, plain, shown, drops=True).agrees is True
     # On the CPU torch does not fuse where it drops, so the kernel is told so here, as another device would have it.
@@ -113,7 +113,7 @@ def test_dropout_that_a_fused_kernel_draws_is_not_compared() -> None:
         for op in plain.recording.ops
     )
     assert ops != plain.recording.ops
-    told = Seen(replace(plain.recording, ops=ops), plain.returned)
+    told = Run(replace(plain.recording, ops=ops), plain.returned)
     found = prove(own, told, shown, drops=True)
     assert (found.max_abs_difference, found.noise_floor, found.agrees) == (None, None, None)
     assert "dropout in another order" in found.note

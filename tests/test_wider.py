@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mha_inspect.record.subject
 from mha_inspect.answers.trace import traced
 from mha_inspect.naming.unit_sizes import without_ones
-from mha_inspect.record.subject import Pass
+from mha_inspect.record.subject import Subject
 from mha_inspect.reports.trace import Trace
 from mha_inspect.targets.spec import InputSpec, Show
 
@@ -38,7 +38,7 @@ def given(style: type, batch: int) -> Tensor:
 
 
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
-    own = Pass(module, (x,), {}, wider=None if wide is None else lambda other: Pass(other, (wide,), {}))
+    own = Subject(module, (x,), {}, wider=None if wide is None else lambda other: Subject(other, (wide,), {}))
     with torch.no_grad():
         return traced(own, Show(**show), keep=show.get("stats", False))[0]
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 def test_a_large_run_is_not_made_twice(monkeypatch):
     monkeypatch.setattr(mha_inspect.record.subject, "_SMALL", 1 << 9)
     asked: list[nn.Module] = []
-    own = Pass(Restless(), (torch.randn(1, 5, 8),), {}, wider=lambda module: asked.append(module))  # type: ignore
+    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, wider=lambda module: asked.append(module))  # type: ignore
     traced(own, Show(), keep=False)
     assert not asked
     traced(replace(own, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False)

@@ -33,7 +33,7 @@ from .sides.compared import (
     stage_row,
 )
 from .sides.parameter_pairs import parameter_pairs
-from .sides.run import SideRun
+from .sides.run import LayerRun
 from .sides.settings import Side, make_sides
 from .sides.shared_weights import draw, finer_dtype
 from .sides.words import Measured, answer, notes, stage_note
@@ -80,7 +80,7 @@ def diff_spec(
             )
     _require_fit(*sides)
     weights = draw(*sides)
-    ours, theirs = (SideRun(side, part, finer_dtype(*sides)) for side, part in zip(sides, weights, strict=True))
+    ours, theirs = (LayerRun(side, part, finer_dtype(*sides)) for side, part in zip(sides, weights, strict=True))
     rows = _fully_masked(ours, theirs)
     stages = tuple(_stage_row(stage, ours, theirs, rows) for stage in STAGES if _either_has(stage, ours, theirs))
     differing = [row.name for row in stages if row.verdict == "differs"]
@@ -106,7 +106,7 @@ def diff_spec(
     return replace(report, notes=notes(measured), answer=answer(measured))
 
 
-def _both(stage: str, left: SideRun, right: SideRun) -> list[Tensor | None]:
+def _both(stage: str, left: LayerRun, right: LayerRun) -> list[Tensor | None]:
     return [left.opened.get(stage), right.opened.get(stage)]
 
 
@@ -135,11 +135,11 @@ def _require_fit(left: Side, right: Side) -> None:
     require_memory(whole, left.run.device, asked, way_out)
 
 
-def _either_has(stage: str, left: SideRun, right: SideRun) -> bool:
+def _either_has(stage: str, left: LayerRun, right: LayerRun) -> bool:
     return stage in left.opened.stages or stage in right.opened.stages
 
 
-def _stage_row(stage: str, left: SideRun, right: SideRun, rows: Rows) -> StageRow:
+def _stage_row(stage: str, left: LayerRun, right: LayerRun, rows: Rows) -> StageRow:
     ours, theirs = left.opened.get(stage), right.opened.get(stage)
     note = ""
     if stage in ("k_proj", "v_proj") and ours is not None and theirs is not None:
@@ -156,11 +156,11 @@ def _stage_row(stage: str, left: SideRun, right: SideRun, rows: Rows) -> StageRo
     return stage_row(stage, (left.stage(stage), right.stage(stage)), (ours, theirs), rows, floor, missing, note)
 
 
-def _having(stage: str, side: SideRun) -> tuple[str, frozenset[str]]:
+def _having(stage: str, side: LayerRun) -> tuple[str, frozenset[str]]:
     return side.side.label, frozenset(side.opened.stages)
 
 
-def _repeated(left: SideRun, right: SideRun, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, str]:
+def _repeated(left: LayerRun, right: LayerRun, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, str]:
     """`batch key (kv_heads head_dim)` of both with as many key/value heads, those that are shared repeated."""
     counts = left.side.spec.kv_heads, right.side.spec.kv_heads
     if counts[0] == counts[1] or left.side.spec.num_heads != right.side.spec.num_heads:
@@ -179,7 +179,7 @@ def _repeated(left: SideRun, right: SideRun, ours: Tensor, theirs: Tensor) -> tu
     return both[0], both[1], " and ".join(shared)
 
 
-def _shared_weights(left: SideRun, right: SideRun, rows: Rows) -> SharedWeights:
+def _shared_weights(left: LayerRun, right: LayerRun, rows: Rows) -> SharedWeights:
     reasons = (*left.left_out, *right.left_out)
     if not reasons:
         return SharedWeights(True, "every number of the one is in the other.", (), None)
@@ -187,7 +187,7 @@ def _shared_weights(left: SideRun, right: SideRun, rows: Rows) -> SharedWeights:
     return SharedWeights(False, sentence, tuple(dict.fromkeys(reasons)), _other_way(left, right, rows))
 
 
-def _other_way(left: SideRun, right: SideRun, rows: Rows) -> OtherWay | None:
+def _other_way(left: LayerRun, right: LayerRun, rows: Rows) -> OtherWay | None:
     """The weights of the side that left something out, in the one that has a place for all."""
     if bool(left.left_out) == bool(right.left_out):
         return None
@@ -196,7 +196,7 @@ def _other_way(left: SideRun, right: SideRun, rows: Rows) -> OtherWay | None:
         weights = read_weights(poorer.forward.module)
         if weights.num_heads != richer.side.spec.num_heads:
             weights = weights.with_heads(richer.side.spec.num_heads)
-        again = SideRun(richer.side, weights, finer_dtype(left.side, right.side))
+        again = LayerRun(richer.side, weights, finer_dtype(left.side, right.side))
     except WeightsError:
         return None
     if again.left_out:
@@ -204,7 +204,7 @@ def _other_way(left: SideRun, right: SideRun, rows: Rows) -> OtherWay | None:
     return other_way(poorer, again, rows, poorer.side.name, poorer.side.label, richer.side.label)
 
 
-def _fully_masked(left: SideRun, right: SideRun) -> list[tuple[int, int]]:
+def _fully_masked(left: LayerRun, right: LayerRun) -> list[tuple[int, int]]:
     """(batch, query) of every row that has no key to look at, on either side."""
     rows = [row for side in (left, right) for row in side.forward.inputs.fully_masked_rows(side.side.spec.num_heads)]
     return sorted(set(rows))

@@ -9,7 +9,7 @@ import torch
 
 from ..naming.canonical import NamedAxes, canonical, canonical_stage, sizes_of
 from ..record.rounding import first_tensor
-from ..record.subject import Forward, Seen
+from ..record.subject import Forward, Run
 from ..reports.trace import MaskedRow
 
 Content = Literal["nan", "zero", "finite"]
@@ -17,7 +17,7 @@ _LOOKED_AT = ("scores", "masked_scores", "weights", "context", "concat", "output
 
 
 def masked_rows(
-    forward: Forward, plain: Seen, opened: Seen, axes: NamedAxes, rows: Sequence[tuple[int, int]]
+    forward: Forward, plain: Run, opened: Run, axes: NamedAxes, rows: Sequence[tuple[int, int]]
 ) -> tuple[MaskedRow, ...]:
     """What becomes of each fully masked row. `opened` must have been recorded with its tensors kept."""
     if len(opened.attentions) != 1:
@@ -55,7 +55,7 @@ def _content(row: torch.Tensor) -> Content:
     return "zero" if not bool(row.any()) else "finite"
 
 
-def _output_of_zero(opened: Seen) -> torch.Tensor | None:
+def _output_of_zero(opened: Run) -> torch.Tensor | None:
     """The output of a context of zeros: W_o's bias, or nothing where there is none."""
     found = opened.attentions[0][0]
     op = found.projections.get("output")

@@ -17,7 +17,7 @@ from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_roles.found import FoundRole, found_roles
-from ..record.subject import Pass
+from ..record.subject import Subject
 from ..reports.common import Environment, LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
@@ -94,7 +94,7 @@ def params_spec(
 
 
 def params(
-    module: nn.Module, *, own: Pass | None = None, show: Show | None = None, per_head: bool = False
+    module: nn.Module, *, own: Subject | None = None, show: Show | None = None, per_head: bool = False
 ) -> ParamsReport:
     """The parameters of any module.
 
@@ -131,7 +131,7 @@ def params(
     )
 
 
-def _read_off(own: Pass, known: _Known) -> tuple[_Known, tuple[str, ...]]:
+def _read_off(own: Subject, known: _Known) -> tuple[_Known, tuple[str, ...]]:
     """What a run of the module shows its parameters to be for, and a sentence where it has no attention."""
     with torch.no_grad(), own.replaying(own.state()):
         seen = own.recorded(keep=True)

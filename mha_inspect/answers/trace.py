@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.attention import Found
+from ..graph.attention import Attention
 from ..layers.registry import find_layer
 from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
@@ -22,13 +22,14 @@ from ..naming.stages import STAGES
 from ..naming.unit_sizes import pairs_named_after
 from ..record.arguments import tensors_in
 from ..record.kernels import describe, fused_kernels, hidden_stages
-from ..record.ops import Op, Tensor
+from ..record.ops import Op, TensorRef
 from ..record.proof import nothing_hidden, prove
 from ..record.run import record_until_failure
-from ..record.subject import Pass, Seen, State, build_forward
+from ..record.subject import Run, State, Subject, build_forward
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.products import ProductPair
-from ..reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from ..reports.trace import Attention as AttentionReport
+from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
 from ..targets.device import resolve
 from ..targets.fit import require_fit
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
@@ -80,10 +81,10 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
     its `__cause__` is the error. Arguments that do not fit the forward's signature raise what Python raises.
     """
     show = show or Show()
-    return traced(Pass(module, args, kwargs), show, keep=show.stats or show.values)[0]
+    return traced(Subject(module, args, kwargs), show, keep=show.stats or show.values)[0]
 
 
-def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
+def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """What `trace_module` reports, and the run that the stages were read off, its tensors kept when asked for."""
     before = own.state()
     plain = _run(own, before, show, keep)
@@ -107,11 +108,11 @@ def traced(own: Pass, show: Show, *, keep: bool) -> tuple[Trace, Seen]:
     return trace, opened
 
 
-def _run(own: Pass, before: State, show: Show, keep: bool) -> Seen:
+def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
     """The plain run. Raises `ForwardError` where the forward raises."""
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
-        return Seen(attempt.recording, attempt.returned)
+        return Run(attempt.recording, attempt.returned)
     from .failure.failure import forward_error
 
     cause: Exception | None = attempt.error
@@ -123,7 +124,7 @@ def _run(own: Pass, before: State, show: Show, keep: bool) -> Seen:
         del attempt, cause, failure
 
 
-def environment_of(own: Pass) -> Environment:
+def environment_of(own: Subject) -> Environment:
     """What the numbers of a module that was brought along are made with."""
     tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
@@ -141,8 +142,8 @@ def layer_of(module: nn.Module) -> LayerInfo:
 
 
 def report(
-    plain: Seen,
-    opened: Seen,
+    plain: Run,
+    opened: Run,
     axes: NamedAxes,
     show: Show,
     *,
@@ -184,14 +185,14 @@ def report(
     )
 
 
-def _of_rows(seen: Seen) -> tuple[str, ...]:
+def _of_rows(seen: Run) -> tuple[str, ...]:
     """What is not seen of rows that are recorded as one buffer."""
     nested = any("nested" in op.base_name for op in seen.graph.recording.ops)
     said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
     return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
 
 
-def _products(seen: Seen) -> tuple[ProductPair, ...]:
+def _products(seen: Run) -> tuple[ProductPair, ...]:
     """Products without a softmax between them, named as in the wider run where there is one."""
     own = product_pairs(seen.graph, (found for found, _ in seen.attentions))
     return pairs_named_after(own, _products(seen.wider)) if own and seen.wider is not None else own
@@ -208,19 +209,19 @@ def _calls(modules: Sequence[str]) -> list[int | None]:
 class _Content:
     """Statistics and elements of tensors, as far as they are asked for."""
 
-    def __init__(self, seen: Seen, show: Show) -> None:
+    def __init__(self, seen: Run, show: Show) -> None:
         self._values = seen.recording.values
         self._show = show
 
-    def stats(self, tensor: Tensor, masked: torch.Tensor | None = None) -> Stats | None:
+    def stats(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> Stats | None:
         value = self._values.get(tensor.id)
         return stats_of(value, masked) if self._show.stats and value is not None else None
 
-    def values(self, tensor: Tensor) -> Values | None:
+    def values(self, tensor: TensorRef) -> Values | None:
         value = self._values.get(tensor.id)
         return values_of(value, self._show) if self._show.values and value is not None else None
 
-    def masked(self, found: Found) -> torch.Tensor | None:
+    def masked(self, found: Attention) -> torch.Tensor | None:
         """Where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
         masked = found.stages.get("masked_scores")
         if not self._show.stats or masked is None or masked.id not in self._values:
@@ -234,13 +235,13 @@ class _Content:
 
 
 def _attention(
-    seen: Seen,
-    found: Found,
+    seen: Run,
+    found: Attention,
     names: AxisNames,
     axes: Mapping[str, str],
     hidden: frozenset[str],
     content: _Content,
-) -> Attention:
+) -> AttentionReport:
     facts = StageFacts(seen.graph, found, dict(axes))
     stages = []
     for name in STAGES:
@@ -265,7 +266,7 @@ def _attention(
             )
         )
     scale = found.scale
-    return Attention(
+    return AttentionReport(
         module=found.module,
         num_heads=names.num_heads,
         num_kv_heads=names.num_kv_heads,
@@ -276,7 +277,7 @@ def _attention(
     )
 
 
-def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
+def _notes(found: Attention, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
@@ -305,7 +306,7 @@ def _notes(found: Found, facts: StageFacts) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _returns(seen: Seen, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
+def _returns(seen: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
     """What the module returned: its output, the weights where it gives them, anything else by its place."""
     returned = []
     for place, (named, pattern) in enumerate(zip(seen.recording.outputs, axes.returned, strict=True)):
@@ -317,13 +318,13 @@ def _returns(seen: Seen, axes: NamedAxes, content: _Content) -> tuple[Returned, 
     return tuple(returned)
 
 
-def _op_lines(seen: Seen, axes: NamedAxes) -> tuple[OpLine, ...]:
+def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
     known: dict[int, tuple[str, str]] = {}
     for (found, _), patterns in zip(seen.attentions, axes.stages, strict=True):
         for stage, tensor in found.stages.items():
             known.setdefault(tensor.id, (stage, patterns[stage]))
 
-    def operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:
+    def operands(tensors: tuple[TensorRef, ...]) -> tuple[Operand, ...]:
         return tuple(Operand(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
 
     def stage_of(op: Op) -> str:
@@ -350,7 +351,7 @@ def _settings(op: Op) -> str:
     """The arguments that are no tensors, as Python would write them."""
 
     def plain(value: Any) -> bool:
-        return not isinstance(value, Tensor) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+        return not isinstance(value, TensorRef) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
 
     parts = [_written(value) for value in op.args if plain(value)]
     parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
@@ -358,7 +359,7 @@ def _settings(op: Op) -> str:
 
 
 def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+    return isinstance(value, TensorRef) or (isinstance(value, tuple) and any(map(_holds_tensor, value)))
 
 
 def _written(value: Any) -> str:

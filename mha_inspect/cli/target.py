@@ -212,9 +212,9 @@ def try_once(target: Target, call: Call, options: Options, how: str = "") -> Non
     """
     import torch
 
-    from ..record.subject import Pass
+    from ..record.subject import Subject
 
-    own = Pass(target.module, call.args, call.kwargs)
+    own = Subject(target.module, call.args, call.kwargs)
     with torch.no_grad(), own.replaying(own.state()):
         torch.manual_seed(options.seed)
         try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..record.ops import Op, Recording, Tensor
-from .found import Found, Mixing
+from ..record.ops import Op, Recording, TensorRef
+from .found import Attention, Mixing
 from .loops import merge_branches
 from .pairing import Meeting, mixing_of, moved_for, score_product, softmax_over_rows, value_product
 from .products import Product
@@ -18,15 +18,15 @@ from .scores import multiply, read_scoring
 from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
 from .walk import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
 
-__all__ = ["Found", "Graph", "Step", "attentions_of", "find_attentions"]
+__all__ = ["Attention", "Graph", "Step", "attentions_of", "find_attentions"]
 
 
-def find_attentions(recording: Recording) -> list[Found]:
+def find_attentions(recording: Recording) -> list[Attention]:
     """Every attention of the recording, in the order in which they were computed."""
     return attentions_of(Graph(recording))
 
 
-def attentions_of(graph: Graph) -> list[Found]:
+def attentions_of(graph: Graph) -> list[Attention]:
     """Every attention of a recording whose dataflow has been read already, in the order of computation."""
     finder = _Finder(graph)
     return merge_branches(graph, [found for op in graph.recording.ops if (found := finder.attention(op)) is not None])
@@ -49,7 +49,7 @@ class _Finder:
         self.graph = graph
         self.recording = graph.recording
 
-    def attention(self, op: Op) -> Found | None:
+    def attention(self, op: Op) -> Attention | None:
         """The attention whose softmax an operation completes; None where it completes none of an attention."""
         softmax = self.graph.softmax(op)
         if softmax is not None:
@@ -62,8 +62,8 @@ class _Finder:
         return self._around(late.exponential, late.masked, late.dim, Meeting(late.product, (), late.carried), late)
 
     def _around(
-        self, softmax: Op, masked: Tensor, dim: int, ahead: Meeting, late: LateSoftmax | None = None
-    ) -> Found | None:
+        self, softmax: Op, masked: TensorRef, dim: int, ahead: Meeting, late: LateSoftmax | None = None
+    ) -> Attention | None:
         """The stages around a softmax whose weights, or exponentials, meet the values in `ahead`."""
         graph = self.graph
         behind = score_product(graph, masked, dim)
@@ -91,7 +91,7 @@ class _Finder:
         self._combine(stages, projections, product.op.module)
         scores_scale = multiply([q_scale, k_scale, scoring.scale])
         early = [self._early_scale(ends[name]) for name in ("query", "key") if name in ends]
-        return Found(
+        return Attention(
             softmax=softmax,
             score_product=product,
             value_product=averaged,
@@ -116,7 +116,7 @@ class _Finder:
     def _mixings(self, ops: Iterable[Op]) -> tuple[Mixing, ...]:
         return tuple(mixing for op in ops if (mixing := mixing_of(self.graph, op)) is not None)
 
-    def _heads(self, product: Product, operand: Tensor, *, transposed: bool) -> tuple[Tensor, float | None]:
+    def _heads(self, product: Product, operand: TensorRef, *, transposed: bool) -> tuple[TensorRef, float | None]:
         """The operand as the implementation wrote it, before it was scaled, or transposed for the product alone."""
         scales: list[float | None] = [1.0]
         swapped = False
@@ -140,7 +140,7 @@ class _Finder:
 
     # -- projections --------------------------------------------------------------------------------------------------
 
-    def _projections(self, stages: dict[str, Tensor], module: str) -> dict[str, _Projection]:
+    def _projections(self, stages: dict[str, TensorRef], module: str) -> dict[str, _Projection]:
         """The projections of query, key and value, those that there are."""
         found = {name: self._projection(stages[f"{name[0]}_heads"], module) for name in ("query", "key", "value")}
         ends = {name: end for name, end in found.items() if end is not None}
@@ -149,9 +149,9 @@ class _Finder:
             ends[name] = self._with_earlier(end, module, others)
         return ends
 
-    def _project(self, stages: dict[str, Tensor], ends: dict[str, _Projection]) -> dict[str, Op]:
+    def _project(self, stages: dict[str, TensorRef], ends: dict[str, _Projection]) -> dict[str, Op]:
         """Put the projections and what they project before the heads; return their products."""
-        before: dict[str, Tensor] = {}
+        before: dict[str, TensorRef] = {}
         for name, end in ends.items():
             op = end.earlier[0] if end.earlier else end.op
             source = self.graph.before_flattening(self.graph.before_call(op, self.graph.projected(op)), op.module)
@@ -171,7 +171,7 @@ class _Finder:
             op.kind != "compute" or op.pointwise or op.base_name in NORMS | JOINING | GATHERING | POOLING
         )
 
-    def _projection(self, heads: Tensor, module: str) -> _Projection | None:
+    def _projection(self, heads: TensorRef, module: str) -> _Projection | None:
         """The nearest projection behind a tensor of heads.
 
         Where heads are put together of several projections' pieces, one that feeds another of them is not the last.
@@ -219,7 +219,7 @@ class _Finder:
             op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1 for op in path
         )
 
-    def _projected(self, name: str, ends: dict[str, _Projection]) -> Tensor:
+    def _projected(self, name: str, ends: dict[str, _Projection]) -> TensorRef:
         """What a projection gives: the end of its call, or where it is shared, what is unpacked for this one alone."""
         end = ends[name]
         whole = self.graph.after_projection(end.op)
@@ -244,7 +244,7 @@ class _Finder:
 
     # -- output -------------------------------------------------------------------------------------------------------
 
-    def _combine(self, stages: dict[str, Tensor], projections: dict[str, Op], module: str) -> None:
+    def _combine(self, stages: dict[str, TensorRef], projections: dict[str, Op], module: str) -> None:
         """Add the heads side by side, and the output, after the context."""
         context = stages["context"]
         apart = len(context.shape) > 2 and context.shape != stages.get("query", context).shape
@@ -278,7 +278,7 @@ class _Finder:
         if stages["concat"].id == context.id:
             del stages["concat"]
 
-    def _onward(self, tensor: Tensor, module: str, *, features_last: bool = False) -> Tensor:
+    def _onward(self, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
         """The end of a chain of moves that begins here and stays in the module; with `features_last`, of those moves
         that leave the last dimension where it is."""
         features = self.graph.dimensions.of(tensor)[-1:]
@@ -295,7 +295,7 @@ class _Finder:
             tensor = followers[0].output
 
 
-def _without_sinks(weights: Tensor, path: tuple[Op, ...]) -> Tensor:
+def _without_sinks(weights: TensorRef, path: tuple[Op, ...]) -> TensorRef:
     """The weights without those of the sinks, which are cut off before the values are averaged."""
     for op in path:
         if op.base_name in ("slice", "narrow", "split", "split_with_sizes") and op.output.numel < weights.numel:

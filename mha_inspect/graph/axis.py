@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 
-class Atom:
+class Axis:
     """An axis that nothing has split yet."""
 
     __slots__ = ("counters", "joined", "origins", "parts", "size", "twins")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.parts: tuple[Atom, ...] = ()
+        self.parts: tuple[Axis, ...] = ()
         """What it was split into, or the atom that it turned out to be."""
-        self.twins: tuple[Atom, ...] = ()
+        self.twins: tuple[Axis, ...] = ()
         """Atoms of the same origin that are a different axis: the query and the key of self-attention."""
         self.origins: dict[int, tuple[Dim, int]] = {}
         """Size of a piece that begins with this, to the dimension that it is cut from and where in it it begins."""
@@ -25,16 +25,16 @@ class Atom:
         """The dimensions that were put together, one after the other, into this one."""
 
     def __repr__(self) -> str:
-        return f"Atom({self.size})"
+        return f"Axis({self.size})"
 
 
-Dim = tuple[Atom, ...]
+Dim = tuple[Axis, ...]
 """One dimension of a tensor."""
 
 
-def resolve(dim: Iterable[Atom]) -> Dim:
+def resolve(dim: Iterable[Axis]) -> Dim:
     """The atoms as they are known now."""
-    found: list[Atom] = []
+    found: list[Axis] = []
     for atom in dim:
         if atom.parts:
             found.extend(_leaves(atom))
@@ -43,7 +43,7 @@ def resolve(dim: Iterable[Atom]) -> Dim:
     return tuple(found)
 
 
-def _leaves(atom: Atom) -> Dim:
+def _leaves(atom: Axis) -> Dim:
     """What an atom consists of in the end. What was walked over is shortened, so that it is walked over once."""
     pending = [atom]
     while pending:
@@ -57,14 +57,14 @@ def _leaves(atom: Atom) -> Dim:
     return atom.parts
 
 
-def size_of(dim: Iterable[Atom]) -> int:
+def size_of(dim: Iterable[Axis]) -> int:
     """How many elements the dimension has."""
     return prod(atom.size for atom in dim)
 
 
 def fresh(size: int) -> Dim:
     """A dimension of which nothing is known but its size."""
-    return (Atom(size),)
+    return (Axis(size),)
 
 
 def join(dims: Sequence[Dim]) -> Dim:
@@ -72,7 +72,7 @@ def join(dims: Sequence[Dim]) -> Dim:
     whole = _together(dims)
     if whole is not None:
         return whole
-    atom = Atom(sum(size_of(resolve(dim)) for dim in dims))
+    atom = Axis(sum(size_of(resolve(dim)) for dim in dims))
     atom.joined = tuple(dims)
     return (atom,)
 
@@ -85,7 +85,7 @@ def piece(whole: Dim, start: int, size: int) -> Dim:
         if at == start and size_of(resolve(dim)) == size:
             return dim
         at += size_of(resolve(dim))
-    atom = Atom(size)
+    atom = Axis(size)
     atom.origins[size] = (whole, start)
     return (atom,)
 
@@ -143,7 +143,7 @@ def unify(left: Dim, right: Dim) -> bool:
 
 def _cross(a: Dim, b: Dim) -> bool:
     """Whether the same axis stands at different places in two dimensions: one is the other in another order."""
-    places: list[dict[Atom, int]] = []
+    places: list[dict[Axis, int]] = []
     for dim in (a, b):
         within, found = size_of(dim), {}
         for atom in dim:
@@ -153,7 +153,7 @@ def _cross(a: Dim, b: Dim) -> bool:
     return any(atom.size > 1 and places[1].get(atom, at) != at for atom, at in places[0].items())
 
 
-def _large(atom: Atom) -> list[Atom]:
+def _large(atom: Axis) -> list[Axis]:
     """What an atom consists of now, but for what has size one."""
     return [leaf for leaf in (_leaves(atom) if atom.parts else (atom,)) if leaf.size != 1]
 
@@ -162,7 +162,7 @@ _MANY = 4
 """Twins that an atom remembers. Each layer may add some, and comparing must not grow with the number of layers."""
 
 
-def _merge(x: Atom, y: Atom) -> None:
+def _merge(x: Axis, y: Axis) -> None:
     """From now on `y` is `x`; what both are pieces of is the same too."""
     y.parts = (x,)
     if y.twins:
@@ -177,9 +177,9 @@ def _merge(x: Atom, y: Atom) -> None:
         x.joined = y.joined
 
 
-def _take(atom: Atom, first: Atom) -> Atom:
+def _take(atom: Axis, first: Axis) -> Axis:
     """Say that an atom begins with another; returns what is left of it."""
-    rest = Atom(atom.size // first.size)
+    rest = Axis(atom.size // first.size)
     for size, counter in atom.counters.items():
         first.counters.setdefault(size, counter)
     for size, origin in atom.origins.items():
@@ -188,21 +188,21 @@ def _take(atom: Atom, first: Atom) -> Atom:
     return rest
 
 
-def split(atom: Atom, size: int) -> None:
+def split(atom: Axis, size: int) -> None:
     """Split an atom in two: `size` of what is left."""
-    first, rest = Atom(size), Atom(atom.size // size)
+    first, rest = Axis(size), Axis(atom.size // size)
     first.counters, first.origins = atom.counters, atom.origins
     atom.parts = (first, rest)
 
 
-def twin(atom: Atom) -> Atom:
+def twin(atom: Axis) -> Axis:
     """Another axis of the same size and origin."""
-    made = Atom(atom.size)
+    made = Axis(atom.size)
     made.twins = (atom,)
     return made
 
 
-def _are_twins(x: Atom, y: Atom) -> bool:
+def _are_twins(x: Axis, y: Axis) -> bool:
     return bool((x.twins and y in resolve(x.twins)) or (y.twins and x in resolve(y.twins)))
 
 
@@ -216,7 +216,7 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
     left = [atom for dim in reversed(dims) for atom in reversed(resolve(dim))]
     result: list[Dim] = []
     for place, size in enumerate(shape):
-        taken: list[Atom] = []
+        taken: list[Axis] = []
         got = 1
         if size == 1:
             result.append((left.pop(),) if left and left[-1].size == 1 else fresh(1))

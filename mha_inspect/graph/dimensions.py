@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..record.ops import Op, Recording, Tensor
-from .axis import Atom, Dim, fresh, resolve, size_of, unify
+from ..record.ops import Op, Recording, TensorRef
+from .axis import Axis, Dim, fresh, resolve, size_of, unify
 from .pieces import slice_unevenly, uneven_slices
 from .rules import rule_of
 
-__all__ = ["Atom", "Dim", "Dimensions", "resolve", "size_of"]
+__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of"]
 
 
 class Dimensions:
@@ -31,7 +31,7 @@ class Dimensions:
         for named in (*recording.inputs, *recording.parameters, *recording.outputs):
             self._known(named.tensor)
 
-    def of(self, tensor: Tensor) -> tuple[Dim, ...]:
+    def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
         """The dimensions of a tensor, each as the atoms that it is known to consist of."""
         return tuple(resolve(dim) for dim in self._known(tensor))
 
@@ -39,7 +39,7 @@ class Dimensions:
         """Say that two axes are one, where they can be."""
         unify(left, right)
 
-    def _known(self, tensor: Tensor) -> tuple[Dim, ...]:
+    def _known(self, tensor: TensorRef) -> tuple[Dim, ...]:
         dims = self._dims.get(tensor.id)
         if dims is None:
             # The same place in memory, written since: other content, the same axes.
@@ -47,7 +47,7 @@ class Dimensions:
             self._set(tensor, dims)
         return dims
 
-    def _set(self, tensor: Tensor, dims: Sequence[Dim]) -> None:
+    def _set(self, tensor: TensorRef, dims: Sequence[Dim]) -> None:
         if tensor.id not in self._dims:
             self._dims[tensor.id] = self._places[_place(tensor)] = tuple(dims)
 
@@ -67,5 +67,5 @@ class Dimensions:
             self._set(tensor, dims)
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: TensorRef) -> tuple[Any, ...]:
     return tensor.storage, tensor.offset, tensor.shape, tensor.stride

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..record.arguments import argument_names, tensors_in
-from ..record.ops import Op, Recording, Tensor
-from ..record.subject import Pass
+from ..record.ops import Op, Recording, TensorRef
+from ..record.subject import Subject
 
 _LONGEST = 400
 """Operations after which it gives up: what takes so many is no mask."""
@@ -24,7 +24,7 @@ class CannotReplayError(Exception):
     """The tensor hangs on what cannot be computed again."""
 
 
-def leaves_of(recording: Recording, own: Pass) -> dict[int, torch.Tensor]:
+def leaves_of(recording: Recording, own: Subject) -> dict[int, torch.Tensor]:
     """The content of what came from outside, by the ids of the recording."""
     given = dict(tensors_in(argument_names(own.module, own.args, own.kwargs)))
     held = {**dict(own.module.named_buffers()), **dict(own.module.named_parameters())}
@@ -47,7 +47,7 @@ class Replay:
         self._recording = recording
         self._known: dict[int, torch.Tensor] = {**leaves, **recording.values}
 
-    def value(self, tensor: Tensor) -> torch.Tensor:
+    def value(self, tensor: TensorRef) -> torch.Tensor:
         """The content of a tensor.
 
         Raises `CannotReplayError` where it hangs on a product, on random numbers, or on what is not known.
@@ -66,7 +66,7 @@ class Replay:
             raise CannotReplayError("it was written piece by piece")
         return self._known[tensor.id]
 
-    def _needed(self, tensor: Tensor) -> list[Op]:
+    def _needed(self, tensor: TensorRef) -> list[Op]:
         """The operations that make it, in their order."""
         needed: dict[int, Op] = {}
         queue = [tensor]
@@ -93,13 +93,13 @@ class Replay:
         for tensor, made in run_again(op, self._content):
             self._known[tensor.id] = made
 
-    def _content(self, tensor: Tensor) -> torch.Tensor:
+    def _content(self, tensor: TensorRef) -> torch.Tensor:
         if tensor.id not in self._known:  # of which the operation takes the shape alone
             return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         return self._known[tensor.id]
 
 
-def run_again(op: Op, content: Callable[[Tensor], torch.Tensor]) -> list[tuple[Tensor, torch.Tensor]]:
+def run_again(op: Op, content: Callable[[TensorRef], torch.Tensor]) -> list[tuple[TensorRef, torch.Tensor]]:
     """Run an operation of a recording once more; what came out, beside what it is in the recording.
 
     Raises `CannotReplayError` where it comes out in another shape.
@@ -107,7 +107,7 @@ def run_again(op: Op, content: Callable[[Tensor], torch.Tensor]) -> list[tuple[T
     writes = op.kind == "write"
 
     def argument(value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, TensorRef):
             # What an operation writes into is written once, in the run: here it must stay as it was.
             return content(value).clone() if writes else content(value)
         if isinstance(value, tuple):

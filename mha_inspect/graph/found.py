@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..record.ops import Op, Tensor
+from ..record.ops import Op, TensorRef
 from .products import Product
 
 
@@ -13,20 +13,20 @@ class Mixing:
     """A projection of scores or weights from heads to heads."""
 
     op: Op
-    source: Tensor
+    source: TensorRef
     """What is projected."""
     place: int
     """The dimension of it that is summed over, and of what comes out the one that stands there instead."""
 
 
 @dataclass(frozen=True)
-class Found:
+class Attention:
     """One scaled-dot-product computation, as it stands in a recording."""
 
     softmax: Op
     score_product: Product
     value_product: Product
-    stages: dict[str, Tensor]
+    stages: dict[str, TensorRef]
     """Stage name to the tensor it is, in the order of `stages.STAGES`; those that there are."""
     scale: float | None
     """What q·kᵀ is multiplied by before the softmax, wherever that is done: on q after its projection, on k, on the
@@ -58,7 +58,7 @@ class Found:
     """What is done to the weights before they meet the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
-    branches: tuple[Found, ...] = ()
+    branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
 

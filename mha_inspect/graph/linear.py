@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..record.ops import Op, Tensor
-from .dimensions import Atom
-from .found import Found
+from ..record.ops import Op, TensorRef
+from .dimensions import Axis
+from .found import Attention
 from .products import Product, outer_product_of, product_of
 from .walk import GATHERING, JOINING, NORMS, Graph
 
@@ -23,11 +23,11 @@ class Chain:
     between: tuple[Op, ...]
     """The operations from the first to the second, in the order in which they ran."""
     second: Product
-    carried: Tensor
+    carried: TensorRef
     """The factor of the second that was made of the first."""
 
 
-def find_chains(graph: Graph, attentions: Iterable[Found]) -> list[Chain]:
+def find_chains(graph: Graph, attentions: Iterable[Attention]) -> list[Chain]:
     """Every such pair that is no part of an attention, in order; for each factor the nearest product behind it."""
     taken = {
         op.index
@@ -48,7 +48,7 @@ def find_chains(graph: Graph, attentions: Iterable[Found]) -> list[Chain]:
     return chains
 
 
-def features_of(graph: Graph) -> set[Atom]:
+def features_of(graph: Graph) -> set[Axis]:
     """The axes of the matrices that project something: what they take in, and what they give."""
     return {
         atom
@@ -61,7 +61,7 @@ def features_of(graph: Graph) -> set[Atom]:
     }
 
 
-def _stays_in_place(graph: Graph, chain: Chain, features: set[Atom]) -> bool:
+def _stays_in_place(graph: Graph, chain: Chain, features: set[Axis]) -> bool:
     """Whether the first has no sum, and is made for every position of what comes in by itself: no two of them meet."""
     axes = chain.first.axes(graph.dimensions)
     if axes.left_inner or any(op.base_name.rstrip("_") in _RUNNING for op in chain.between):
@@ -87,7 +87,7 @@ def _products(graph: Graph) -> dict[int, Product]:
     return dict(reversed(found.items()))
 
 
-def _is_activation(graph: Graph, tensor: Tensor) -> bool:
+def _is_activation(graph: Graph, tensor: TensorRef) -> bool:
     """Whether this depends on what came in, and is no parameter, nor one of a stack of matrices that was picked."""
     source = graph.recording.producer(graph.before_moves(tensor))
     picked = source is not None and source.base_name in GATHERING and len(source.inputs[0].shape) > 2
@@ -98,7 +98,7 @@ def _is_activation(graph: Graph, tensor: Tensor) -> bool:
     )
 
 
-def _chain(graph: Graph, products: dict[int, Product], second: Product, carried: Tensor) -> Chain | None:
+def _chain(graph: Graph, products: dict[int, Product], second: Product, carried: TensorRef) -> Chain | None:
     """The nearest product behind a factor, with nothing between that makes something else of it."""
 
     def through(op: Op) -> bool:

@@ -6,19 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..naming.stages import STAGES
-from ..record.ops import Op, Tensor
-from .found import Found
+from ..record.ops import Op, TensorRef
+from .found import Attention
 from .walk import Graph
 
 _SHARED = ("query", "key", "value", "concat", "output")
 
 
-def merge_branches(graph: Graph, found: list[Found]) -> list[Found]:
+def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
     """Put together those that come from the same line and module and meet where heads are joined.
 
     Turns of a loop over pieces of a sequence come from one line too, and are joined along it: they stay apart.
     """
-    groups: dict[tuple[object, ...], list[Found]] = {}
+    groups: dict[tuple[object, ...], list[Attention]] = {}
     for place, attention in enumerate(found):
         joined = _joined(graph, attention) if _is_whole(graph, attention) else None
         key = (attention.softmax.source, attention.score_product.op.source, attention.module, joined)
@@ -26,7 +26,7 @@ def merge_branches(graph: Graph, found: list[Found]) -> list[Found]:
     return sorted(map(_merge, groups.values()), key=lambda attention: attention.softmax.index)
 
 
-def _joined(graph: Graph, found: Found) -> tuple[str, int] | None:
+def _joined(graph: Graph, found: Attention) -> tuple[str, int] | None:
     """Where this context is put beside others, head by head: by which operation, or into which memory."""
 
     def through(op: Op) -> bool:
@@ -51,7 +51,7 @@ def _dim_of(op: Op) -> Any:
     return op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
 
 
-def _cut(graph: Graph, written: Tensor) -> Op | None:
+def _cut(graph: Graph, written: TensorRef) -> Op | None:
     """The operation that cut what is written to out of a larger tensor."""
     op = graph.recording.producer(written)
     while op is not None and op.kind == "view" and op.inputs:
@@ -61,12 +61,12 @@ def _cut(graph: Graph, written: Tensor) -> Op | None:
     return None
 
 
-def _cuts_features(graph: Graph, found: Found, cut: Op, context: Tensor) -> bool:
+def _cuts_features(graph: Graph, found: Attention, cut: Op, context: TensorRef) -> bool:
     rank = len(cut.output.shape)
     return rank == len(context.shape) and _has_features(graph, found, context, int(_dim_of(cut)) % rank)
 
 
-def _has_features(graph: Graph, found: Found, context: Tensor, place: int) -> bool:
+def _has_features(graph: Graph, found: Attention, context: TensorRef, place: int) -> bool:
     """Whether a dimension of the context, as it was moved, holds the features of the head."""
     axes = found.value_product.axes(graph.dimensions)
     features = set(axes.rows if found.value_first else axes.columns)
@@ -74,7 +74,7 @@ def _has_features(graph: Graph, found: Found, context: Tensor, place: int) -> bo
     return place < len(dims) and bool(features & set(dims[place]))
 
 
-def _is_whole(graph: Graph, found: Found) -> bool:
+def _is_whole(graph: Graph, found: Attention) -> bool:
     """Whether the scores have everything that comes in, and not one query or a piece of the sequence."""
     if "query" not in found.stages or not found.stages["query"].shape:
         return True
@@ -89,7 +89,7 @@ def _is_whole(graph: Graph, found: Found) -> bool:
     return outside <= seen and all(atom in outside for atom in rows if atom.size > 1)
 
 
-def _merge(group: list[Found]) -> Found:
+def _merge(group: list[Attention]) -> Attention:
     first = group[0]
     if len(group) == 1:
         return first

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..record.ops import Op, Tensor
-from .dimensions import Atom
+from ..record.ops import Op, TensorRef
+from .dimensions import Axis
 from .found import Mixing
 from .products import Product, product_of
 from .walk import GATHERING, Graph
@@ -20,11 +20,11 @@ class Meeting:
 
     product: Product
     path: tuple[Op, ...]
-    carried: Tensor
+    carried: TensorRef
     """On the side of the scores what the product gives; on the side of the values the factor that is the weights."""
 
 
-def score_product(graph: Graph, masked: Tensor, dim: int) -> Meeting | None:
+def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
     """The product that made the scores that a softmax is taken of.
 
     Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
@@ -46,7 +46,7 @@ def score_product(graph: Graph, masked: Tensor, dim: int) -> Meeting | None:
     return None if best is None else best[1]
 
 
-def _has_learned_query(graph: Graph, op: Op, masked: Tensor, dim: int) -> bool:
+def _has_learned_query(graph: Graph, op: Op, masked: TensorRef, dim: int) -> bool:
     """Whether this is a product of keys with a parameter that stands for the queries, batch by batch.
 
     A projection has no batch; and where a router's weights stand, the softmax runs over what they give.
@@ -61,7 +61,7 @@ def _has_learned_query(graph: Graph, op: Op, masked: Tensor, dim: int) -> bool:
     return bool(over & {atom for axis in graph.dimensions.of(keys[0])[-2:] for atom in axis})
 
 
-def value_product(graph: Graph, weights: Tensor, dim: int) -> Meeting | None:
+def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
     """The product of weights and values."""
     single: Meeting | None = None
     over = _wide(graph, weights, dim) if weights.shape else set()
@@ -84,7 +84,7 @@ def value_product(graph: Graph, weights: Tensor, dim: int) -> Meeting | None:
     return single
 
 
-def _sums(graph: Graph, product: Product, over: set[Atom]) -> bool:
+def _sums(graph: Graph, product: Product, over: set[Axis]) -> bool:
     """Whether a product sums over what the softmax runs over."""
     axes = product.axes(graph.dimensions)
     return not over or bool(over & {*axes.left_inner, *axes.right_inner})
@@ -102,7 +102,7 @@ def mixing_of(graph: Graph, op: Op) -> Mixing | None:
     return Mixing(op, source, place)
 
 
-def _mixes(graph: Graph, op: Op, over: set[Atom]) -> bool:
+def _mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
     """Whether a projection leaves alone what the softmax runs over, so that it may mix scores or weights by head."""
     mixing = mixing_of(graph, op) if over else None
     if mixing is None:
@@ -127,14 +127,14 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
     return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
 
 
-def as_written(graph: Graph, product: Product, factor: Tensor) -> Tensor:
+def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
     """A factor before it was moved for the product."""
     while (op := graph.recording.producer(factor)) is not None and moved_for(graph, op, product):
         factor = op.inputs[0]
     return factor
 
 
-def softmax_over_rows(graph: Graph, product: Product, masked: Tensor, dim: int) -> bool:
+def softmax_over_rows(graph: Graph, product: Product, masked: TensorRef, dim: int) -> bool:
     """Whether the softmax runs over the rows of the product, so that its left factor holds the keys."""
     if len(product.op.output.shape) < 2 or not masked.shape:
         return False
@@ -143,5 +143,5 @@ def softmax_over_rows(graph: Graph, product: Product, masked: Tensor, dim: int) 
     return bool(over & set(axes.rows)) and not over & set(axes.columns)
 
 
-def _wide(graph: Graph, tensor: Tensor, dim: int) -> set[Atom]:
+def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:
     return {atom for atom in graph.dimensions.of(tensor)[dim] if atom.size > 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..record.ops import Op, Recording, Tensor
+from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Dim, Dimensions
 
 MATRIX_PRODUCTS = {"bmm", "mm", "addmm", "baddbmm", "_addmm_activation", "mv", "dot"}
@@ -19,8 +19,8 @@ class Product:
     """The operation that gives the result."""
     multiply: Op
     """The operation that reads the factors: another one where a sum is written out."""
-    left: Tensor
-    right: Tensor
+    left: TensorRef
+    right: TensorRef
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ def _flat(dims: Iterable[Dim]) -> Dim:
     return tuple(atom for dim in dims for atom in dim)
 
 
-def _wide(tensor: Tensor, rank: int, place: int) -> bool:
+def _wide(tensor: TensorRef, rank: int, place: int) -> bool:
     """Whether a factor has more than one element along a dimension of what it is broadcast to, or expanded to."""
     own = place - (rank - len(tensor.shape))
     return own >= 0 and tensor.shape[own] > 1 and tensor.stride[own] != 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isclose
 
-from ..record.ops import Op, Tensor
+from ..record.ops import Op, TensorRef
 from .softmax import is_shift
 from .walk import Graph
 
@@ -18,9 +18,9 @@ _BENDS = {"tanh", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "sigm
 class Scoring:
     """The way from the product of queries and keys to the softmax, in the order in which it ran."""
 
-    scores: Tensor
+    scores: TensorRef
     """Scaled, before any mask, bias or bend; None of them may be there."""
-    masked: Tensor
+    masked: TensorRef
     """What the softmax is taken of, without sinks."""
     scale: float | None = 1.0
     """What the scores were multiplied by up to there."""
@@ -48,7 +48,7 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
     return product
 
 
-def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input: Tensor) -> Scoring:
+def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input: TensorRef) -> Scoring:
     """Follow `path`, the operations from the product to the softmax in the order in which they ran."""
     found = Scoring(product.output, softmax_input, scale=float(product.kwargs.get("alpha", 1)))
     if adds_mask(product):
@@ -124,7 +124,7 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
     return found
 
 
-def _lays_out(op: Op, scores: Tensor) -> bool:
+def _lays_out(op: Op, scores: TensorRef) -> bool:
     """Whether this writes the scores into a buffer, and not something into the scores."""
     return op.base_name == "copy_" and op.inputs[-1].id == scores.id
 

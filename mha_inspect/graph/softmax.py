@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..record.ops import Op, Recording, Tensor
+from ..record.ops import Op, Recording, TensorRef
 from .products import Product, product_of
 
 _SOFTMAXES = {"_softmax", "_safe_softmax"}
@@ -17,7 +17,7 @@ _MASKING = {"mul", "masked_fill", "where", "_to_copy", "detach", "clone"}
 _MANY = 6
 
 
-def softmax_of(recording: Recording, op: Op) -> tuple[Tensor, int] | None:
+def softmax_of(recording: Recording, op: Op) -> tuple[TensorRef, int] | None:
     """What this operation takes the softmax of, and over which dimension; None where it takes none.
 
     Written by hand it is the last operation that counts: `exp(x - max) / sum`, `exp(x) * (1 / sum)`,
@@ -64,9 +64,9 @@ class LateSoftmax:
     """The sum."""
     product: Product
     """The exponentials with the values."""
-    carried: Tensor
+    carried: TensorRef
     """The factor of the product that is the exponentials."""
-    masked: Tensor
+    masked: TensorRef
     dim: int
 
 
@@ -91,7 +91,9 @@ def late_softmax_of(recording: Recording, op: Op) -> LateSoftmax | None:
     return None
 
 
-def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bool) -> tuple[Tensor, int] | None:
+def _over_sum(
+    recording: Recording, above: TensorRef, below: TensorRef, *, inverse: bool
+) -> tuple[TensorRef, int] | None:
     """`exp(x) / sum`; with `inverse` it is multiplied by one over the sum."""
     if above.numel < below.numel:
         return None
@@ -105,7 +107,7 @@ def _over_sum(recording: Recording, above: Tensor, below: Tensor, *, inverse: bo
     return _unshifted(recording, exponential.inputs[0]), total[1]
 
 
-def _total(recording: Recording, below: Tensor, *, inverse: bool) -> tuple[Op, int] | None:
+def _total(recording: Recording, below: TensorRef, *, inverse: bool) -> tuple[Op, int] | None:
     """The sum over one dimension that a tensor is, guarded and moved at most; with `inverse` one over it."""
     total = recording.producer(below)
     for _ in range(_MANY):
@@ -137,7 +139,7 @@ def _by_one(op: Op) -> bool:
     return op.base_name == "mul" and len(op.inputs) == 1 and op.args[1] == 1
 
 
-def _exponential(recording: Recording, tensor: Tensor) -> Op | None:
+def _exponential(recording: Recording, tensor: TensorRef) -> Op | None:
     """The `exp` behind a tensor, through masks."""
     op = recording.producer(tensor)
     for _ in range(_MANY):
@@ -154,7 +156,7 @@ def _exponential(recording: Recording, tensor: Tensor) -> Op | None:
     return None
 
 
-def _unshifted(recording: Recording, tensor: Tensor) -> Tensor:
+def _unshifted(recording: Recording, tensor: TensorRef) -> TensorRef:
     """Before the largest score was taken off, which changes no weight."""
     op = recording.producer(tensor)
     return op.inputs[0] if op is not None and is_shift(recording, op) else tensor
@@ -167,7 +169,7 @@ def is_shift(recording: Recording, op: Op) -> bool:
     return op.inputs[1].numel < op.output.numel and _is_of(recording, op.inputs[1], ("amax", "max", "logsumexp"))
 
 
-def _is_of(recording: Recording, tensor: Tensor, names: tuple[str, ...]) -> bool:
+def _is_of(recording: Recording, tensor: TensorRef, names: tuple[str, ...]) -> bool:
     """Whether a tensor comes from one of these operations, moved at most."""
     op = recording.producer(tensor)
     while op is not None and op.kind in ("view", "copy") and op.inputs:
@@ -175,7 +177,7 @@ def _is_of(recording: Recording, tensor: Tensor, names: tuple[str, ...]) -> bool
     return op is not None and op.base_name in names
 
 
-def _of_logarithm(recording: Recording, op: Op) -> tuple[Tensor, int] | None:
+def _of_logarithm(recording: Recording, op: Op) -> tuple[TensorRef, int] | None:
     behind = recording.producer(op.inputs[0])
     if behind is None or not behind.inputs:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..record.ops import Op, Recording, Tensor
+from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Dimensions
 from .products import MATRIX_PRODUCTS, Product, product_of
 from .softmax import softmax_of
@@ -38,7 +38,7 @@ _FAR = 60
 class Step:
     """A tensor that a walk came to, and the operations that it passed, nearest to the start first."""
 
-    tensor: Tensor
+    tensor: TensorRef
     path: tuple[Op, ...] = ()
 
 
@@ -74,9 +74,9 @@ class Graph:
         return frozenset(found)
 
     @cached_property
-    def _reread(self) -> dict[int, list[Tensor]]:
+    def _reread(self) -> dict[int, list[TensorRef]]:
         """Index of a writing operation to the tensors that look at what it wrote, other than those it returned."""
-        found: dict[int, dict[int, Tensor]] = {}
+        found: dict[int, dict[int, TensorRef]] = {}
         for op in self.recording.ops:
             for tensor in op.inputs:
                 made = self.recording.producers.get(tensor.id)
@@ -99,15 +99,15 @@ class Graph:
 
     # -- what an operation is -----------------------------------------------------------------------------------------
 
-    def is_weight(self, tensor: Tensor) -> bool:
+    def is_weight(self, tensor: TensorRef) -> bool:
         """Whether this is a parameter, moved, cast or scaled at most."""
         return tensor.id in self._weights
 
-    def comes_from_inputs(self, tensor: Tensor) -> bool:
+    def comes_from_inputs(self, tensor: TensorRef) -> bool:
         """Whether this depends on what the forward was given."""
         return tensor.id in self._from_inputs or tensor.id in self.recording.input_ids
 
-    def operands(self, op: Op) -> tuple[Tensor, Tensor] | None:
+    def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:
         """The two factors of a matrix product; None for any other operation."""
         return (op.inputs[-2], op.inputs[-1]) if op.base_name in MATRIX_PRODUCTS and len(op.inputs) >= 2 else None
 
@@ -146,7 +146,7 @@ class Graph:
         """The product whose factors an operation reads, which another may sum."""
         return self._products_by_multiplication.get(op.index)
 
-    def projected(self, op: Op) -> Tensor:
+    def projected(self, op: Op) -> TensorRef:
         """What a projection projects."""
         if op.base_name == "convolution":
             return op.inputs[0]
@@ -168,7 +168,7 @@ class Graph:
         """Whether this multiplies everything by one number."""
         return op.base_name.rstrip("_") in _SCALES and sum(t.numel > 1 for t in op.inputs) <= 1 and op.output.numel > 0
 
-    def softmax(self, op: Op) -> tuple[Tensor, int] | None:
+    def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
         """What a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
         return softmax_of(self.recording, op)
 
@@ -194,7 +194,7 @@ class Graph:
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
-    def back(self, start: Tensor, through: Callable[[Op], bool]) -> Iterator[Step]:
+    def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
         """Tensors from which `start` was made, nearest first, passing operations that `through` lets pass."""
         queue, seen = deque([Step(start)]), {start.id}
         while queue:
@@ -208,7 +208,7 @@ class Graph:
                     seen.add(tensor.id)
                     queue.append(Step(tensor, (*step.path, op)))
 
-    def forward(self, start: Tensor, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
+    def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
         """Operations that read what was made from `start`, nearest first, with the tensor that they read."""
         made = self.recording.producers.get(start.id, -1)
         queue = deque(Step(tensor) for tensor in (start, *self._reread.get(made, ())))
@@ -227,7 +227,7 @@ class Graph:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
 
-    def after_call(self, op: Op) -> Tensor:
+    def after_call(self, op: Op) -> TensorRef:
         """What the call in Python returned that this operation is the heart of: its result, moved and biased."""
         tensor = op.output
         while True:
@@ -240,7 +240,7 @@ class Graph:
                 return tensor
             tensor = followers[0].output
 
-    def before_call(self, op: Op, tensor: Tensor) -> Tensor:
+    def before_call(self, op: Op, tensor: TensorRef) -> TensorRef:
         """What was handed to that call: the operand before the call moved it."""
         while (behind := self.recording.producer(tensor)) is not None:
             if behind.call != op.call or not self.moves(behind):
@@ -248,13 +248,13 @@ class Graph:
             tensor = behind.inputs[0]
         return tensor
 
-    def before_moves(self, tensor: Tensor) -> Tensor:
+    def before_moves(self, tensor: TensorRef) -> TensorRef:
         """Where elements come from that were only moved."""
         while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
             tensor = behind.inputs[0]
         return tensor
 
-    def after_projection(self, op: Op) -> Tensor:
+    def after_projection(self, op: Op) -> TensorRef:
         """What a projection gives, with its bias, and as it is before the features are cut up."""
         tensor = self.after_call(op)
         while True:
@@ -266,7 +266,7 @@ class Graph:
                 return tensor
             tensor = follower.output
 
-    def before_flattening(self, tensor: Tensor, module: str) -> Tensor:
+    def before_flattening(self, tensor: TensorRef, module: str) -> TensorRef:
         """The same features before their rows were put into one dimension, inside the module."""
         while (behind := self.recording.producer(tensor)) is not None and behind.module == module:
             if not self._keeps_features(behind):

@@ -9,12 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..graph.attention import Found
+from ..graph.attention import Attention
 from ..naming.canonical import NamedAxes, canonical_stage, name_axes, sizes_of
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..record.copying import copy_module
 from ..record.rounding import cast_tensors
-from ..record.subject import Forward, Seen
+from ..record.subject import Forward, Run
 from ..targets.spec import DTYPES
 
 
@@ -22,7 +22,7 @@ from ..targets.spec import DTYPES
 class Known:
     """What was found in earlier runs of one layer: another head count, or dtype, mostly runs the same steps."""
 
-    found: dict[Hashable, tuple[Found, ...]] = field(default_factory=dict)
+    found: dict[Hashable, tuple[Attention, ...]] = field(default_factory=dict)
     axes: dict[Hashable, NamedAxes] = field(default_factory=dict)
 
 
@@ -32,7 +32,7 @@ class StageContents:
     A layer that loops over its heads has an attention for each: here their heads stand side by side, as one attention.
     """
 
-    def __init__(self, forward: Forward, seen: Seen, known: Known | None = None) -> None:
+    def __init__(self, forward: Forward, seen: Run, known: Known | None = None) -> None:
         self.forward = forward
         self.seen = seen
         self._known = Known() if known is None else known
@@ -50,7 +50,7 @@ class StageContents:
         return known[kind]
 
     @cached_property
-    def found(self) -> tuple[Found, ...]:
+    def found(self) -> tuple[Attention, ...]:
         """The attentions that make up this layer, with the sizes of the first run that took these steps."""
         known, steps = self._known.found, _steps(self.seen)
         if steps not in known:
@@ -58,7 +58,7 @@ class StageContents:
         return known[steps]
 
     @cached_property
-    def parts(self) -> tuple[Found, ...]:
+    def parts(self) -> tuple[Attention, ...]:
         """The turns of a loop over heads, or the attentions themselves."""
         turns = self.found[0].branches if len(self.found) == 1 else ()
         return turns or self.found
@@ -102,7 +102,7 @@ class StageContents:
         return canonical_stage(self.seen, found, stage, axes, sizes)
 
 
-def _steps(seen: Seen) -> Hashable:
+def _steps(seen: Run) -> Hashable:
     """Which operation made which tensor out of which, whatever their sizes."""
     ops = seen.recording.ops
     return tuple((op.name, *((t.id, len(t.shape)) for t in (*op.inputs, *op.outputs))) for op in ops)

@@ -11,9 +11,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ..graph.dimensions import Atom, Dim, Dimensions, resolve
-from ..graph.found import Found
-from ..record.ops import Tensor
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve
+from ..graph.found import Attention
+from ..record.ops import TensorRef
 from .roles import Group, Roles
 from .sizes import one_size_a_name
 from .stages import CANONICAL_AXES
@@ -39,7 +39,7 @@ _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "
 class AxisNames:
     """The names of the axes of one attention."""
 
-    def __init__(self, found: Found, dimensions: Dimensions) -> None:
+    def __init__(self, found: Attention, dimensions: Dimensions) -> None:
         self._dimensions = dimensions
         self._found = found
         for mixing in (*found.mixed_scores, *found.mixed_weights):
@@ -80,13 +80,13 @@ class AxisNames:
         other._stages = {**self._stages, **stages}
         return other
 
-    def of(self, tensor: Tensor) -> str:
+    def of(self, tensor: TensorRef) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
         # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
         joined = ("heads",) if self._found.branches else ()
         return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
 
-    def as_stage(self, tensor: Tensor, stage: str) -> str:
+    def as_stage(self, tensor: TensorRef, stage: str) -> str:
         """The axes of a tensor from which a stage was made, or which was made from it."""
         return self._write(tensor, list(self._sides[_side(stage)]), _expected(stage))
 
@@ -129,7 +129,7 @@ class AxisNames:
 
     def _write(
         self,
-        tensor: Tensor,
+        tensor: TensorRef,
         groups: list[Group],
         expected: Sequence[str],
         packed: tuple[str, int] = ("", 0),
@@ -151,7 +151,7 @@ class AxisNames:
         self._name_the_last(dims, groups, expected)
         return " ".join(write_dimension(dim) for dim in dims)
 
-    def _tell_apart(self, dims: list[list[str | Atom]], groups: list[Group]) -> None:
+    def _tell_apart(self, dims: list[list[str | Axis]], groups: list[Group]) -> None:
         """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
         known = dict(reversed(groups))
         if "key" not in known or "query" not in known or resolve(known["query"]) != resolve(known["key"]):
@@ -164,7 +164,7 @@ class AxisNames:
                 dims[at][i] = own
 
     def _name_the_last(
-        self, dims: list[list[str | Atom]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
+        self, dims: list[list[str | Axis]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
     ) -> None:
         """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
         missing = [name for name in expected if not _has(dims, name)]
@@ -188,10 +188,10 @@ class AxisNames:
         self._assign(dims, groups, place, run, name)
 
     def _assign(
-        self, dims: list[list[str | Atom]], groups: list[Group], place: int, run: tuple[int, int], name: str
+        self, dims: list[list[str | Axis]], groups: list[Group], place: int, run: tuple[int, int], name: str
     ) -> None:
         start, stop = run
-        atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Atom))
+        atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Axis))
         dims[place][start:stop] = [name]
         if _product(atoms) > 1:
             groups.append((name, atoms))
@@ -218,17 +218,17 @@ def _expected(stage: str) -> list[str]:
     return [name for name in names if name not in ("heads", "kv_heads", "batch")]
 
 
-def _size(dim: Sequence[str | Atom], run: tuple[int, int]) -> int:
-    return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Atom))
+def _size(dim: Sequence[str | Axis], run: tuple[int, int]) -> int:
+    return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Axis))
 
 
-def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
+def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
     """A dimension as names, and atoms where there is none.
 
     An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
     """
     atoms = list(resolve(dim))
-    tokens: list[str | Atom] = []
+    tokens: list[str | Axis] = []
     known = [(name, resolve(group)) for name, group in groups]
     while atoms:
         for name, group in known:
@@ -250,10 +250,10 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Atom]:
     return tokens
 
 
-def _name_turns(dims: list[list[str | Atom]], turns: int, width: int) -> None:
+def _name_turns(dims: list[list[str | Axis]], turns: int, width: int) -> None:
     """Name the axis of which a loop over heads takes one piece at a turn."""
     for dim in dims:
-        left = [at for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
+        left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
         if (
             len(left) == 1
             and _size(dim, (left[0], left[0] + 1)) == turns
@@ -262,7 +262,7 @@ def _name_turns(dims: list[list[str | Atom]], turns: int, width: int) -> None:
             dim[left[0]] = "heads"
 
 
-def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
+def _name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
     """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
 
     Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
@@ -271,7 +271,7 @@ def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: R
         return
     name, count = packed
     dim = dims[-1]
-    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Atom) and token.size > 1]
+    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
     if not left:
         return
     width = _product(resolve(roles.value_dim if value else roles.head_dim))
@@ -293,12 +293,12 @@ def _name_packed(dims: list[list[str | Atom]], packed: tuple[str, int], roles: R
         dim[at] = name if first.size == count > 1 else "packed"
 
 
-def _has(dims: list[list[str | Atom]], name: str) -> bool:
+def _has(dims: list[list[str | Axis]], name: str) -> bool:
     """Whether a name is there already, in one dimension or in several."""
     return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
 
 
-def _runs(dim: list[str | Atom]) -> list[tuple[int, int]]:
+def _runs(dim: list[str | Axis]) -> list[tuple[int, int]]:
     """Where atoms without a name stand side by side; those of size one tell nothing beside others."""
     runs: list[tuple[int, int]] = []
     for place, token in enumerate(dim):
@@ -311,12 +311,12 @@ def _runs(dim: list[str | Atom]) -> list[tuple[int, int]]:
     return runs
 
 
-def write_dimension(dim: list[str | Atom]) -> str:
+def write_dimension(dim: list[str | Axis]) -> str:
     """One dimension of an einops pattern. Neighbours without a name are one number."""
     words: list[str] = []
     number = 1
     for token in [*dim, ""]:
-        if isinstance(token, Atom):
+        if isinstance(token, Axis):
             number *= token.size
             continue
         if number > 1 or (not token and not words):

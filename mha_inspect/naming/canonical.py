@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from einops import EinopsError, rearrange
 
-from ..graph.attention import Found
-from ..record.subject import Forward, Seen, tiny
+from ..graph.attention import Attention
+from ..record.subject import Forward, Run, tiny
 from .axes import AxisNames
 from .pattern import dims_of
 from .stages import CANONICAL_AXES
@@ -26,7 +26,7 @@ class NamedAxes:
     """Axes of each returned tensor, in order."""
 
 
-def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
+def name_axes(forward: Forward, seen: Run) -> NamedAxes:
     """Name the axes of a run of this forward.
 
     The names come from a run at small sizes, none of them one, as far as it has the same stages. Where it has not (the
@@ -45,7 +45,7 @@ def name_axes(forward: Forward, seen: Seen) -> NamedAxes:
     return NamedAxes(stages, tuple(at_size(pattern, named.tensor.shape) for pattern, named in returned))
 
 
-def own_axes(seen: Seen) -> NamedAxes:
+def own_axes(seen: Run) -> NamedAxes:
     """Name the axes of a run from that run alone, and from the wider one that it may have beside it."""
     stages = tuple({stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions)
     returned = tuple(
@@ -58,7 +58,7 @@ def own_axes(seen: Seen) -> NamedAxes:
     return NamedAxes(stages, returned)
 
 
-def _ranks(seen: Seen) -> list[tuple[str, int]]:
+def _ranks(seen: Run) -> list[tuple[str, int]]:
     """What a run returned: names, and numbers of dimensions."""
     return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
 
@@ -75,7 +75,9 @@ def sizes_of(forward: Forward) -> dict[str, int]:
     }
 
 
-def canonical_stage(seen: Seen, found: Found, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:
+def canonical_stage(
+    seen: Run, found: Attention, stage: str, axes: str, sizes: Mapping[str, int]
+) -> torch.Tensor | None:
     """The content of a stage in its canonical axes; None where an axis has no name.
 
     The run must have been recorded with its tensors kept.
@@ -83,7 +85,7 @@ def canonical_stage(seen: Seen, found: Found, stage: str, axes: str, sizes: Mapp
     return canonical(seen.recording.values[found.stages[stage].id], stage, axes, sizes)
 
 
-def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.Tensor]:
+def contents_of(seen: Run, found: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
     """The stages of an attention in canonical axes, the turns of a loop over heads side by side.
 
     Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
@@ -101,7 +103,7 @@ def contents_of(seen: Seen, found: Found, names: AxisNames) -> dict[str, torch.T
     return contents
 
 
-def is_by_turn(found: Found, names: AxisNames, stage: str) -> bool:
+def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:
     """Whether each turn of a loop over heads has this stage for itself, with its own heads in it.
 
     Where a projection gives the features of all heads, and each turn takes a slice, it is the whole layer's.
@@ -111,7 +113,7 @@ def is_by_turn(found: Found, names: AxisNames, stage: str) -> bool:
     return len(found.branches) > 1 and own
 
 
-def sizes_in(found: Found, names: AxisNames, stage: str) -> dict[str, int]:
+def sizes_in(found: Attention, names: AxisNames, stage: str) -> dict[str, int]:
     """The sizes of the axes that share a dimension with others in a stage, or in one turn of it."""
     turns = len(found.branches) if is_by_turn(found, names, stage) else 1
     # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from ..graph.attention import Found
+from ..graph.attention import Attention
 from ..graph.dimensions import size_of
 from ..graph.evaluate import CannotReplayError, Replay, leaves_of, takes_shape_only
-from ..record.ops import Op, Tensor
-from ..record.subject import Pass, Seen
+from ..record.ops import Op, TensorRef
+from ..record.subject import Run, Subject
 from .axes import AxisNames
 from .pattern import dims_of
 
@@ -24,7 +24,7 @@ _FAR = 60
 _FILLS = ("masked_fill", "masked_fill_", "where")
 
 
-def kinds_of(seen: Seen, own: Pass) -> list[tuple[str, ...]]:
+def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
     """The kind of each attention of a run, in order."""
     replay = Replay(seen.recording, leaves_of(seen.recording, own))
     known: dict[tuple[object, ...], bool | None] = {}
@@ -32,7 +32,7 @@ def kinds_of(seen: Seen, own: Pass) -> list[tuple[str, ...]]:
 
 
 def _kind(
-    seen: Seen, found: Found, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
+    seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
 ) -> tuple[str, ...]:
     kind = []
     source = _source(seen, found)
@@ -45,7 +45,7 @@ def _kind(
     return tuple(kind)
 
 
-def _source(seen: Seen, found: Found) -> str:
+def _source(seen: Run, found: Attention) -> str:
     """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
     query, key = found.stages.get("query"), found.stages.get("key")
     if query is None or key is None:
@@ -55,7 +55,7 @@ def _source(seen: Seen, found: Found) -> str:
     return "self" if left.id == right.id or _is_one(left, right) else "cross"
 
 
-def _is_one(left: Tensor, right: Tensor) -> bool:
+def _is_one(left: TensorRef, right: TensorRef) -> bool:
     """Whether two tensors are the same piece of memory, unwritten in between."""
     return (left.storage, left.offset, left.shape, left.stride) == (
         right.storage,
@@ -66,7 +66,7 @@ def _is_one(left: Tensor, right: Tensor) -> bool:
 
 
 def _is_causal(
-    seen: Seen, found: Found, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
+    seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
 ) -> bool:
     axes = found.score_product.axes(seen.graph.dimensions)
     rows, columns = size_of(axes.rows), size_of(axes.columns)
@@ -83,7 +83,7 @@ def _is_causal(
     return False
 
 
-def _given_keys(found: Found, names: AxisNames) -> int | None:
+def _given_keys(found: Attention, names: AxisNames) -> int | None:
     """How many keys come in; None where the recording does not show it."""
     if "key" not in found.stages:
         return None
@@ -91,7 +91,7 @@ def _given_keys(found: Found, names: AxisNames) -> int | None:
     return found.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
 
 
-def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
+def _is_scores(seen: Run, tensor: TensorRef, found: Attention) -> bool:
     """Whether a tensor is the product of scores, scaled, moved or masked at most."""
     product = found.score_product.op.output
 
@@ -104,7 +104,7 @@ def _is_scores(seen: Seen, tensor: Tensor, found: Found) -> bool:
 
 
 def _bars_the_future(
-    seen: Seen, op: Op, found: Found, replay: Replay, lengths: tuple[int, int, int | None]
+    seen: Run, op: Op, found: Attention, replay: Replay, lengths: tuple[int, int, int | None]
 ) -> bool | None:
     """Whether this operation bars every key behind the query's position; None where its mask is not known."""
     others = [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
@@ -130,7 +130,7 @@ def _bars_the_future(
     return any(_is_triangle(barred, queries, keys, shift) for shift in {0, max(keys - queries, 0)})
 
 
-def _keys_before_queries(seen: Seen, op: Op, found: Found) -> bool:
+def _keys_before_queries(seen: Run, op: Op, found: Attention) -> bool:
     """Whether the last dimension of what an operation masks is the queries."""
     dimensions = seen.graph.dimensions
     axes = found.score_product.axes(dimensions)
@@ -139,7 +139,7 @@ def _keys_before_queries(seen: Seen, op: Op, found: Found) -> bool:
     return bool(queries & set(masked[-1])) and not queries & set(masked[-2])
 
 
-def _is_cut(seen: Seen, tensor: Tensor) -> bool:
+def _is_cut(seen: Run, tensor: TensorRef) -> bool:
     """Whether a tensor was made with a triangle."""
     queue = [tensor]
     looked_at: set[int] = set()
@@ -162,7 +162,7 @@ def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> b
     return bool((future & open_to_some).any()) and bool((barred | ~future).all()) and not bool(own.all())
 
 
-def _barred(op: Op, others: list[Tensor], replay: Replay) -> torch.Tensor | None:
+def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
     """Where an operation leaves no weight."""
     if op.base_name in _FILLS:
         mask = next((tensor for tensor in op.inputs if tensor.dtype == "bool"), None)
@@ -179,5 +179,5 @@ def _barred(op: Op, others: list[Tensor], replay: Replay) -> torch.Tensor | None
     return value <= _BARRED
 
 
-def _scores_first(op: Op, others: list[Tensor]) -> bool:
+def _scores_first(op: Op, others: list[TensorRef]) -> bool:
     return len(op.inputs) < 2 or op.inputs[1].id not in {tensor.id for tensor in others}

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..graph.dimensions import Atom, Dim, size_of
-from ..graph.found import Found
+from ..graph.dimensions import Axis, Dim, size_of
+from ..graph.found import Attention
 from ..graph.linear import Chain, features_of, find_chains
 from ..graph.products import Product, ProductAxes
 from ..graph.softmax import is_guard
 from ..graph.walk import Graph
-from ..record.ops import Op, Tensor
+from ..record.ops import Op, TensorRef
 from ..reports.products import Factor, Form, ProductPair, Role
 from ..reports.products import Product as Shown
 from .axes import name_dimension, write_dimension
@@ -27,7 +27,7 @@ _IN_SUM = {"sum", "abs"}
 """What a sum is made with that something is divided by, beside what keeps it from zero."""
 
 
-def product_pairs(graph: Graph, attentions: Iterable[Found]) -> tuple[ProductPair, ...]:
+def product_pairs(graph: Graph, attentions: Iterable[Attention]) -> tuple[ProductPair, ...]:
     """Every pair that is no part of an attention, in order; those that are alike, once, with their number."""
     chains = find_chains(graph, attentions)
     features = features_of(graph) if chains else set()
@@ -42,7 +42,7 @@ def product_pairs(graph: Graph, attentions: Iterable[Found]) -> tuple[ProductPai
 class _Side:
     """A factor: what it would be in attention, and the names of its axes."""
 
-    tensor: Tensor
+    tensor: TensorRef
     role: Role = ""
     groups: tuple[Group, ...] = ()
 
@@ -50,7 +50,7 @@ class _Side:
 class _Writer:
     """Writes one pair."""
 
-    def __init__(self, graph: Graph, chain: Chain, features: set[Atom]) -> None:
+    def __init__(self, graph: Graph, chain: Chain, features: set[Axis]) -> None:
         self._graph = graph
         self._chain = chain
         self._features = features
@@ -124,7 +124,7 @@ class _Writer:
         along = tuple(atom for atom in axes.batch if atom in running)
         return ("heads", heads), (position, along), ("batch", rest if len(rest) == 1 else ())
 
-    def _running(self) -> set[Atom]:
+    def _running(self) -> set[Axis]:
         """The axis along which the first product is summed up on its way to the second."""
         sums = [op for op in self._chain.between if op.base_name.rstrip("_") == "cumsum"]
         return {atom for op in sums for atom in _wide(self._graph.dimensions.of(op.inputs[0])[int(op.args[1])])}
@@ -153,7 +153,7 @@ class _Writer:
             source=product.multiply.source,
         )
 
-    def _axes(self, tensor: Tensor, groups: tuple[Group, ...]) -> str:
+    def _axes(self, tensor: TensorRef, groups: tuple[Group, ...]) -> str:
         # A view puts axes of size one beside any other: only a batch of one is told by where it is.
         known = [
             (name, dim if name == "batch" else tuple(atom for atom in dim if atom.size > 1)) for name, dim in groups
@@ -168,7 +168,7 @@ class _Writer:
                 yield self._said(op, tensor)
             tensor = op.output if op.outputs else tensor
 
-    def _said(self, op: Op, tensor: Tensor) -> str:
+    def _said(self, op: Op, tensor: TensorRef) -> str:
         """One operation: what it is, and the shapes of what else goes into it."""
         number = self._graph.scale_of(op) if self._graph.is_scale(op) else None
         if number is not None:
@@ -179,13 +179,13 @@ class _Writer:
             return "div by its sum"
         return " ".join([name, *(str(list(other.shape)) for other in others)]) if op.pointwise else name
 
-    def _is_sum_of(self, total: Tensor, tensor: Tensor) -> bool:
+    def _is_sum_of(self, total: TensorRef, tensor: TensorRef) -> bool:
         """Whether a tensor is the sum of another, kept from zero at most."""
         graph = self._graph
         steps = graph.back(total, lambda op: graph.moves(op) or op.base_name in _IN_SUM or is_guard(op))
         return any(step.tensor.id == tensor.id and any(op.base_name == "sum" for op in step.path) for step in steps)
 
 
-def _wide(dim: Dim) -> set[Atom]:
+def _wide(dim: Dim) -> set[Axis]:
     """The atoms that have more than one element."""
     return {atom for atom in dim if atom.size > 1}

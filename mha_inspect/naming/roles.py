@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ..graph.dimensions import Atom, Dim, Dimensions, resolve
-from ..graph.found import Found
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve
+from ..graph.found import Attention
 
 Group = tuple[str, Dim]
 """A name and the atoms that it stands for, in row-major order."""
@@ -14,7 +14,7 @@ Group = tuple[str, Dim]
 class Roles:
     """The axes of the two products of an attention, by role."""
 
-    def __init__(self, found: Found, dimensions: Dimensions) -> None:
+    def __init__(self, found: Attention, dimensions: Dimensions) -> None:
         self._found = found
         self._dimensions = dimensions
         axes = found.score_product.axes(dimensions)
@@ -46,7 +46,7 @@ class Roles:
         self._value_roles()
         self.branch_axis = self._branch_axis()
 
-    def _outside(self) -> set[Atom]:
+    def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
         stages, projections = self._found.stages, self._found.projections
         if "query" not in stages:
@@ -65,9 +65,9 @@ class Roles:
             return ()  # the keys are all there for every query: there is only one
         return tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
 
-    def _features(self) -> set[Atom]:
+    def _features(self) -> set[Axis]:
         """The atoms of the dimensions in which a projection puts heads and their features."""
-        found: set[Atom] = set()
+        found: set[Axis] = set()
         for stage in ("q_proj", "k_proj", "concat"):
             tensor = self._found.stages.get(stage)
             if tensor is not None and tensor.shape:
@@ -79,7 +79,7 @@ class Roles:
                 found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
         return found
 
-    def _split(self, folded: Dim, outside: set[Atom], query: Dim, head_rows: Dim) -> tuple[Dim, Dim, Dim]:
+    def _split(self, folded: Dim, outside: set[Axis], query: Dim, head_rows: Dim) -> tuple[Dim, Dim, Dim]:
         """Which of the axes that the product of scores runs over are batch, which are heads, and which are windows."""
         if not outside:
             return self._split_by_place(folded)

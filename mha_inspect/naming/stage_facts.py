@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isclose
 
-from ..graph.attention import Found, Graph
-from ..record.ops import Op, Tensor
+from ..graph.attention import Attention, Graph
+from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
 from .pattern import dims_of, rearrangement
 
@@ -30,7 +30,7 @@ _BEFORE: dict[str, tuple[str, ...]] = {
 class StageFacts:
     """Formula, operations and memory of the stages of one attention."""
 
-    def __init__(self, graph: Graph, found: Found, axes: dict[str, str]) -> None:
+    def __init__(self, graph: Graph, found: Attention, axes: dict[str, str]) -> None:
         self._graph = graph
         self._found = found
         self._axes = axes
@@ -83,7 +83,7 @@ class StageFacts:
             return "new"
         return "view" if all(op.kind == "view" for op in made) else "copy"
 
-    def _made(self, stage: str, tensor: Tensor) -> list[Op]:
+    def _made(self, stage: str, tensor: TensorRef) -> list[Op]:
         """The operations between the stages that this one is made of and itself."""
         before = {self._found.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._found.stages}
         before |= {self._found.stages[name].id for name in _INPUTS if name in self._found.stages and name != stage}
@@ -155,7 +155,7 @@ class StageFacts:
             return True
         return op.base_name.rstrip("_") in ("mul", "div") and len(op.inputs) == 2 and any(map(self._drawn, op.inputs))
 
-    def _drawn(self, tensor: Tensor) -> bool:
+    def _drawn(self, tensor: TensorRef) -> bool:
         """Whether a tensor is of numbers that were drawn, scaled at most."""
         op = self._graph.recording.producer(tensor)
         while op is not None and op.base_name not in _DRAWN and len(op.inputs) == 1 and op.pointwise:
@@ -185,7 +185,7 @@ class StageFacts:
         moved = source if left == right else rearrangement(left, right, shapes) or f"{source} in heads"
         return moved + self._grown(source, stage)
 
-    def _done_to(self, tensor: Tensor, made: list[Op]) -> list[Op]:
+    def _done_to(self, tensor: TensorRef, made: list[Op]) -> list[Op]:
         """Those operations that read what came of the tensor, and not what positions and masks are made of."""
         derived, done = {tensor.id}, []
         for op in sorted(made, key=lambda op: op.index):

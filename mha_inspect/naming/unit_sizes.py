@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..graph.attention import Found
+from ..graph.attention import Attention
 from ..reports.products import Product, ProductPair
 from ..targets.spec import InputSpec
 from .axes import AxisNames
 
-Named = tuple[Found, AxisNames]
+Named = tuple[Attention, AxisNames]
 _INSTEAD_OF_ONE = {"batch": 2, "seq_len": 3, "key_len": 5}
 """Small, and no two the same."""
 
@@ -37,7 +37,7 @@ def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...] = ()) ->
     return " ".join(str(size) if re.search(r"\b\d", dim) and size != same else dim for dim, size, same in told)
 
 
-def stages_at_size(found: Found, other: Named, *, others_are_kept: bool = False) -> dict[str, str]:
+def stages_at_size(found: Attention, other: Named, *, others_are_kept: bool = False) -> dict[str, str]:
     """The axes of those stages of an attention that another one has as well, with as many dimensions.
 
     With `others_are_kept`, sizes that are the same in both are so for a reason.
@@ -60,7 +60,7 @@ def named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, .
     )
 
 
-def _sign(found: Found, names: AxisNames) -> tuple[object, ...]:
+def _sign(found: Attention, names: AxisNames) -> tuple[object, ...]:
     """What two runs of one forward have alike in an attention."""
     return found.module, len(found.branches), names.num_heads, names.num_kv_heads, names.head_dim
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graph.attention import Found
+from ..graph.attention import Attention
 from ..naming.axes import AxisNames
 from .ops import Recording
 from .storage import identity
@@ -21,7 +21,7 @@ Stages = tuple[dict[str, torch.Tensor], ...]
 """For each attention, stage name to tensor."""
 
 
-def keep_stages(recording: Recording, attentions: Sequence[tuple[Found, AxisNames]]) -> Stages:
+def keep_stages(recording: Recording, attentions: Sequence[tuple[Attention, AxisNames]]) -> Stages:
     """The tensors of each attention's stages, in memory of their own. Of the recording nothing is kept any longer."""
     stages = tuple(
         {stage: recording.values[tensor.id] for stage, tensor in found.stages.items()} for found, _ in attentions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..reports.trace import Path
 from .ops import Op, Recording
-from .subject import Seen
+from .subject import Run
 
 _INSIDE_SDPA = frozenset({"scores", "masked_scores", "weights"})
 _INSIDE_LAYER = frozenset(
@@ -33,14 +33,14 @@ def is_fused(name: str) -> bool:
     return any(name.startswith(fused) for fused, _, _ in _FUSED)
 
 
-def hidden_stages(plain: Seen) -> list[frozenset[str]]:
+def hidden_stages(plain: Run) -> list[frozenset[str]]:
     """For each attention of the plain forward, in order, the stages that it hides."""
     sites = [(op.index, _hides(op)) for op in fused_kernels(plain.recording)]
     sites += [(found.softmax.index, frozenset()) for found, _ in plain.attentions]
     return [hidden for _, hidden in sorted(sites, key=lambda site: site[0])]
 
 
-def describe(plain: Seen) -> Path:
+def describe(plain: Run) -> Path:
     """The kernels of the plain forward, why it is not the fast path in torch's own words, and what was opened."""
     refusals = dict.fromkeys(reason for reason in plain.recording.fast_path_refusals if reason)
     fast = any(op.name.startswith(_FUSED[0][0]) for op in plain.recording.ops)
@@ -53,7 +53,7 @@ def describe(plain: Seen) -> Path:
     )
 
 
-def _in_one_phrase(plain: Seen) -> str:
+def _in_one_phrase(plain: Run) -> str:
     phrases = [
         f"{_short(op)} ({next(text for name, text, _ in _FUSED if op.name.startswith(name))})"
         for op in fused_kernels(plain.recording)

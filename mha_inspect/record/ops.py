@@ -13,7 +13,7 @@ Kind = Literal["view", "copy", "write", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorRef:
     """A tensor at the moment that an operation read or wrote it: what identifies it, never its content."""
 
     id: int
@@ -48,11 +48,11 @@ class Op:
     name: str
     """Name in torch, overload included: `aten.bmm.default`."""
     args: tuple[Any, ...]
-    """Positional arguments, each torch tensor replaced by its `Tensor`."""
+    """Positional arguments, each torch tensor replaced by its `TensorRef`."""
     kwargs: dict[str, Any]
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[TensorRef, ...]
     """The tensors among the arguments, in order."""
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[TensorRef, ...]
     kind: Kind
     pointwise: bool
     """Whether torch tags it as one that works element by element, with broadcasting."""
@@ -69,7 +69,7 @@ class Op:
         return self.name.split(".")[1]
 
     @property
-    def output(self) -> Tensor:
+    def output(self) -> TensorRef:
         """The first tensor that came out."""
         return self.outputs[0]
 
@@ -91,7 +91,7 @@ class Named:
     """A tensor with the name by which it is known outside: an argument, a parameter, a returned value."""
 
     name: str
-    tensor: Tensor
+    tensor: TensorRef
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,17 @@ class Recording:
     outputs: tuple[Named, ...]
     """Tensors that were returned, named by their place: `0`, `1.attentions`; one that is alone has an empty name."""
     producers: dict[int, int]
-    """Tensor id to the index of the operation that made it; one that came from outside is not in it."""
+    """TensorRef id to the index of the operation that made it; one that came from outside is not in it."""
     fast_path_refusals: tuple[str, ...] = ()
     """Why torch's multi-head attention did not take its fast path, in its own words, one a module; else empty."""
     scalars: dict[int, float] = field(default_factory=dict)
-    """Tensor id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
+    """TensorRef id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)
-    """Tensor id to the torch tensor, for those that were kept."""
+    """TensorRef id to the torch tensor, for those that were kept."""
 
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
-        """Tensor id to the operations that read it."""
+        """TensorRef id to the operations that read it."""
         found: dict[int, list[Op]] = {}
         for op in self.ops:
             for tensor in {t.id: t for t in op.inputs}.values():
@@ -127,7 +127,7 @@ class Recording:
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
-        """Tensor id to the name of the parameter that it is."""
+        """TensorRef id to the name of the parameter that it is."""
         return {named.tensor.id: named.name for named in self.parameters}
 
     @cached_property
@@ -140,12 +140,12 @@ class Recording:
         """Ids of the tensors among the arguments."""
         return frozenset(named.tensor.id for named in self.inputs)
 
-    def producer(self, tensor: Tensor) -> Op | None:
+    def producer(self, tensor: TensorRef) -> Op | None:
         """The operation that made this tensor; None where it came from outside."""
         index = self.producers.get(tensor.id)
         return None if index is None else self.ops[index]
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[TensorRef]:
         """Every tensor that an operation wrote, in order."""
         for op in self.ops:
             yield from op.outputs

@@ -14,7 +14,7 @@ from .kernels import fused_kernels
 from .ops import Op
 from .recorder import opened as opening
 from .rounding import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
-from .subject import Forward, Pass, Seen
+from .subject import Forward, Run, Subject
 
 _DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_fused_dropout"}
 
@@ -22,14 +22,14 @@ _DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_
 _ON_META = Proof(None, None, None, "device meta has shapes and no numbers")
 
 
-def nothing_hidden(plain: Seen) -> Proof:
+def nothing_hidden(plain: Run) -> Proof:
     """What there is to say where the stages were read off the plain run itself."""
     if any(tensor.is_meta for _, tensor in tensors_in(plain.returned)):
         return _ON_META
     return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
 
 
-def prove(forward: Pass, plain: Seen, opened: Seen, *, drops: bool, rows: Sequence[tuple[int, int]] = ()) -> Proof:
+def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Sequence[tuple[int, int]] = ()) -> Proof:
     """Compare the first output of the two runs.
 
     Args:

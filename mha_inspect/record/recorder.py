@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
 from .catalog import about
-from .ops import Kind, Named, Op, Recording, Tensor
+from .ops import Kind, Named, Op, Recording, TensorRef
 from .source import ATTENTION_FORWARD, line_of
 from .storage import Storage, identity, owner_of
 from .turns import tell_turns_apart
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         if known.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs, sys._getframe(1))
-        inputs: list[Tensor] = []
+        inputs: list[TensorRef] = []
         plain_args = tuple([self._plain(arg, inputs) for arg in args])
         plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()}
         written = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):
             torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
             self._asking = asking
 
-    def _plain(self, value: Any, inputs: list[Tensor]) -> Any:
+    def _plain(self, value: Any, inputs: list[TensorRef]) -> Any:
         """The argument as plain data; tensors in it are added to `inputs`."""
         if type(value) in _PLAIN:
             return value
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
             return tuple([self._plain(item, inputs) for item in value])
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _read(self, tensor: torch.Tensor) -> Tensor:
+    def _read(self, tensor: torch.Tensor) -> TensorRef:
         """The identity of a tensor as it is now."""
         address, key = identity(tensor)
         storage = self._find(tensor, address)
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
         # Written since through another view, or never seen: its content is what the last writer of this memory left.
         return self._new(tensor, key, storage, storage.made_by)
 
-    def _write(self, tensor: torch.Tensor, index: int, inputs: Mapping[int, Tensor], in_place: bool) -> Tensor:
+    def _write(self, tensor: torch.Tensor, index: int, inputs: Mapping[int, TensorRef], in_place: bool) -> TensorRef:
         """The identity of a tensor that operation `index` has just returned; `inputs` are its own, by storage."""
         address, key = identity(tensor)
         storage = self._find(tensor, address)
@@ -254,8 +254,8 @@ class Recorder(TorchDispatchMode):
         self._next_storage += 1
         return storage
 
-    def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: Storage, made_by: int | None) -> Tensor:
-        made = Tensor(
+    def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: Storage, made_by: int | None) -> TensorRef:
+        made = TensorRef(
             id=self._next_tensor,
             shape=key[1],
             stride=key[2],

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from .arguments import argument_names
-from .ops import Recording, Tensor
+from .ops import Recording, TensorRef
 from .recorder import Recorder
 
 
 class AttemptRecorder(Recorder):
     """A recorder that tells after the run what any tensor of it is."""
 
-    def identify(self, tensor: torch.Tensor) -> Tensor:
+    def identify(self, tensor: torch.Tensor) -> TensorRef:
         """What the recording calls this tensor."""
         return self._read(tensor)
 

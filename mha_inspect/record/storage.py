@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .ops import Tensor
+from .ops import TensorRef
 
 
 class Storage:
@@ -24,7 +24,7 @@ class Storage:
         self.made_by = made_by
         """The operation that wrote it last; None where it came from outside."""
         self.version = 0
-        self.seen: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+        self.seen: dict[tuple[Any, ...], tuple[TensorRef, int]] = {}
         """Offset, shape, stride and dtype, to the tensor and the version at which it was seen."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.attention import Found, Graph, attentions_of
+from ..graph.attention import Attention, Graph, attentions_of
 from ..layers.registry import find_layer
 from ..layers.settings import check_settings, own_spec
 from ..naming.axes import AxisNames
@@ -47,24 +47,24 @@ class State:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Subject:
     """A module and its arguments, ready to run again and again with the same numbers."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    wider: Callable[[nn.Module], Pass] | None = field(default=None, kw_only=True, compare=False)
+    wider: Callable[[nn.Module], Subject] | None = field(default=None, kw_only=True, compare=False)
     """Where a size of the arguments is one, the same forward of a copy of the module with arguments in which none is;
     None where there is no such forward, or nobody knows how to call it."""
 
-    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
+    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Run:
         """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
         if not open_up:
-            return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+            return Run(*record(self.module, *self.args, keep=keep, **self.kwargs))
         with opened():
-            return Seen(*record(self.module, *self.args, keep=keep, **self.kwargs))
+            return Run(*record(self.module, *self.args, keep=keep, **self.kwargs))
 
-    def wider_run(self, seen: Seen) -> Seen | None:
+    def wider_run(self, seen: Run) -> Run | None:
         """A wider run beside an opened one, where there is one and it costs little. It leaves no trace.
 
         It is run with a copy of the module that shares its parameters. One that fails is none.
@@ -76,7 +76,7 @@ class Pass:
         try:
             own = self.wider(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
             with own.replaying(own.state()):
-                return Seen(own.recorded().recording, None)
+                return Run(own.recorded().recording, None)
         except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
             return None
 
@@ -105,7 +105,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Forward(Pass):
+class Forward(Subject):
     """A layer that was built from flags, and its inputs."""
 
     layer: str
@@ -113,7 +113,7 @@ class Forward(Pass):
     run: RunSpec
     inputs: Inputs
 
-    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Seen:
+    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Run:
         """Run it once and record it, under the settings that were asked for."""
         with self._settings():
             return super().recorded(open_up=open_up, keep=keep)
@@ -133,12 +133,12 @@ class Forward(Pass):
 
 
 @dataclass(frozen=True)
-class Seen:
+class Run:
     """A recorded run and the attentions in it."""
 
     recording: Recording
     returned: Any
-    wider: Seen | None = None
+    wider: Run | None = None
     """A run of the same forward in which no size is one: names of axes are taken from it."""
 
     @cached_property
@@ -147,7 +147,7 @@ class Seen:
         return Graph(self.recording)
 
     @cached_property
-    def attentions(self) -> tuple[tuple[Found, AxisNames], ...]:
+    def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
         """Every attention with the names of its axes."""
         own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
         return own if self.wider is None else named_after(own, self.wider.attentions)

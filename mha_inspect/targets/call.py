@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..record.subject import Pass
+from ..record.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Call:
     wider: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
     """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
 
-    def of(self, module: nn.Module) -> Pass:
+    def of(self, module: nn.Module) -> Subject:
         """The module with these arguments, ready to run."""
         wider = self.wider
-        return Pass(
+        return Subject(
             module,
             self.args,
             self.kwargs,

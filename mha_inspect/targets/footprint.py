@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..record.ops import Recording, Tensor
+from ..record.ops import Recording, TensorRef
 
 
 def peak_bytes(recording: Recording) -> int:
@@ -56,7 +56,7 @@ def _lives(recording: Recording) -> tuple[dict[int, int], dict[int, int], dict[i
     return sizes, first, last
 
 
-def _grow(sizes: dict[int, int], tensor: Tensor) -> None:
+def _grow(sizes: dict[int, int], tensor: TensorRef) -> None:
     """A storage is at least as large as what is seen of it; an expanded view shows more than there is."""
     real = tensor.itemsize * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=False)))
     whole = tensor.offset * tensor.itemsize + (real if tensor.numel else 0)

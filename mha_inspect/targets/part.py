@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..record.subject import Pass
+from ..record.subject import Subject
 from .arguments import signature_of
 from .call import Call, described
 from .names import kind_of
@@ -56,7 +56,7 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
         caught.append((args, kwargs))
         raise _CaughtError
 
-    whole = Pass(target.module, call.args, call.kwargs)
+    whole = Subject(target.module, call.args, call.kwargs)
     handle = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:
         with torch.no_grad(), whole.replaying(whole.state()):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..record.subject import Pass
+from ..record.subject import Subject
 from .memory import is_out_of_memory
 
 
@@ -71,7 +71,7 @@ def probe(
         named: the tensors among them that are asked about, by name.
         whole: whether to run to the end also when all of them are known.
     """
-    own = Pass(module, args, dict(kwargs))
+    own = Subject(module, args, dict(kwargs))
     before = own.state()
     watch = _Watch(named, whole=whole)
     error: Exception | None = None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..record.copying import copy_module
-from ..record.subject import Pass
+from ..record.subject import Subject
 from .fit import SAFE
 from .footprint import given_bytes, kept_bytes, peak_bytes
 from .inputs import Asked, make_call
@@ -89,7 +89,7 @@ class Room:
         """Bytes that have to be there at one time beside the module itself, and what its forward was called with."""
         with torch.device("meta"), torch.no_grad():
             call = make_call(meta, asked)
-            recording = Pass(meta.module, call.args, call.kwargs).recorded().recording
+            recording = Subject(meta.module, call.args, call.kwargs).recorded().recording
         own = sum(t.numel() * t.element_size() for t in (*meta.module.parameters(), *meta.module.buffers()))
         given = given_bytes(recording)
         run = kept_bytes(recording) if self.kept else int(held * peak_bytes(recording))

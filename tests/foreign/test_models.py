@@ -16,7 +16,7 @@ from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.recorder import opened, record
 from mha_inspect.record.subject import Pass
 
-from .truth import Attention, assert_close, assert_true, attentions
+from .truth import Shown, assert_close, assert_true, attentions
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,7 +114,7 @@ def inputs(kind: str, batch: int, length: int) -> dict[str, torch.Tensor]:
     }.get(kind, tokens)
 
 
-def run(kind: str, batch: int, length: int) -> tuple[list[Attention], list[torch.Tensor]]:
+def run(kind: str, batch: int, length: int) -> tuple[list[Shown], list[torch.Tensor]]:
     """The attentions of an eager run, and the weights that it returns."""
     given = {**inputs(kind, batch, length), "output_attentions": True}
     found = attentions(model(kind), **given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from .truth import Attention, assert_true, attentions
+from .truth import Shown, assert_true, attentions
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +30,7 @@ LATENT = {
 }
 
 
-def run(kind: str, **config: Any) -> tuple[list[Attention], list[torch.Tensor]]:
+def run(kind: str, **config: Any) -> tuple[list[Shown], list[torch.Tensor]]:
     torch.manual_seed(0)
     made = transformers.AutoModel.from_config(
         transformers.AutoConfig.for_model(kind, **config), attn_implementation="eager"
@@ -47,7 +47,7 @@ def run(kind: str, **config: Any) -> tuple[list[Attention], list[torch.Tensor]]:
     return attentions(made, **given), [one for one in weights if one is not None]
 
 
-def assert_one_size_a_name(attention: Attention) -> None:
+def assert_one_size_a_name(attention: Shown) -> None:
     sizes: dict[str, int] = {}
     for stage, pattern in attention.axes().items():
         dims = re.findall(r"\([^)]*\)|\S+", pattern)

@@ -14,7 +14,7 @@ from mha_inspect.answers.trace import trace_module
 
 from . import styles
 from .styles import D, E, H
-from .truth import Attention, assert_true, attentions
+from .truth import Shown, assert_true, attentions
 
 GROUPED = {"Grouped", "GroupedExpand", "GroupedBroadcast", "GroupedFused"}
 MULTI_QUERY = {"FusedGrouped", "RepeatInterleave", "OneKeyHead"}
@@ -30,7 +30,7 @@ SCALES = {"UnitHeads": None, "SoftCap": 0.25}
 CROSS = ("Base", "Fused", "PackedKeyValue", "Einsum", "FoldBatchHeads", "FoldHeadsBatch")
 
 
-def find(name: str, batch: int = 7, length: int = 12, **kwargs: object) -> list[Attention]:
+def find(name: str, batch: int = 7, length: int = 12, **kwargs: object) -> list[Shown]:
     torch.manual_seed(0)
     module = getattr(styles, name)().train(name == "Dropped")
     shape = (batch, 3, length, E) if name == "Image" else (batch, length, E)

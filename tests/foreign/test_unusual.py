@@ -10,7 +10,7 @@ import mha_inspect
 
 from . import unusual
 from .styles import D, E, H
-from .truth import Attention, assert_close, assert_true, attentions
+from .truth import Shown, assert_close, assert_true, attentions
 from .unusual import by_hand
 
 B, N = 7, 11
@@ -25,7 +25,7 @@ LOOPS = (
 )
 
 
-def find(name: str) -> tuple[unusual.Base, Tensor, list[Attention]]:
+def find(name: str) -> tuple[unusual.Base, Tensor, list[Shown]]:
     torch.manual_seed(0)
     module, x = getattr(unusual, name)().eval(), torch.randn(B, N, E)
     return module, x, attentions(module, x)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from mha_inspect.graph.attention import Found, Graph, find_attentions
+from mha_inspect.graph.attention import Attention, Graph, find_attentions
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.ops import Recording
@@ -17,8 +17,8 @@ from mha_inspect.record.recorder import opened, record
 
 
 @dataclass(frozen=True)
-class Attention:
-    found: Found
+class Shown:
+    found: Attention
     names: AxisNames
     recording: Recording
 
@@ -69,7 +69,7 @@ class Attention:
         return value.double()
 
 
-def attentions(module: Any, *args: Any, open_up: bool = True, grad: bool = False, **kwargs: Any) -> list[Attention]:
+def attentions(module: Any, *args: Any, open_up: bool = True, grad: bool = False, **kwargs: Any) -> list[Shown]:
     """Run and record a forward, and find what is in it."""
     with torch.set_grad_enabled(grad):
         if open_up:
@@ -78,10 +78,10 @@ def attentions(module: Any, *args: Any, open_up: bool = True, grad: bool = False
         else:
             recording, _ = record(module, *args, keep=True, **kwargs)
     graph = Graph(recording)
-    return [Attention(found, AxisNames(found, graph.dimensions), recording) for found in find_attentions(recording)]
+    return [Shown(found, AxisNames(found, graph.dimensions), recording) for found in find_attentions(recording)]
 
 
-def assert_true(attention: Attention, *, numbers: bool = False, dropped: bool = False) -> None:
+def assert_true(attention: Shown, *, numbers: bool = False, dropped: bool = False) -> None:
     """Names that are whole and the same everywhere, and q·kᵀ, softmax and weights·v as the stages say they are.
 
     With `numbers` an axis may be left as a number; with `dropped` the weights were dropped before the values.
@@ -114,7 +114,7 @@ def assert_true(attention: Attention, *, numbers: bool = False, dropped: bool = 
         assert_close(attention.canonical("concat", f"batch heads query {value_dim}"), context)
 
 
-def _only_moved(attention: Attention) -> bool:
+def _only_moved(attention: Shown) -> bool:
     """Whether nothing is done to the heads between the product and W_o."""
     tensor = attention.found.stages["concat"]
     while tensor.id != attention.found.stages["context"].id:

@@ -13,8 +13,8 @@ from math import prod
 from typing import Literal, TypeAlias
 
 from ...graph.attention import Graph
-from ...graph.axis import Atom, Dim, resolve
-from ...record.ops import Op, Tensor
+from ...graph.axis import Axis, Dim, resolve
+from ...record.ops import Op, TensorRef
 
 Side = Literal["", "query", "key", "scores"]
 """Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
@@ -28,12 +28,12 @@ _SPLITS = {"split", "split_with_sizes"}
 class PartialAxes:
     """The names of axes in a recording that ends early."""
 
-    def __init__(self, graph: Graph, *, batch_first: bool = True, first: Iterable[Tensor] = ()) -> None:
+    def __init__(self, graph: Graph, *, batch_first: bool = True, first: Iterable[TensorRef] = ()) -> None:
         self._graph = graph
         self._order = ("batch", "sequence") if batch_first else ("sequence", "batch")
         self._groups: list[tuple[str, Dim]] = []
-        self._known: set[Atom] = set()
-        self._query: set[Atom] = set()
+        self._known: set[Axis] = set()
+        self._query: set[Axis] = set()
         self._query_heads = 0
         projections = [op for op in graph.recording.ops if graph.is_projection(op)]
         for op in projections:
@@ -50,14 +50,14 @@ class PartialAxes:
             if op.base_name == "embedding":
                 self._learn_positions(self._dims(op.inputs[1]))
 
-    def learn_activation(self, tensor: Tensor) -> None:
+    def learn_activation(self, tensor: TensorRef) -> None:
         """Take a tensor as what a layer takes in: batch, sequence, embed."""
         dims = self._dims(tensor)
         if 2 <= len(dims) <= 3:
             self._learn_positions(dims[:-1])
             self._add("embed", dims[-1])
 
-    def learn_order(self, operand: Tensor) -> None:
+    def learn_order(self, operand: TensorRef) -> None:
         """Learn from an operand with heads which axis is the batch: it is with the heads, the sequence is not."""
         dims = self._dims(operand)
         before = {atom for dim in dims[:-2] for atom in dim}
@@ -69,7 +69,7 @@ class PartialAxes:
             other = {"batch": "sequence", "sequence": "batch"}
             self._groups = [(other.get(name, name), group) for name, group in self._groups]
 
-    def learn_query(self, operand: Tensor) -> None:
+    def learn_query(self, operand: TensorRef) -> None:
         """Learn which sequence is the queries'."""
         sequence = {atom for name, group in self._groups if name == "sequence" for atom in resolve(group)}
         heads = [resolve(group) for name, group in self._groups if name == "heads"]
@@ -77,14 +77,14 @@ class PartialAxes:
         self._query_heads = next((prod(a.size for a in group) for group in heads if inside & set(group)), 0)
         self._query |= sequence & {atom for dim in self._dims(operand) for atom in dim}
 
-    def of(self, tensor: Tensor, side: Side = "") -> tuple[Tokens, ...]:
+    def of(self, tensor: TensorRef, side: Side = "") -> tuple[Tokens, ...]:
         """The names of each dimension."""
         return tuple(self._name(dim, side) for dim in self._dims(tensor))
 
-    def _dims(self, tensor: Tensor) -> tuple[Dim, ...]:
+    def _dims(self, tensor: TensorRef) -> tuple[Dim, ...]:
         return self._graph.dimensions.of(tensor)
 
-    def _add(self, name: str, atoms: Iterable[Atom]) -> None:
+    def _add(self, name: str, atoms: Iterable[Axis]) -> None:
         dim = resolve(atoms)
         # Of what has one element only a batch is told, by where it is: a view puts others anywhere.
         one = name == "batch" and len(dim) == 1
@@ -106,7 +106,7 @@ class PartialAxes:
         elif len(atoms) == 1:
             self._add("sequence", atoms)
 
-    def _learn_heads(self, projected: Tensor) -> None:
+    def _learn_heads(self, projected: TensorRef) -> None:
         """Name the parts of a width from the first view that divides it."""
         dims = self._dims(projected)
         width = set(dims[-1]) if dims else set()
@@ -162,7 +162,7 @@ class PartialAxes:
             return "query" if set(atoms) & self._query else "key"
         return side or "sequence"
 
-    def _twin_of_sequence(self, atom: Atom) -> str | None:
+    def _twin_of_sequence(self, atom: Axis) -> str | None:
         """`key` where this is the other sequence of a self-attention."""
         twins = set(resolve(atom.twins))
         named = any(name == "sequence" and twins & set(resolve(group)) for name, group in self._groups)

@@ -32,7 +32,7 @@ from torch import nn
 from torch.overrides import resolve_name
 
 from ...record.arguments import tensors_in
-from ...record.ops import Op, Tensor
+from ...record.ops import Op, TensorRef
 from ...record.recorder import Recorder
 from ...record.run import AttemptRecorder
 from ...record.source import place_of
@@ -93,7 +93,7 @@ class Reading:
     """None where the error came from elsewhere."""
     told: bool
     """Whether that is known; where it is not, `call` is None as well."""
-    made: tuple[tuple[torch.Tensor, Tensor], ...] = field(default=())
+    made: tuple[tuple[torch.Tensor, TensorRef], ...] = field(default=())
     """The arguments that were made in the expression itself, and what the recording calls them."""
 
 
@@ -146,7 +146,7 @@ class _Expression:
 
     def __init__(self, frame: FrameType, recorder: AttemptRecorder, ops: tuple[Op, ...]) -> None:
         self._frame, self._recorder, self._ops = frame, recorder, ops
-        self._given: list[tuple[torch.Tensor, Tensor]] = []
+        self._given: list[tuple[torch.Tensor, TensorRef]] = []
         """What stands for the results of layers, and what the recording calls those."""
 
     def call(self, node: ast.AST | None) -> Reading | None:
@@ -313,7 +313,7 @@ def _method(name: str, values: tuple[Any, ...]) -> Call:
     return Call(function, name_of(function), values, {})
 
 
-def _made(call: Call, noted: AttemptRecorder, ops: tuple[Op, ...]) -> Iterator[tuple[torch.Tensor, Tensor]]:
+def _made(call: Call, noted: AttemptRecorder, ops: tuple[Op, ...]) -> Iterator[tuple[torch.Tensor, TensorRef]]:
     """The tensors among the arguments that were made on the way to the call, by what made them in the run.
 
     What was worked out here ran there as well, right before the call: the last operations that are alike are the same.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ...record.ops import Tensor
+from ...record.ops import TensorRef
 from ...reports.failure import Cause
 from .attention_causes import of_torch_attention
 from .mask_causes import of_mask
@@ -148,7 +148,7 @@ def _transposed(scene: Scene) -> Cause | None:
     )
 
 
-def _made_at(scene: Scene, tensor: Tensor) -> str:
+def _made_at(scene: Scene, tensor: TensorRef) -> str:
     op = scene.reached.graph.recording.producer(tensor)
     return "" if op is None else op.source
 
@@ -158,7 +158,7 @@ def _heads_are_behind(given: Given) -> bool:
     return heads is not None and sequence is not None and len(given.shape) >= 4 and sequence < heads
 
 
-def _was_right_before(scene: Scene, tensor: Tensor) -> bool:
+def _was_right_before(scene: Scene, tensor: TensorRef) -> bool:
     """Whether an earlier step had the heads in front of the sequence."""
     for earlier in _steps_back(scene, tensor):
         axes = scene.reached.of(earlier)
@@ -170,7 +170,7 @@ def _was_right_before(scene: Scene, tensor: Tensor) -> bool:
     return False
 
 
-def _steps_back(scene: Scene, tensor: Tensor) -> list[Tensor]:
+def _steps_back(scene: Scene, tensor: TensorRef) -> list[TensorRef]:
     graph, steps = scene.reached.graph, []
     while (op := graph.recording.producer(tensor)) is not None and (graph.moves(op) or graph.is_scale(op)):
         tensor = op.inputs[0]
@@ -178,7 +178,7 @@ def _steps_back(scene: Scene, tensor: Tensor) -> list[Tensor]:
     return steps
 
 
-def _split_at(scene: Scene, tensor: Tensor) -> str:
+def _split_at(scene: Scene, tensor: TensorRef) -> str:
     """The line of the view that divided a width into heads."""
     graph = scene.reached.graph
     for step in [tensor, *_steps_back(scene, tensor)]:

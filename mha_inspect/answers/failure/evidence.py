@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...record.arguments import tensors_in
-from ...record.ops import Recording, Tensor
+from ...record.ops import Recording, TensorRef
 from ...record.run import AttemptRecorder
 from .called import Reading, dispatched
 from .site import only_argument, site_of
@@ -37,7 +37,7 @@ class Evidence:
         self._recorder = recorder
         self._made = reading.made
 
-    def identify(self, tensor: torch.Tensor) -> Tensor:
+    def identify(self, tensor: torch.Tensor) -> TensorRef:
         """What the recording calls this tensor."""
         assert self._recorder is not None
         made = next((known for own, known in self._made if own is tensor), None)
@@ -51,7 +51,7 @@ class Argument:
     role: str
     name: str
     value: torch.Tensor
-    tensor: Tensor
+    tensor: TensorRef
 
 
 def arguments_of(evidence: Evidence, recording: Recording) -> Iterable[Argument]:

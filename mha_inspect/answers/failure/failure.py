@@ -11,10 +11,10 @@ from torch import nn
 from ...errors import ForwardError
 from ...naming.canonical import own_axes
 from ...record.kernels import fused_kernels, is_fused
-from ...record.ops import Recording, Tensor
+from ...record.ops import Recording, TensorRef
 from ...record.recorder import opened
 from ...record.run import Attempt, AttemptRecorder, record_until_failure
-from ...record.subject import Pass, Seen, State
+from ...record.subject import Run, State, Subject
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof, Trace
 from ...targets.spec import Show
@@ -36,7 +36,7 @@ _LAYERS = {"multi_head_attention": "MultiheadAttention", "transformer": "Transfo
 _SIDES: dict[str, Side] = {"q": "query", "k": "key", "v": "key"}
 
 
-def forward_error(own: Pass, before: State, attempt: Attempt, show: Show) -> Exception:
+def forward_error(own: Subject, before: State, attempt: Attempt, show: Show) -> Exception:
     """What to raise for a run that raised: a `ForwardError` with the trace up to there.
 
     The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
@@ -64,7 +64,7 @@ def is_not_the_forwards(error: Exception) -> bool:
     return is_out_of_memory(error) or isinstance(error, MhaInspectError) or not site_of(error).entered
 
 
-def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Trace:
+def trace_failure(own: Subject, before: State, attempt: Attempt, show: Show) -> Trace:
     """Report a run that raised.
 
     What the call that raised was given is read off the traceback. Where that does not tell it, or a fused kernel hides
@@ -81,7 +81,7 @@ def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Tra
     error = attempt.error
     assert error is not None
     reading = read_call(error, attempt.recorder, attempt.recording.ops)
-    seen = Seen(attempt.recording, None)
+    seen = Run(attempt.recording, None)
     try:
         if reading.told and not _hides_stages(attempt.recording, error):
             failure, reached = _examine(error, seen, Evidence(error, reading, attempt.recorder))
@@ -91,7 +91,7 @@ def trace_failure(own: Pass, before: State, attempt: Attempt, show: Show) -> Tra
         # Each of these leads to a traceback, and a traceback to this frame.
         del reading, error
     trace = report(
-        Seen(attempt.recording, None),
+        Run(attempt.recording, None),
         seen,
         own_axes(seen),
         replace(show, stats=False, values=False),
@@ -110,7 +110,7 @@ def block_failure(error: Exception, recording: Recording, recorder: AttemptRecor
     reading = read_call(error, recorder, recording.ops, in_block=True)
     evidence = Evidence(error, reading, recorder, in_block=True)
     try:
-        failure, reached = _examine(error, Seen(recording, None), evidence)
+        failure, reached = _examine(error, Run(recording, None), evidence)
         if not reading.told:
             failure = replace(failure, note="What the call was given cannot be told without running it once more.")
         return failure, len(reached.others)
@@ -122,7 +122,7 @@ def _hides_stages(recording: Recording, error: Exception) -> bool:
     return bool(fused_kernels(recording)) or is_fused(dispatched(error))
 
 
-def _run_again(own: Pass, before: State, attempt: Attempt, error: Exception) -> tuple[Seen, Failure, Reached]:
+def _run_again(own: Subject, before: State, attempt: Attempt, error: Exception) -> tuple[Run, Failure, Reached]:
     witness = Witness()
     with own.replaying(before), opened():
         again = record_until_failure(own.module, own.args, own.kwargs, watching=witness)
@@ -130,10 +130,10 @@ def _run_again(own: Pass, before: State, attempt: Attempt, error: Exception) -> 
         call = witness.took(again.error) if again.error is not None else None
         repeated = again.error is not None and type(again.error) is type(error)
         if repeated and again.error is not None and site_of(again.error).source == site_of(error).source:
-            seen = Seen(again.recording, None)
+            seen = Run(again.recording, None)
             failure, reached = _examine(error, seen, Evidence(again.error, Reading(call, told=True), again.recorder))
         else:
-            seen = Seen(attempt.recording, None)
+            seen = Run(attempt.recording, None)
             failure, reached = _examine(error, seen, Evidence(error, Reading(None, told=False), None))
             note = "Run once more, it did not fail in the same way: what the call was given is not known."
             failure = replace(failure, note=note)
@@ -142,7 +142,7 @@ def _run_again(own: Pass, before: State, attempt: Attempt, error: Exception) -> 
         del again, witness, error
 
 
-def _examine(error: Exception, seen: Seen, evidence: Evidence) -> tuple[Failure, Reached]:
+def _examine(error: Exception, seen: Run, evidence: Evidence) -> tuple[Failure, Reached]:
     call, site = evidence.call, evidence.site
     arguments = list(arguments_of(evidence, seen.recording)) if evidence.known else []
     layer = site.attention.module if site.attention is not None else None
@@ -233,7 +233,7 @@ def _given(argument: Argument, reached: Reached) -> Given:
     )
 
 
-def _carries_scores(reached: Reached, tensor: Tensor) -> bool:
+def _carries_scores(reached: Reached, tensor: TensorRef) -> bool:
     """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
     graph = reached.graph
     for step in graph.back(tensor, graph.carries):
@@ -252,7 +252,7 @@ def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedS
     recording = reached.graph.recording
     inputs = {named.tensor.id: named.name for named in recording.inputs}
 
-    def row(name: str, tensor: Tensor, axes: str) -> ReachedStage:
+    def row(name: str, tensor: TensorRef, axes: str) -> ReachedStage:
         op = recording.producer(tensor)
         variable = variables.get(tensor.id) or inputs.get(tensor.id, "")
         if any(named.name == name and named.tensor.id == tensor.id for named in recording.inputs):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ...record.ops import Tensor
+from ...record.ops import TensorRef
 from .axes import Tokens, pattern
 from .stages import PRODUCTS, Reached
 
@@ -22,7 +22,7 @@ class Given:
 
     name: str
     role: str
-    tensor: Tensor
+    tensor: TensorRef
     device: str
     axes: tuple[Tokens, ...]
     part: str = ""
@@ -88,7 +88,7 @@ class Scene:
     operands: tuple[Given, ...]
     reached: Reached
     variables: dict[int, str] = field(default_factory=dict)
-    """Tensor id to what the user's code calls it."""
+    """TensorRef id to what the user's code calls it."""
     settings: tuple[Any, ...] = ()
     """The arguments by place that are not tensors."""
     num_heads: int = 0

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ...graph.attention import Found, Graph, Step
+from ...graph.attention import Attention, Graph, Step
 from ...graph.pairing import as_written
 from ...graph.products import Product
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
-from ...record.ops import Op, Tensor
-from ...record.subject import Seen
+from ...record.ops import Op, TensorRef
+from ...record.subject import Run
 from .axes import PartialAxes, Side, Tokens
 
 PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
@@ -31,12 +31,12 @@ class Failing:
 
     base_name: str
     """Name of the function, without namespace and underscores."""
-    operands: tuple[tuple[str, Tensor], ...]
+    operands: tuple[tuple[str, TensorRef], ...]
     """Role (may be empty) and tensor of each."""
     parameters: frozenset[int] = frozenset()
     """Ids of the operands that are parameters."""
     batch_first: bool = True
-    activations: tuple[Tensor, ...] = ()
+    activations: tuple[TensorRef, ...] = ()
     """Operands that a layer takes in: a projection's input."""
 
 
@@ -48,18 +48,18 @@ class Reached:
     axes: PartialAxes
     names: AxisNames | None = None
     """The axes of the attention that the failure belongs to, where that had been computed up to its context."""
-    stages: dict[str, Tensor] = field(default_factory=dict)
+    stages: dict[str, TensorRef] = field(default_factory=dict)
     sides: dict[int, Side] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
-    """Tensor id to the side of an operand of the failing call: `query`, `key`, `value`, `weights`."""
-    others: tuple[tuple[Found, AxisNames], ...] = ()
+    """TensorRef id to the side of an operand of the failing call: `query`, `key`, `value`, `weights`."""
+    others: tuple[tuple[Attention, AxisNames], ...] = ()
     """Attentions that were completed before."""
 
-    def of(self, tensor: Tensor) -> tuple[Tokens, ...]:
+    def of(self, tensor: TensorRef) -> tuple[Tokens, ...]:
         """What each dimension of a tensor is."""
         return self.axes.of(tensor, self.side(tensor))
 
-    def behind(self, tensor: Tensor) -> Iterator[Tensor]:
+    def behind(self, tensor: TensorRef) -> Iterator[TensorRef]:
         """The tensor, and every one that it was made from."""
         queue, seen = [tensor], {tensor.id}
         while queue:
@@ -71,7 +71,7 @@ class Reached:
                     seen.add(earlier.id)
                     queue.append(earlier)
 
-    def side(self, tensor: Tensor) -> Side:
+    def side(self, tensor: TensorRef) -> Side:
         """Whose sequence a tensor has: that of the nearest stage that it was made from."""
         queue, seen = [tensor], {tensor.id}
         for _ in range(_FAR):
@@ -88,7 +88,7 @@ class Reached:
         return ""
 
 
-def reach(seen: Seen, failing: Failing | None) -> Reached:
+def reach(seen: Run, failing: Failing | None) -> Reached:
     """Find the stages of the attention that the failure belongs to."""
     graph = seen.graph
     first = () if failing is None else failing.activations
@@ -107,7 +107,7 @@ def reach(seen: Seen, failing: Failing | None) -> Reached:
     return reached
 
 
-def _take_sides(reached: Reached, found: Found) -> None:
+def _take_sides(reached: Reached, found: Attention) -> None:
     for name, tensor in found.stages.items():
         side: Side = "scores"
         if name in ("query", "key", "value") or name[1] == "_":
@@ -118,7 +118,7 @@ def _take_sides(reached: Reached, found: Found) -> None:
     reached.axes.learn_query(found.stages["q_heads"])
 
 
-def _belongs(reached: Reached, found: Found, failing: Failing | None) -> bool:
+def _belongs(reached: Reached, found: Attention, failing: Failing | None) -> bool:
     """Whether what failed was made from this attention's context."""
     if failing is None:
         return True
@@ -131,7 +131,7 @@ def _walk(reached: Reached, start: int, failing: Failing | None) -> None:
     tail = graph.recording.ops[start:]
     softmax = next((op for op in reversed(tail) if graph.is_softmax(op)), None)
     product = _score_product(graph, tail, softmax)
-    operands: dict[str, Tensor] = {}
+    operands: dict[str, TensorRef] = {}
     if product is not None:
         query, key = (as_written(graph, product, tensor) for tensor in (product.left, product.right))
         operands = {"query": query, "key": key}
@@ -166,7 +166,7 @@ def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Pr
     return next(_products_behind(graph, (softmax.inputs[0],)), None)
 
 
-def _products_behind(graph: Graph, tensors: Iterable[Tensor]) -> Iterator[Product]:
+def _products_behind(graph: Graph, tensors: Iterable[TensorRef]) -> Iterator[Product]:
     """The products that tensors come from, with nothing between but what is done to scores."""
     for tensor in tensors:
         for step in graph.back(tensor, graph.carries):
@@ -192,12 +192,12 @@ def _name_scores(reached: Reached, product: Product, softmax: Op | None) -> None
     reached.stages["weights"] = softmax.output
 
 
-def _only_scale(graph: Graph, tensor: Tensor) -> Tensor | None:
+def _only_scale(graph: Graph, tensor: TensorRef) -> TensorRef | None:
     followers = graph.recording.consumers.get(tensor.id, ())
     return followers[0].output if len(followers) == 1 and graph.is_scale(followers[0]) else None
 
 
-def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Product | None) -> dict[str, Tensor]:
+def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Product | None) -> dict[str, TensorRef]:
     """What each operand of the failing call is to the attention, by its place in the call."""
     graph, named = reached.graph, dict(failing.operands)
     if failing.base_name == "scaled_dot_product_attention":
@@ -222,7 +222,7 @@ def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Prod
     return {}
 
 
-def _name_side(reached: Reached, role: str, operand: Tensor) -> None:
+def _name_side(reached: Reached, role: str, operand: TensorRef) -> None:
     """Walk from an operand of a product back to what came in, and name what is met."""
     graph, letter = reached.graph, role[0]
     side: Side = "query" if role == "query" else "key"
@@ -254,7 +254,7 @@ def _name_side(reached: Reached, role: str, operand: Tensor) -> None:
     reached.stages[f"{letter}_heads"] = tensor
 
 
-def _piece(step: Step, heads: Tensor) -> Tensor | None:
+def _piece(step: Step, heads: TensorRef) -> TensorRef | None:
     """What a shared projection was split into for one side alone; None where it was not split."""
     for place in range(len(step.path) - 1, -1, -1):
         if step.path[place].base_name in _SPLITS:

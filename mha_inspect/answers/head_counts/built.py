@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import SpecError
 from ...record.copying import copy_module
-from ...record.subject import Pass
+from ...record.subject import Subject
 from ...reports.common import LayerInfo
 from ...targets.aliases import flag_of
 from ..sides.module_run import ModuleSide
@@ -39,7 +39,7 @@ def build_each(
         if not isinstance(module, nn.Module):
             raise SpecError(f"{name} returned a {type(module).__name__} for {count} heads, and not a torch.nn.Module.")
         label = type(module).__name__
-        own = Pass(copy_module(module), args, dict(kwargs))
+        own = Subject(copy_module(module), args, dict(kwargs))
         built.append(Counted(count, ModuleSide("left", label, own, LayerInfo(label, {}), seed=0)))
     return built
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...measure.stages import in_dtype
 from ...record.rounding import first_tensor
-from ...record.subject import Forward, Pass
+from ...record.subject import Forward, Subject
 from ..sides.module_run import ModuleSide
 from .weights import matrices
 
@@ -28,12 +28,12 @@ class Learner:
     """A module with its arguments, and what is needed to compare what it learns."""
 
     num_heads: int
-    own: Pass
+    own: Subject
     dtype: torch.dtype
     seed: int
     read: Read
     """What a module has learned, by part; with numbers, by the parameter's name, those stand for the parameters."""
-    cast: Callable[[torch.dtype], Pass]
+    cast: Callable[[torch.dtype], Subject]
     """The same in another dtype."""
     nan: str = ""
     """Why every gradient would be NaN; empty where none needs to be."""

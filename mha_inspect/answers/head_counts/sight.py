@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...graph.attention import Found
+from ...graph.attention import Attention
 from ...measure.stage_difference import BLOCKED_BELOW
 from ...record.rounding import SAME_UP_TO, judge
 from ...targets.flag_inputs import Inputs
@@ -174,7 +174,7 @@ def sight_of_runs(runs: Sequence[ModuleRun]) -> Sight | None:
     return RunSight(runs, first) if len(first) == 1 or square else None
 
 
-def _single_key(found: Found) -> bool:
+def _single_key(found: Attention) -> bool:
     return found.softmax.output.shape[found.softmax_dim] == 1 and found.sinks is None and not found.masks
 
 

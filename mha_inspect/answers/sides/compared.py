@@ -30,7 +30,7 @@ Rows = Sequence[tuple[int, int]]
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
 
-class Run(ABC):
+class ComparedRun(ABC):
     """One side, run."""
 
     @property
@@ -127,7 +127,7 @@ def stage_row(
     )
 
 
-def compare_outputs(left: Run, right: Run, rows: Rows, *, leave_out: bool = False) -> OutputDifference:
+def compare_outputs(left: ComparedRun, right: ComparedRun, rows: Rows, *, leave_out: bool = False) -> OutputDifference:
     """The outputs of the plain forwards, judged by the rounding of the step by step computation.
 
     With `leave_out` the rows are not looked at.
@@ -144,14 +144,16 @@ def compare_outputs(left: Run, right: Run, rows: Rows, *, leave_out: bool = Fals
     )
 
 
-def compare_elsewhere(left: Run, right: Run, rows: Rows) -> OutputDifference | None:
+def compare_elsewhere(left: ComparedRun, right: ComparedRun, rows: Rows) -> OutputDifference | None:
     """The outputs without these rows; None where there are none, or no others, or the outputs are not laid out so."""
     if not rows or left.rows is None or len(rows) == left.rows[0] * left.rows[1]:
         return None
     return compare_outputs(left, right, rows, leave_out=True)
 
 
-def other_way(poorer: Run, fuller: Run, rows: Rows, source: SideName, name: str, other: str) -> OtherWay | None:
+def other_way(
+    poorer: ComparedRun, fuller: ComparedRun, rows: Rows, source: SideName, name: str, other: str
+) -> OtherWay | None:
     """What comes of the numbers of the side that has a place for fewer in the other one; None where it cannot be told.
 
     Args:
@@ -193,7 +195,7 @@ def masked_queries(scores: Tensor) -> list[tuple[int, int]]:
 
 
 def masked_row(
-    row: tuple[int, int], weights: Sequence[Tensor | None], runs: Sequence[Run], attention: int | None = None
+    row: tuple[int, int], weights: Sequence[Tensor | None], runs: Sequence[ComparedRun], attention: int | None = None
 ) -> MaskedRowPair:
     """What comes out of a query that has no key to look at, on both sides.
 
@@ -209,7 +211,7 @@ def masked_row(
         inside = content is not None and batch < content.shape[0] and query < content.shape[2]
         return _content(content[batch, :, query]) if content is not None and inside else "finite"
 
-    def of_output(run: Run) -> RowContent:
+    def of_output(run: ComparedRun) -> RowContent:
         inside = run.rows is not None and batch < run.rows[0] and query < run.rows[1]
         kind = _content(run.output[batch, query]) if inside else "finite"
         return "finite" if kind == "uniform" else kind

@@ -15,13 +15,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...errors import WeightsError
-from ...graph.attention import Found
+from ...graph.attention import Attention
 from ...layers.weights import AttentionWeights
 from ...naming.axes import AxisNames
 from ...naming.canonical import canonical, contents_of
 from ...record.ops import Op
-from ...record.ops import Tensor as Recorded
-from ...record.subject import Seen
+from ...record.ops import TensorRef as Recorded
+from ...record.subject import Run
 
 _BY_KEY_HEAD = ("w_k", "w_v", "b_k", "b_v")
 SIDES = {"query": "q", "key": "k", "value": "v"}
@@ -145,7 +145,7 @@ def _writes(mine: Matrix, given: Tensor, bias: Tensor | None) -> Iterator[tuple[
         raise WeightsError(f"one has no place for a bias b_{mine.label}, and the other's is not zero.")
 
 
-def find_weights(module: nn.Module, seen: Seen, found: Found, names: AxisNames) -> FoundWeights:
+def find_weights(module: nn.Module, seen: Run, found: Attention, names: AxisNames) -> FoundWeights:
     """Where the parameters of an attention are.
 
     The run must have been recorded with its tensors kept, and the parameters not have been changed since.
@@ -160,7 +160,7 @@ def find_weights(module: nn.Module, seen: Seen, found: Found, names: AxisNames) 
 class _Finder:
     """Looks for the parameters of one attention."""
 
-    def __init__(self, module: nn.Module, seen: Seen, found: Found, names: AxisNames) -> None:
+    def __init__(self, module: nn.Module, seen: Run, found: Attention, names: AxisNames) -> None:
         self._module, self._seen, self._found, self._names = module, seen, found, names
         self._turns = found.branches or (found,)
         self._contents = contents_of(seen, found, names)

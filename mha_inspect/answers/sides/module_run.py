@@ -15,13 +15,13 @@ from ...naming.canonical import canonical, contents_of, own_axes
 from ...record.copying import copy_module
 from ...record.kernels import describe, hidden_stages
 from ...record.rounding import cast_tensors, first_tensor
-from ...record.subject import Pass, Seen
+from ...record.subject import Run, Subject
 from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, SideName, StageSide
 from ...reports.trace import OpRef
 from ...targets.memory import is_out_of_memory
 from ..trace import environment_of
-from .compared import Rows, Run, masked_queries, without
+from .compared import ComparedRun, Rows, masked_queries, without
 
 _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
@@ -32,7 +32,7 @@ class ModuleSide:
 
     name: SideName
     label: str
-    own: Pass
+    own: Subject
     layer: LayerInfo
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class ModuleSide:
         """The dtype of its numbers."""
         return environment_of(self.own).dtype or "float32"
 
-    def in_dtype(self, dtype: torch.dtype, *, training: bool = False) -> Pass:
+    def in_dtype(self, dtype: torch.dtype, *, training: bool = False) -> Subject:
         """The same module, weights and arguments in another dtype; in eval mode, for dropout draws other elements.
 
         Raises `InputError` where the module cannot be copied.
@@ -59,48 +59,48 @@ class ModuleSide:
             ) from None
         seen: dict[int, Tensor] = {}
         args, kwargs = (cast_tensors(given, dtype, None, seen) for given in (self.own.args, self.own.kwargs))
-        return Pass(module, args, kwargs)
+        return Subject(module, args, kwargs)
 
 
-class ModuleRun(Run):
+class ModuleRun(ComparedRun):
     """A side, and every run of it that a diff needs, each made once."""
 
     def __init__(self, side: ModuleSide) -> None:
         self.side = side
         self._start = side.own.state()
 
-    def _run(self, own: Pass, *, open_up: bool = True, keep: bool = False) -> Seen:
+    def _run(self, own: Subject, *, open_up: bool = True, keep: bool = False) -> Run:
         """One run that leaves the module and the generators as they were, its random numbers those of the seed."""
         with self.side.own.replaying(self._start), torch.no_grad():
             torch.manual_seed(self.side.seed)
             return own.recorded(open_up=open_up, keep=keep)
 
     @cached_property
-    def plain(self) -> Seen:
+    def plain(self) -> Run:
         """As PyTorch runs it."""
         return self._run(self.side.own, open_up=False)
 
     @cached_property
-    def opened(self) -> Seen:
+    def opened(self) -> Run:
         """Step by step, with every tensor kept."""
         return replace(self._alone, wider=self._wider)
 
     @cached_property
-    def _alone(self) -> Seen:
+    def _alone(self) -> Run:
         return self._run(self.side.own, keep=True)
 
     @cached_property
-    def _wider(self) -> Seen | None:
+    def _wider(self) -> Run | None:
         """What the axes of every run are named after, whatever its dtype."""
         with torch.no_grad():
             return self.side.own.wider_run(self._alone)
 
     @cached_property
-    def _exact(self) -> Seen:
+    def _exact(self) -> Run:
         return self._in(torch.float64)
 
     @cached_property
-    def _measured(self) -> Seen:
+    def _measured(self) -> Run:
         """The run whose rounding is measured: the opened one, but for float64 and in training mode."""
         if self.side.dtype == "float64":
             return self._in(torch.float32)
@@ -111,7 +111,7 @@ class ModuleRun(Run):
         """What a measured error counts: that of float64 is measured in float32."""
         return _STEP if self.side.dtype == "float64" else 1.0
 
-    def _in(self, dtype: torch.dtype) -> Seen:
+    def _in(self, dtype: torch.dtype) -> Run:
         own = self.side.in_dtype(dtype)
         try:
             return replace(self._run(own, keep=True), wider=self._wider)
@@ -206,11 +206,11 @@ class ModuleRun(Run):
         )
 
 
-def _contents(seen: Seen) -> list[dict[str, Tensor]]:
+def _contents(seen: Run) -> list[dict[str, Tensor]]:
     return [contents_of(seen, found, names) for found, names in seen.attentions]
 
 
-def _output(seen: Seen, returned: Any = None) -> Tensor:
+def _output(seen: Run, returned: Any = None) -> Tensor:
     """The first tensor that was returned, `batch query embed` or `batch query (heads head_dim)` where that is known."""
     output = first_tensor(seen.returned if returned is None else returned).detach()
     patterns = own_axes(seen).returned

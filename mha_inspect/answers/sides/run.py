@@ -15,12 +15,12 @@ from ...naming.canonical import canonical, sizes_of
 from ...naming.stages import CANONICAL_AXES
 from ...record.kernels import describe, hidden_stages
 from ...record.rounding import first_tensor
-from ...record.subject import Forward, Seen, build_forward
+from ...record.subject import Forward, Run, build_forward
 from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, StageSide
 from ...reports.trace import OpRef
 from ...targets.spec import DtypeName, plain_fields
-from .compared import Rows, Run, without
+from .compared import ComparedRun, Rows, without
 from .settings import Side
 from .shared_weights import load_what_fits
 
@@ -28,7 +28,7 @@ _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's."""
 
 
-class SideRun(Run):
+class LayerRun(ComparedRun):
     """A side with its weights loaded, and every run of it that a diff needs, each made once."""
 
     def __init__(self, side: Side, weights: AttentionWeights, finer: DtypeName) -> None:
@@ -44,7 +44,7 @@ class SideRun(Run):
         return self.side.spec.training and self.side.spec.dropout > 0
 
     @cached_property
-    def plain(self) -> Seen:
+    def plain(self) -> Run:
         """As PyTorch runs it."""
         return self.forward.recorded(open_up=False)
 

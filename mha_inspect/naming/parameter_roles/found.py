@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from ...graph.attention import Found
+from ...graph.attention import Attention
 from ...graph.evaluate import CannotReplayError
 from ...graph.walk import NORMS
-from ...record.ops import Op, Tensor
-from ...record.subject import Seen
+from ...record.ops import Op, TensorRef
+from ...record.subject import Run
 from ...reports.params import HeadSlice
 from ..axes import AxisNames
 from .influence import Path, parameters_behind
@@ -60,7 +60,7 @@ class _Held:
     letters: list[str] = field(default_factory=list)
 
 
-def found_roles(module: nn.Module, seen: Seen) -> dict[str, FoundRole]:
+def found_roles(module: nn.Module, seen: Run) -> dict[str, FoundRole]:
     """The role of each parameter, by name, of a run that was recorded with its tensors kept.
 
     A parameter that is no part of an attention has the operation that reads it first for a role.
@@ -87,7 +87,7 @@ class _Reader:
     """Reads off what the parameters of one attention are for."""
 
     def __init__(
-        self, seen: Seen, found: Found, names: AxisNames, owned: OwnedParameters, readers: dict[str, list[Op]]
+        self, seen: Run, found: Attention, names: AxisNames, owned: OwnedParameters, readers: dict[str, list[Op]]
     ) -> None:
         self._seen, self._found, self._names, self._readers = seen, found, names, readers
         self._graph = seen.graph
@@ -147,7 +147,7 @@ class _Reader:
                 names[kind] = [name for target in targets for name in Path(self._graph, sources, target).parameters]
         return names
 
-    def _matrix(self, op: Op) -> Tensor:
+    def _matrix(self, op: Op) -> TensorRef:
         if op.base_name == "convolution":
             return op.inputs[1]
         left, right = self._graph.operands(op) or op.inputs[:2]
@@ -304,7 +304,7 @@ class _Reader:
         return f"{matrices}: {way}, {each} each{shared}"
 
 
-def _readers(seen: Seen) -> dict[str, list[Op]]:
+def _readers(seen: Run) -> dict[str, list[Op]]:
     """For each parameter, the operations that read it, moved or cast at most, first to last."""
     recording, graph = seen.recording, seen.graph
     found: dict[str, list[Op]] = {named.name: [] for named in recording.parameters}

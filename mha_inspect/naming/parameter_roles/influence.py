@@ -17,7 +17,7 @@ import torch
 from ...graph.attention import Graph
 from ...graph.evaluate import CannotReplayError, run_again
 from ...graph.walk import NORMS
-from ...record.ops import Op, Recording, Tensor
+from ...record.ops import Op, Recording, TensorRef
 
 _LONGEST = 400
 """Operations after which it gives up: no projection takes so many."""
@@ -59,10 +59,10 @@ class Path:
     """The operations from some tensors that are taken as given, and from parameters, to a tensor."""
 
     graph: Graph
-    sources: tuple[Tensor, ...]
-    target: Tensor
+    sources: tuple[TensorRef, ...]
+    target: TensorRef
     ops: list[Op] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, TensorRef] = field(default_factory=dict)
     """Name to the tensor by which the recording knows it, in the order in which they are met."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Path:
         numbers: dict[int, int] = {}
 
         def plain(value: object) -> object:
-            if isinstance(value, Tensor):
+            if isinstance(value, TensorRef):
                 number = numbers.setdefault(value.id, len(numbers))
                 return (number, value.shape, value.stride, value.offset)
             return tuple(map(plain, value)) if isinstance(value, tuple) else value
@@ -110,7 +110,7 @@ class Path:
         return (ends, tuple(map(all_of, self.ops)), plain(self.target))
 
 
-def parameters_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[str]:
+def parameters_behind(graph: Graph, tensors: Iterable[TensorRef]) -> list[str]:
     """The parameters that tensors are, moved, cast or scaled at most."""
     recording = graph.recording
     names = recording.parameter_storages
@@ -132,10 +132,10 @@ def parameters_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[str]:
 class Influence:
     """One run of a path with gradients, which must be enabled."""
 
-    def __init__(self, path: Path, given: Callable[[Tensor], torch.Tensor]) -> None:
+    def __init__(self, path: Path, given: Callable[[TensorRef], torch.Tensor]) -> None:
         """`given` makes the content of the sources. Raises `CannotReplayError` where the path cannot be run again."""
         self._recording: Recording = path.graph.recording
-        self._by_storage: dict[int, tuple[Tensor, torch.Tensor]] = {}
+        self._by_storage: dict[int, tuple[TensorRef, torch.Tensor]] = {}
         self._known: dict[int, torch.Tensor] = {}
         self._memory: dict[int, torch.Tensor] = {}
         """Storage to its elements, for what is written piece by piece; nothing is written in place here."""
@@ -174,13 +174,13 @@ class Influence:
         except Exception as error:  # whatever an operation that is called from outside may raise
             raise CannotReplayError(str(error)) from None
 
-    def _hangs_on_leaves(self, tensor: Tensor) -> bool:
+    def _hangs_on_leaves(self, tensor: TensorRef) -> bool:
         return tensor.id in self._known or self._is_leaf(tensor) or self._was_written(tensor)
 
-    def _was_written(self, tensor: Tensor) -> bool:
+    def _was_written(self, tensor: TensorRef) -> bool:
         return self._recording.producers.get(tensor.id) in self._written
 
-    def _remember(self, tensor: Tensor, made: torch.Tensor, index: int) -> None:
+    def _remember(self, tensor: TensorRef, made: torch.Tensor, index: int) -> None:
         """Keep what was written, for those who read it together with what stands beside it."""
         size = max(map(_end, (t for t in self._recording.tensors() if t.storage == tensor.storage)))
         before = self._memory.get(tensor.storage)
@@ -189,10 +189,10 @@ class Influence:
         self._memory[tensor.storage] = before.index_put((_places(tensor, before),), made)
         self._written.add(index)
 
-    def _is_leaf(self, tensor: Tensor) -> bool:
+    def _is_leaf(self, tensor: TensorRef) -> bool:
         return tensor.storage in self._by_storage and tensor.id not in self._recording.producers
 
-    def _made(self, op: Op) -> list[tuple[Tensor, torch.Tensor]]:
+    def _made(self, op: Op) -> list[tuple[TensorRef, torch.Tensor]]:
         name = op.base_name
         if name in _STATISTICS:
             return []
@@ -205,7 +205,7 @@ class Influence:
             return [(op.output, x)]
         return run_again(op, self._content)
 
-    def _content(self, tensor: Tensor) -> torch.Tensor:
+    def _content(self, tensor: TensorRef) -> torch.Tensor:
         if tensor.id in self._known:
             return self._known[tensor.id]
         if self._is_leaf(tensor):
@@ -232,27 +232,27 @@ def _any_numbers(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, requires_grad=False).copy_(numbers)
 
 
-def _end(tensor: Tensor) -> int:
+def _end(tensor: TensorRef) -> int:
     """The first element of a storage behind those of a tensor."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
     return tensor.offset + last + 1
 
 
-def _places(tensor: Tensor, memory: torch.Tensor) -> torch.Tensor:
+def _places(tensor: TensorRef, memory: torch.Tensor) -> torch.Tensor:
     """Where in its storage each element of a tensor is."""
     every = torch.arange(memory.numel(), device=memory.device)
     return every.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
 
-def numbers_like(recording: Recording) -> Callable[[Tensor], torch.Tensor]:
+def numbers_like(recording: Recording) -> Callable[[TensorRef], torch.Tensor]:
     """What makes the content of sources: numbers of the right shape, dtype and layout."""
     return lambda tensor: _any_numbers(recording.values[tensor.id])
 
 
-def only_first_feature(recording: Recording) -> Callable[[Tensor], torch.Tensor]:
+def only_first_feature(recording: Recording) -> Callable[[TensorRef], torch.Tensor]:
     """The same, and zero but for the first element of the last dimension."""
 
-    def made(tensor: Tensor) -> torch.Tensor:
+    def made(tensor: TensorRef) -> torch.Tensor:
         numbers = _any_numbers(recording.values[tensor.id])
         numbers[..., 1:] = 0
         return numbers
@@ -260,10 +260,10 @@ def only_first_feature(recording: Recording) -> Callable[[Tensor], torch.Tensor]
     return made
 
 
-def only(masks: Mapping[int, torch.Tensor], recording: Recording) -> Callable[[Tensor], torch.Tensor]:
+def only(masks: Mapping[int, torch.Tensor], recording: Recording) -> Callable[[TensorRef], torch.Tensor]:
     """The same, and zero where the mask of a source is, or all of it where it has none."""
 
-    def made(tensor: Tensor) -> torch.Tensor:
+    def made(tensor: TensorRef) -> torch.Tensor:
         numbers = _any_numbers(recording.values[tensor.id])
         return numbers * masks[tensor.id] if tensor.id in masks else torch.zeros_like(numbers)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 
-from ...graph.attention import Found
+from ...graph.attention import Attention
 from ...graph.evaluate import CannotReplayError
-from ...record.ops import Tensor
-from ...record.subject import Seen
+from ...record.ops import TensorRef
+from ...record.subject import Run
 from ..axes import AxisNames
 from ..canonical import sizes_in
 from ..pattern import dims_of
@@ -38,11 +38,11 @@ Side = dict[str, Owned]
 class OwnedParameters:
     """Finds out for each side of an attention; alike ones are looked at once."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Run) -> None:
         self._seen = seen
         self._known: dict[object, list[Owned | None]] = {}
 
-    def of(self, letter: str, found: Found, names: AxisNames) -> Side:
+    def of(self, letter: str, found: Attention, names: AxisNames) -> Side:
         """The parameters of `q`, `k`, `v` or `o`; those that no operation on the way can be run again for are missing.
 
         What is known of the run is its recording alone: it must have been kept.
@@ -53,7 +53,7 @@ class OwnedParameters:
         except CannotReplayError:
             return {}
 
-    def _of(self, letter: str, found: Found, names: AxisNames) -> Side:
+    def _of(self, letter: str, found: Attention, names: AxisNames) -> Side:
         paths = self._paths(letter, found)
         parameters = list(dict.fromkeys(name for path in paths for name in path.parameters))
         pattern = names.of_stage("context" if letter == "o" else f"{letter}_heads")
@@ -65,7 +65,7 @@ class OwnedParameters:
         owned = zip(parameters, self._known[key], strict=True)
         return {name: one for name, one in owned if one is not None}
 
-    def _paths(self, letter: str, found: Found) -> list[Path]:
+    def _paths(self, letter: str, found: Attention) -> list[Path]:
         graph, turns = self._seen.graph, found.branches or (found,)
         if letter == "o":
             # Where a loop runs over pieces of the sequence, each is an attention, and one product projects them all.
@@ -78,7 +78,7 @@ class OwnedParameters:
         targets = {turn.stages[f"{letter}_heads"].id: turn.stages[f"{letter}_heads"] for turn in turns}
         return [Path(graph, sources, target) for target in targets.values()]
 
-    def _heads(self, letter: str, found: Found, names: AxisNames, paths: list[Path]) -> Side:
+    def _heads(self, letter: str, found: Attention, names: AxisNames, paths: list[Path]) -> Side:
         recording = self._seen.recording
         stage = f"{letter}_heads"
         touches: list[dict[str, Touch]] = []
@@ -93,7 +93,7 @@ class OwnedParameters:
             taken_in |= narrow.of(narrow.result)
         return _side(touches, taken_in, names.num_heads if letter == "q" else names.num_kv_heads)
 
-    def _output(self, found: Found, names: AxisNames, paths: list[Path]) -> Side:
+    def _output(self, found: Attention, names: AxisNames, paths: list[Path]) -> Side:
         recording, turns = self._seen.recording, found.branches or (found,)
         touches: list[dict[str, Touch]] = []
         given: dict[str, Touch] = {}
@@ -106,7 +106,7 @@ class OwnedParameters:
             given |= whole.of(whole.result[..., :1])
         return _side(touches, given, names.num_heads)
 
-    def _masks_of_heads(self, context: Tensor, found: Found, names: AxisNames) -> list[torch.Tensor]:
+    def _masks_of_heads(self, context: TensorRef, found: Attention, names: AxisNames) -> list[torch.Tensor]:
         """For each head, 1 where an element of the context is of it, and else 0."""
         value = self._seen.recording.values[context.id]
         ones = torch.ones_like(value, dtype=torch.float32, requires_grad=True)
