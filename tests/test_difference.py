@@ -11,7 +11,7 @@ import torch
 from mha_inspect.answers.diff import diff_spec
 from mha_inspect.answers.sides.shared_weights import within_slices
 from mha_inspect.errors import SpecError, WeightsError
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 from mha_inspect.reports.diff import DiffReport, StageRow
 from mha_inspect.targets.flag_inputs import make_inputs

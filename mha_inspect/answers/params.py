@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers import torch_mha
-from ..layers.registry import LayerKind, find_layer
+from ..layers.catalog import LayerKind, find_layer
 from ..layers.roles import Role
 from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
@@ -61,7 +61,7 @@ def params_spec(
         spec: the layer's sizes and settings.
         run: for the device; on meta there are shapes and counts, and no content.
         show: whether statistics and values are shown.
-        layer: name in the registry of layers.
+        layer: name in the catalog of layers.
         per_head: whether to show each head's rows and columns, and to prove them by running.
         num_heads: several head counts are set side by side, with what changes between them.
 
@@ -141,7 +141,7 @@ def _read_off(own: Subject, known: _Known) -> tuple[_Known, tuple[str, ...]]:
 
 
 def _known_layer(kind: LayerKind, spec: AttentionSpec) -> _Known:
-    """What the layer's own file declares; its line in the registry stands in for a formula that it does not."""
+    """What the layer's own file declares; its line in the catalog stands in for a formula that it does not."""
     code = kind.load()
     roles = getattr(code, "roles", None)
     formula = getattr(code, "formula", None)

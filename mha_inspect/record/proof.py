@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +14,7 @@ from .kernels import fused_kernels
 from .ops import Op
 from .recorder import opened as opening
 from .rounding import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
-from .subject import Forward, Run, Subject
+from .subject import Run, Subject
 
 _DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_fused_dropout"}
 
@@ -29,16 +29,18 @@ def nothing_hidden(plain: Run) -> Proof:
     return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
 
 
-def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Sequence[tuple[int, int]] = ()) -> Proof:
+def prove(
+    forward: Subject, plain: Run, opened: Run, rest: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Proof:
     """Compare the first output of the two runs.
 
     Args:
         forward: what was run.
         plain: the run as it is.
         opened: the run that the stages were read off.
-        drops: whether dropout may be at work. Its numbers are the same in both runs unless a fused kernel draws them;
-            the noise floor is measured without it.
-        rows: (batch, query) of the fully masked rows, which two paths treat differently.
+        rest: leaves the fully masked rows out of an output, which two paths treat differently; None without any.
+
+    Dropout draws the same numbers in both runs unless a fused kernel draws them. Noise is measured without it.
     """
     try:
         output, other = first_tensor(opened.returned).detach(), first_tensor(plain.returned).detach()
@@ -46,7 +48,7 @@ def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Seque
         return Proof(None, None, None, "the module returned no tensor")
     if output.is_meta:
         return _ON_META
-    drops = drops and any(map(draws, plain.recording.ops))
+    drops = forward.module.training and any(map(draws, plain.recording.ops))
     if drops and any(map(draws, fused_kernels(plain.recording))):
         return Proof(None, None, None, "a fused kernel draws its dropout in another order: nothing to compare")
     difference = max_difference(other, output)
@@ -68,13 +70,11 @@ def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Seque
     _, verdict = judge(difference, floor)
     if floor == 0 and output.numel() and not bool(output.isfinite().any()):
         notes.append("no number in either is finite")
-    if verdict == "differs" and rows and isinstance(forward, Forward):
-        rest = _without(forward, rows, output.shape)
-        if judge(max_difference(other[rest], output[rest]), floor)[1] != "differs":
-            notes.append("only the fully masked rows differ")
+    if rest is not None and "differs" == verdict != judge(max_difference(rest(other), rest(output)), floor)[1]:
+        notes.append("only the fully masked rows differ")
     if verdict == "differs" and any(op.base_name == "to_padded_tensor" for op in plain.recording.ops):
-        rest = other.ne(0).any(dim=-1)
-        if judge(max_difference(other[rest], output[rest]), floor)[1] != "differs":
+        real = other.ne(0).any(dim=-1)
+        if judge(max_difference(other[real], output[real]), floor)[1] != "differs":
             notes.append("only padding differs: the plain run packs the rows without it and leaves zeros there")
     return Proof(difference, floor, verdict != "differs", "; ".join(notes))
 
@@ -84,15 +84,3 @@ def draws(op: Op) -> bool:
     return op.base_name in _DROPOUTS or (
         op.base_name.startswith("_scaled_dot_product") and any(isinstance(arg, float) and arg > 0 for arg in op.args)
     )
-
-
-def _without(forward: Forward, rows: Sequence[tuple[int, int]], shape: torch.Size) -> torch.Tensor:
-    """Where an output `batch query embed`, in the layout that it has, is not in one of the rows."""
-    keep = torch.ones(forward.inputs.batch, forward.inputs.query_len, dtype=torch.bool)
-    for batch, query in rows:
-        keep[batch, query] = False
-    if len(shape) == 2:
-        keep = keep[0]
-    elif not forward.spec.batch_first:
-        keep = keep.T
-    return keep

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..record.arguments import described
 from ..record.subject import Subject
 from .arguments import signature_of
-from .call import Call, described
+from .call import Call
 from .names import kind_of
 from .target import Target
 from .values import nearest, shown

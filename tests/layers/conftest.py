@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.targets.flag_inputs import Inputs, make_inputs
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mha_inspect.errors import SpecError
+from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
-from mha_inspect.layers.registry import LAYERS, find_layer
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
 from mha_inspect.naming.formulas import evaluate, symbols
 from mha_inspect.targets.flag_inputs import make_inputs
@@ -69,7 +69,7 @@ def test_a_width_of_its_own_has_a_name_of_its_own(bench, name, linear):
         assert roles(bench.spec(name, kdim=13, vdim=17))[linear.format(letter)].axes.endswith(own)
 
 
-def test_the_registrys_formula_is_the_one_of_the_default_layer():
+def test_the_catalogs_formula_is_the_one_of_the_default_layer():
     for kind in LAYERS.values():
         assert kind.load().formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mha_inspect.errors import InputError
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.masks import mask_of_head, merged_mask
-from mha_inspect.layers.registry import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights
 from mha_inspect.targets.spec import RunSpec
 

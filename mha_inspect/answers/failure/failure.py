@@ -96,7 +96,7 @@ def trace_failure(own: Subject, before: State, attempt: Attempt, show: Show) -> 
         own_axes(seen),
         replace(show, stats=False, values=False),
         environment=environment_of(own),
-        layer=layer_of(own.module),
+        layer=layer_of(own),
         proof=Proof(None, None, None, "the forward did not return"),
     )
     return replace(trace, attentions=trace.attentions[: len(reached.others)], failure=failure)
