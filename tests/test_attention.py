@@ -16,16 +16,17 @@ from mha_inspect.graph.attention import Graph, find_attentions
 from mha_inspect.layers import registry
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.recorder import record
 from mha_inspect.record.subject import build_forward
+from mha_inspect.record.xray import record_opened
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 B, N, E = 7, 11, 22
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
-    with torch.no_grad(), opened():
-        return record(function, *args, **kwargs)[0]
+    with torch.no_grad():
+        return record_opened(function, *args, **kwargs)[0]
 
 
 class Written(nn.Module):

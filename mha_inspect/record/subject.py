@@ -22,7 +22,7 @@ from ..targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from .arguments import tensors_in
 from .copying import copy_module
 from .ops import Recording
-from .recorder import opened, record
+from .xray import record_opened
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
@@ -57,15 +57,12 @@ class Subject:
     """Where a size of the arguments is one, the same forward of a copy of the module with arguments in which none is;
     None where there is no such forward, or nobody knows how to call it."""
 
-    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Run:
-        """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
-        if not open_up:
-            return Run(*record(self.module, *self.args, keep=keep, **self.kwargs))
-        with opened():
-            return Run(*record(self.module, *self.args, keep=keep, **self.kwargs))
+    def recorded(self, *, keep: bool = False) -> Run:
+        """Run it once and record it, its fused kernels opened; with `keep` the tensors are kept."""
+        return Run(*record_opened(self.module, *self.args, keep=keep, **self.kwargs))
 
     def wider_run(self, seen: Run) -> Run | None:
-        """A wider run beside an opened one, where there is one and it costs little. It leaves no trace.
+        """A wider run, where there is one and it costs little. It leaves no trace.
 
         It is run with a copy of the module that shares its parameters. One that fails is none.
         """
@@ -113,10 +110,10 @@ class Forward(Subject):
     run: RunSpec
     inputs: Inputs
 
-    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Run:
+    def recorded(self, *, keep: bool = False) -> Run:
         """Run it once and record it, under the settings that were asked for."""
         with self._settings():
-            return super().recorded(open_up=open_up, keep=keep)
+            return super().recorded(keep=keep)
 
     def plain(self) -> Any:
         """Run it as it is, under the settings that were asked for, and hand on what it returned."""
