@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+
+from .kernels import Way, way_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class About:
     makes_views: bool
     written: tuple[tuple[int, str], ...]
     """Place and name of each argument that it writes into."""
+    fused: Way = ""
 
 
 @cache
@@ -27,7 +30,15 @@ def about(func: Any) -> About:
     """Read it off an operation's schema, tags and kernels."""
     name = str(func)
     if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
-        return About(f"higher_order.{name}", name, pointwise=False, composite=False, makes_views=False, written=())
+        return About(
+            f"higher_order.{name}",
+            name,
+            pointwise=False,
+            composite=False,
+            makes_views=False,
+            written=(),
+            fused=way_of(f"higher_order.{name}"),
+        )
 
     def has_kernel(operation: str, key: str) -> bool:
         try:
@@ -46,4 +57,11 @@ def about(func: Any) -> About:
             for place, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
+        fused=way_of(name),
     )
+
+
+@cache
+def known_as(func: Any, name: str) -> About:
+    """Return what is known of an operation, under another name."""
+    return replace(about(func), name=name)
