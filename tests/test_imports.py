@@ -101,7 +101,7 @@ RULES = {
     "record.ops": ("record.catalog",),
     "naming.stages": (),
     "targets.spec": ("errors",),
-    "reports": ("reports", "errors"),
+    "reports": ("reports", "errors", "text"),
     "schemas": (),
     "render": ("render", "reports", "errors", "text", "targets.spec", "naming.stages", "schemas", ""),
     "graph": ("graph", "record", "naming.stages", "errors"),

@@ -27,9 +27,8 @@ from ..record.proof import nothing_hidden, prove
 from ..record.run import record_until_failure
 from ..record.subject import Run, State, Subject, build_forward
 from ..reports.common import Environment, LayerInfo, Stats, Values
-from ..reports.products import ProductPair
 from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
 from ..targets.device import resolve
 from ..targets.fit import require_fit
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..graph.attention import Attention
-from ..reports.products import Product, ProductPair
+from ..reports.trace import Product, ProductPair
 from ..targets.spec import InputSpec
 from .axes import AxisNames
 

@@ -1,6 +1,6 @@
 """Tables for a terminal, and the same page as svg and html. The only importer of Rich.
 
-Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the document.
+Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the page.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from . import templates
-from .document import Block, Cell, Document, Facts, Paragraph, Section, Table, Tone, Verbatim
-from .layout import GAP, Layout, ShownColumn, layouts
-from .wrapping import breaks, pieces
+from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
+from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
@@ -75,7 +74,7 @@ SVG_THEME = _theme(
 )
 
 
-def to_table(document: Document, *, width: int | None, color: bool) -> str:
+def to_table(page: Page, *, width: int | None, color: bool) -> str:
     """The page for a terminal of that width; without colour there is no escape sequence in it."""
     file = StringIO()
     columns = shutil.get_terminal_size().columns if width is None else width
@@ -90,28 +89,28 @@ def to_table(document: Document, *, width: int | None, color: bool) -> str:
         markup=False,
         emoji=False,
     )
-    _print(console, document)
+    _print(console, page)
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
 
 
-def to_svg(document: Document, *, width: int | None) -> str:
+def to_svg(page: Page, *, width: int | None) -> str:
     """The page as one svg image."""
-    console = _recorder(document, width)
-    return console.export_svg(title=f"mha-inspect: {document.title}", theme=SVG_THEME, code_format=templates.SVG)
+    console = _recorder(page, width)
+    return console.export_svg(title=f"mha-inspect: {page.title}", theme=SVG_THEME, code_format=templates.SVG)
 
 
-def to_html(document: Document, *, width: int | None) -> str:
+def to_html(page: Page, *, width: int | None) -> str:
     """The page as one html file."""
-    return _recorder(document, width).export_html(theme=HTML_THEME, code_format=templates.HTML)
+    return _recorder(page, width).export_html(theme=HTML_THEME, code_format=templates.HTML)
 
 
-def to_cell(document: Document) -> str:
+def to_cell(page: Page) -> str:
     """The page as a piece of html that can stand inside of another page."""
-    console = _recorder(document, None)
+    console = _recorder(page, None)
     return console.export_html(theme=HTML_THEME, code_format=templates.CELL, inline_styles=True)
 
 
-def _recorder(document: Document, width: int | None) -> Console:
+def _recorder(page: Page, width: int | None) -> Console:
     console = Console(
         file=StringIO(),
         record=True,
@@ -124,15 +123,15 @@ def _recorder(document: Document, width: int | None) -> Console:
         markup=False,
         emoji=False,
     )
-    _print(console, document)
+    _print(console, page)
     return console
 
 
-def _print(console: Console, document: Document) -> None:
+def _print(console: Console, page: Page) -> None:
     prose = min(console.width, PROSE_WIDTH)
-    console.print(_title(document.title, document.detail), width=prose)
-    console.print(Text(document.subtitle, STYLES["muted"]), width=prose)
-    for section in document.sections:
+    console.print(_title(page.title, page.detail), width=prose)
+    console.print(Text(page.subtitle, STYLES["muted"]), width=prose)
+    for section in page.sections:
         console.print()
         for item, item_width in _section(section, console.width):
             console.print(item, width=item_width, soft_wrap=False)

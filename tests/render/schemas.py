@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from mha_inspect import reports, schemas
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.render.kinds import KINDS
+from mha_inspect.render.pages import KINDS
 from mha_inspect.reports.common import SCHEMA_VERSION
 
 FOLDER = Path(schemas.__file__).parent
@@ -71,7 +71,7 @@ def schema_of(report: type, command: str) -> dict[str, Any]:
 
 
 def _as_written(cls: type, part: dict[str, Any]) -> None:
-    """What `render.json_text` does with a default of None, and what is narrower than the type."""
+    """What `reports.json` does with a default of None, and what is narrower than the type."""
     part.pop("title", None)
     part["required"] = []
     for field in fields(cls):

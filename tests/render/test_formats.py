@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mha_inspect.render import FORMATS, to_text
-from mha_inspect.render.kinds import kind_of
+from mha_inspect.render.pages import kind_of
 
 from .samples import REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES
@@ -123,7 +123,7 @@ def test_svg_is_well_formed_and_holds_the_text(name):
     root = ElementTree.fromstring(to_text(REPORTS[name], "svg"))
     text = "".join(root.itertext()).replace("\xa0", " ")
     layer = getattr(REPORTS[name], "layer", None)
-    assert (f"layer {layer.name}" if layer else kind_of(REPORTS[name]).document(REPORTS[name]).title) in text
+    assert (f"layer {layer.name}" if layer else kind_of(REPORTS[name]).page(REPORTS[name]).title) in text
 
 
 def test_the_proof_is_the_last_line():

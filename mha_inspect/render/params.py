@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from .. import text
 from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from .common import VERDICT_TONES, contents, notes, page, shape_cell, statistics
-from .document import Cell, Column, Document, Paragraph, Section, Table, table
+from .page import Cell, Column, Page, Paragraph, Section, Table, table
+from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
 
 PARAMETER_COLUMNS = (
     Column("name", tone="strong"),
@@ -21,9 +21,9 @@ PARAMETER_COLUMNS = (
 )
 
 
-def params_document(report: ParamsReport) -> Document:
+def params_page(report: ParamsReport) -> Page:
     """Every parameter, the total with its closed formula, and what belongs to which head."""
-    return page(report.environment, report.layer, _sections(report))
+    return layer_page(report.environment, report.layer, _sections(report))
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from .. import text
 from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
-from .document import Block, Cell, Column, Document, Paragraph, Section, Table, Tone, Verbatim, table
+from ..reports.compare_heads import HeadCount, HeadPair
+from ..reports.diff import OutputDifference, StageRow
+from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, table
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""
@@ -34,7 +36,7 @@ def sizes(layer: LayerInfo) -> str:
     return ", ".join(parts)
 
 
-def page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Document:
+def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Page:
     """A page under the usual heading: the layer with its sizes, and what the numbers were made with."""
     # A module without parameters and inputs has no dtype.
     made_with = [part for part in (environment.device, environment.dtype) if part]
@@ -42,7 +44,34 @@ def page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]
         made_with.append(f"seed {environment.seed}")
     made_with.append(f"torch {environment.torch}")
     shown = tuple(section for section in sections if section.blocks or section.title)
-    return Document(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+
+
+def number(value: float | None) -> str:
+    """A difference; empty where there is none."""
+    return "" if value is None else text.small(value)
+
+
+def multiple(value: float | None) -> str:
+    """A multiple of the rounding error; empty where there is none."""
+    return "" if value is None else text.times(value)
+
+
+def verdict_cell(verdict: Verdict | None, *, baseline: bool = False) -> Cell:
+    """The verdict; `baseline` where it would be of something against itself."""
+    return Cell("baseline", "muted") if baseline else Cell(verdict or "", VERDICT_TONES[verdict] if verdict else "")
+
+
+def difference_cells(
+    item: HeadCount | HeadPair | OutputDifference | StageRow, *, baseline: bool = False
+) -> tuple[Cell, ...]:
+    """The largest difference, the relative one, the multiple of the rounding error, and the verdict."""
+    return (
+        Cell(number(item.max_abs_difference)),
+        Cell(number(item.relative_difference)),
+        Cell(multiple(item.times_noise)),
+        verdict_cell(item.verdict, baseline=baseline),
+    )
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:

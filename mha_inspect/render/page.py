@@ -1,6 +1,6 @@
 """A page as plain data: sections of tables, facts, paragraphs and verbatim text, before any format.
 
-A report becomes a document once; terminal, plain, svg and html all show that document. Every string is cleaned when it
+A report becomes a page once; terminal, plain, svg and html all show that. Every string is cleaned when it
 enters, so that no renderer can forget to.
 """
 
@@ -157,7 +157,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Document:
+class Page:
     """The page."""
 
     title: str
