@@ -375,12 +375,6 @@ def test_it_follows_its_schema_and_comes_back_from_its_json(trace: Trace, tmp_pa
     assert read_report(saved, "trace", Trace) == trace
 
 
-def test_the_schema_knows_every_cause():
-    from mha_inspect.answers.failure.causes import CAUSES
-
-    assert load_schema("trace")["$defs"]["cause"]["properties"]["name"]["enum"] == list(CAUSES)
-
-
 def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
     page = to_text(trace, "plain")
     assert "No attention was found" not in page

@@ -11,7 +11,7 @@ from .templates import CELL, HTML
 
 def to_html(page: Page) -> str:
     """Return the page as one html file: nothing is fetched, no script."""
-    return HTML.replace("@TITLE@", escape(f"mha-inspect: {page.title}"), 1).replace("@PAGE@", _page(page), 1)
+    return HTML.replace("@PAGE@", _page(page), 1).replace("@TITLE@", escape(f"mha-inspect: {page.title}"), 1)
 
 
 def to_cell(page: Page) -> str:

@@ -6,7 +6,8 @@ enters, so that no renderer can forget to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -168,3 +169,26 @@ class Page:
     def __post_init__(self) -> None:
         for name in ("title", "detail", "subtitle"):
             _set(self, name, printable(getattr(self, name)))
+
+
+AXES = ("heads", "kv_heads", "query", "key", "head_dim")
+"""Axes that have a colour of their own, in their names and in their sizes. Every other one has none."""
+
+
+def by_axis(content: str, tone: Tone, axes: str) -> Iterator[tuple[str, str]]:
+    """Cut axes, or a shape whose axes are known, into pieces of text, each with the axis that it is; else empty."""
+    names: list[str] = []
+    found: list[re.Match[str]] = []
+    if tone == "axes":
+        found = list(re.finditer(r"\w+", content))
+        names = [word[0] for word in found]
+    elif tone == "shape":
+        found = list(re.finditer(r"\d+", content))
+        names = re.findall(r"\([^)]*\)|\S+", axes)
+    done = 0
+    for name, piece in zip(names, found, strict=True) if len(names) == len(found) else ():
+        if name in AXES:
+            yield content[done : piece.start()], ""
+            yield piece[0], name
+            done = piece.end()
+    yield content[done:], ""

@@ -11,7 +11,7 @@ FONTS = "'JetBrains Mono','Cascadia Mono',Menlo,Consolas,'DejaVu Sans Mono',mono
 _RULES = """
 @SCOPE@ { font: 14px/1.45 @FONTS@; }
 @SCOPE@ h1, @SCOPE@ h2, @SCOPE@ h3 { font: inherit; font-weight: bold; margin: 1.4em 0 .4em; }
-@SCOPE@ h1 span, @SCOPE@ h2 span, @SCOPE@ h3 span { font-weight: normal; margin-left: 2ch; }
+@SCOPE@ h1 > span, @SCOPE@ h2 > span, @SCOPE@ h3 > span { font-weight: normal; margin-left: 2ch; }
 @SCOPE@ p, @SCOPE@ dl { margin: .4em 0; max-width: 110ch; }
 @SCOPE@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 2ch; }
 @SCOPE@ dd { margin: 0; }
@@ -92,7 +92,7 @@ SVG = f"""<svg class="rich-terminal" viewBox="0 0 {{width}} {{height}}" xmlns="h
         font-variant-east-asian: full-width;
     }}}}
     .{{unique_id}}-title {{{{ font: bold 18px sans-serif; fill: {GROUNDS[0][1]}; }}}}
-    .{{unique_id}}-ground {{{{ fill: {GROUNDS[0][0]}; stroke: #8b949e; }}}}
+    .{{unique_id}}-ground {{{{ fill: {GROUNDS[0][0]}; }}}}
     {{styles}}
     @media (prefers-color-scheme: dark) {{{{
     .{{unique_id}}-title {{{{ fill: {GROUNDS[1][1]}; }}}}
@@ -106,7 +106,7 @@ SVG = f"""<svg class="rich-terminal" viewBox="0 0 {{width}} {{height}}" xmlns="h
     </clipPath>
     {{lines}}
     </defs>
-    <rect class="{{unique_id}}-ground" x="1" y="1" width="{{terminal_width}}" height="{{terminal_height}}" rx="8" />
+    <rect class="{{unique_id}}-ground" width="{{width}}" height="{{height}}" rx="8" />
     <text class="{{unique_id}}-title" x="16" y="27">@TITLE@</text>
     <g transform="translate({{terminal_x}}, {{terminal_y}})" clip-path="url(#{{unique_id}}-clip-terminal)">
     {{backgrounds}}

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from mha_inspect import reports, schemas
+from mha_inspect.answers.failure.causes import CAUSES
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.render.pages import KINDS
 from mha_inspect.reports.common import SCHEMA_VERSION
@@ -23,6 +24,7 @@ NARROWER: dict[tuple[str, str], dict[str, Any]] = {
     ("StageRow", "name"): {"enum": list(STAGES)},
     ("ReachedStage", "name"): {"enum": [*STAGES, ""]},
     ("Attention", "kind"): {"items": {"enum": ["self", "cross", "causal", "grouped"]}},
+    ("Cause", "name"): {"enum": list(CAUSES)},
     ("HeadCount", "first_differing_stage"): {"enum": [*STAGES, None]},
     ("DiffReport", "first_differing_stage"): {"enum": [*STAGES, None]},
     ("Parameter", "share"): {"type": "number", "minimum": 0, "maximum": 1},
