@@ -15,7 +15,7 @@ __all__ = ["FORMATS", "Format", "to_cell", "to_text"]
 
 
 def to_text(report: object, format: Format, *, width: int | None = None, color: bool = False) -> str:
-    """The report in one of `FORMATS`; ends with a line feed.
+    """Return the report in one of `FORMATS`; ends with a line feed.
 
     `width` (columns) matters to table and svg; None means the terminal's for a table, and 120 for the image.
     `color` matters to table. Raises `TypeError` for what is not a report, `ValueError` for an unknown format.
@@ -46,7 +46,7 @@ def to_text(report: object, format: Format, *, width: int | None = None, color: 
 
 
 def to_cell(report: object) -> str:
-    """The report as html for a page that holds other things, such as a notebook."""
+    """Return the report as html for a page that holds other things, such as a notebook."""
     from .html import to_cell
     from .pages import kind_of
 

@@ -37,7 +37,7 @@ COUNT_COLUMNS = (
 
 
 def compare_heads_page(report: CompareHeadsReport) -> Page:
-    """A row a head count, the reasons, and the answer, which comes last."""
+    """Return the page: a row a head count, the reasons, and the answer, which comes last."""
     return layer_page(report.environment, report.layer, _sections(report))
 
 
@@ -101,7 +101,7 @@ def _pairs(pairs: tuple[HeadPair, ...]) -> Table:
 
 
 def _learning(report: CompareHeadsReport) -> Iterator[Section]:
-    """A section each for what was asked for."""
+    """Yield a section for each thing that was asked for."""
     if report.gradients is not None:
         yield _gradients(report.gradients, report.baseline)
     if report.training is not None:
@@ -139,7 +139,7 @@ def _gradient_row(count: HeadGradients, across: bool, is_baseline: bool) -> tupl
 
 
 def _by_parameter(gradients: Gradients, baseline: int) -> Table:
-    """A row a parameter, for names of their own take too much room beside each other."""
+    """Return a table with a row a parameter, for names of their own take too much room beside each other."""
     others = [count for count in gradients.counts if count.num_heads != baseline]
     names = dict.fromkeys(part.part for count in gradients.counts for part in count.parts)
     parts = [{part.part: part for part in count.parts} for count in others]
@@ -224,12 +224,12 @@ def _heads(focus: Focus) -> Table:
 
 
 def _attention(count: HeadsFocus) -> str:
-    """`2 blocks.1.attn`, where there are several."""
+    """Return `2 blocks.1.attn`, where there are several."""
     return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
 
 
 def _apart(part: PartGradient) -> str:
-    """The relative difference; where it is rounding alone it says so, for a gradient of 0 is any number of times it."""
+    """Return the relative difference, or that it is rounding: of a gradient of 0 that is any number of times it."""
     if part.verdict == "same" and part.max_abs_difference:
         return "rounding"
     return number(part.relative_difference)

@@ -43,7 +43,7 @@ PARAMETER_COLUMNS = (
 
 
 def diff_page(report: DiffReport) -> Page:
-    """How each side is run, a row a stage, where they part, the parameters side by side, and the answer, last."""
+    """Return the page: how each side is run, a row a stage, where they part, the parameters, and the answer, last."""
     left, right = report.left, report.right
     environments = [side.environment for side in (left, right)]
     made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
@@ -94,7 +94,7 @@ def _run(side: DiffSide) -> str:
 
 
 def _by_attention(report: DiffReport) -> list[tuple[StageRow, ...]]:
-    """The rows of each attention; all of them where each side has one."""
+    """Return the rows of each attention; all of them where each side has one."""
     rows = [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)]
     return rows or [()]
 
@@ -207,7 +207,7 @@ def _masked_rows(report: DiffReport) -> Table:
 
 
 def _of_masked_row(row: MaskedRowPair) -> tuple[int | None, int, RowContent, RowContent, RowContent, RowContent]:
-    """What rows of the table have in common that become one."""
+    """Return what rows have in common that become one row of the table."""
     return row.attention, row.batch, row.left_weights, row.right_weights, row.left_output, row.right_output
 
 

@@ -14,7 +14,7 @@ COLUMNS = (
 
 
 def layers_page(report: LayersReport) -> Page:
-    """A row a layer, then how each splits its heads, what it takes and where it comes from."""
+    """Return the page: a row a layer, then how each splits its heads, what it takes and where it comes from."""
     letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
     rows = [(layer.name, layer.summary, layer.formula) for layer in report.layers]
     return Page(

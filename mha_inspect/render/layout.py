@@ -61,7 +61,7 @@ class _Fitting:
                 return self.layout(self.squeezed())
 
     def widths(self, wrapped_titles: bool) -> dict[int, int] | None:
-        """Widths at which every column keeps to the lines that it is meant to have, or None."""
+        """Return widths at which every column keeps to the lines that it is meant to have, or None."""
         widths, floors = {}, {}
         for i in self.shown:
             column = self.table.columns[i]
@@ -74,7 +74,7 @@ class _Fitting:
         return widths if self.narrow(widths, floors) else None
 
     def words_below(self, host: int) -> int:
-        """Width that the columns moved under this one need so that no word of theirs is broken."""
+        """Return the width that the columns moved under this one need so that no word of theirs is broken."""
         return max((2 + self.body_word[guest] for guest in self.below.get(host, ())), default=0)
 
     def unwrapped_titles(self, widths: dict[int, int]) -> dict[int, int]:
@@ -115,7 +115,7 @@ class _Fitting:
         return True
 
     def squeezed(self) -> dict[int, int]:
-        """Widths for a page that is narrower than the table was made for: between words first, then anywhere."""
+        """Return widths for a page that is narrower than the table was made for: between words first, then anywhere."""
         least = {i: max(longest_word(self.table.columns[i].title), self.words_below(i)) for i in self.shown}
         widths = {i: max(self.body[i], least[i]) for i in self.shown}
         if not self.narrow(widths, {i: max(self.body_word[i], least[i]) for i in self.shown}):
@@ -123,7 +123,7 @@ class _Fitting:
         return widths
 
     def layout(self, widths: dict[int, int]) -> Layout:
-        """What room is left goes to columns that have others below them."""
+        """Return the layout; what room is left goes to columns that have others below them."""
         spare = self.room() - sum(widths.values())
         for host, guests in self.below.items():
             wanted = max(2 + sum(self.body[g] + 2 for g in guests) - 2 - widths[host], 0)
@@ -135,7 +135,7 @@ class _Fitting:
 
 
 def layouts(table: Table, width: int) -> tuple[Layout, ...]:
-    """How to show the table in `width` columns: one layout, or several for a table that may be split."""
+    """Return how to show the table in `width` columns: one layout, or several for a table that may be split."""
     if not table.columns:
         return ()
     indices = list(range(len(table.columns)))
@@ -150,12 +150,12 @@ def layouts(table: Table, width: int) -> tuple[Layout, ...]:
 
 
 def longest_word(text: str) -> int:
-    """Width of the longest part that is not to be broken."""
+    """Return the width of the longest part that is not to be broken."""
     return max((cells(word.rstrip(" ")) for word in _WORD.findall(text)), default=0)
 
 
 def breaks(text: str, width: int) -> list[int]:
-    """Where new lines begin, so that no line is wider than `width`.
+    """Return where new lines begin, so that no line is wider than `width`.
 
     A word that is wider is broken behind a slash, so that paths can be read, or anywhere where it has none.
     """
@@ -178,12 +178,12 @@ def breaks(text: str, width: int) -> list[int]:
 
 
 def _fitting(word: str, room: int) -> int:
-    """How many characters of a word that is too wide go on this line: one at least."""
+    """Return how many characters of a word that is too wide go on this line: one at least."""
     fits = fitting(word, room)
     return word.rfind("/", 0, fits) + 1 or max(fits, 1)
 
 
 def pieces(text: str, width: int) -> list[str]:
-    """The lines of the text; none for an empty one."""
+    """Return the lines of the text; none for an empty one."""
     starts = breaks(text, width)
     return [text[i:j].rstrip(" ") for i, j in zip([0, *starts], [*starts, len(text)], strict=True) if j > i]

@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def full(self) -> str:
-        """Text and mark."""
+        """Return the text and its mark."""
         return f"{self.text} {self.mark}" if self.mark else self.text
 
 
@@ -96,7 +96,7 @@ def table(
     total: bool = False,
     split: bool = False,
 ) -> Table:
-    """A table whose fields may be bare strings."""
+    """Return a table whose fields may be bare strings."""
     made = tuple(tuple(f if isinstance(f, Cell) else Cell(f) for f in row) for row in rows)
     return Table(tuple(columns), made, legend, total, split)
 

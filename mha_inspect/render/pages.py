@@ -38,7 +38,7 @@ KINDS: dict[type, Kind] = {
 
 
 def kind_of(report: object) -> Kind:
-    """How this report is rendered. Raises `TypeError` for what is not a report."""
+    """Return how this report is rendered. Raises `TypeError` for what is not a report."""
     try:
         return KINDS[type(report)]
     except KeyError:

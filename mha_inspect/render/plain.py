@@ -14,7 +14,7 @@ _GAP = "  "
 
 
 def to_plain(page: Page) -> str:
-    """The page as aligned lines; ends with a line feed."""
+    """Return the page as aligned lines; ends with a line feed."""
     return "\n".join(line.rstrip() for line in _page(page)) + "\n"
 
 
@@ -34,7 +34,7 @@ def _page(page: Page) -> Iterator[str]:
 
 
 def _apart(before: Block, block: Block) -> bool:
-    """Whether a blank line stands between two blocks: around tables and verbatim text."""
+    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
     return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
 
 

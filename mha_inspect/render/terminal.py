@@ -52,7 +52,7 @@ def _colour(code: str) -> tuple[int, int, int]:
 
 
 def _theme(ground: str, text: str, colours: dict[str, str]) -> TerminalTheme:
-    """A theme of Rich; the colours that no style has are those of the text."""
+    """Return a theme of Rich; the colours that no style has are those of the text."""
     names = ("", "RED", "GREEN", "", "BLUE", "MAGENTA", "CYAN", "")
     return TerminalTheme(_colour(ground), _colour(text), [_colour(colours.get(name, text)) for name in names])
 
@@ -62,7 +62,7 @@ DARK_THEME = _theme(*templates.GROUNDS[1], templates.DARK)
 
 
 def to_table(page: Page, *, width: int | None, color: bool) -> str:
-    """The page for a terminal of that width; without colour there is no escape sequence in it."""
+    """Return the page for a terminal of that width; without colour there is no escape sequence in it."""
     file = StringIO()
     columns = shutil.get_terminal_size().columns if width is None else width
     console = Console(
@@ -81,7 +81,7 @@ def to_table(page: Page, *, width: int | None, color: bool) -> str:
 
 
 def to_svg(page: Page, *, width: int | None) -> str:
-    """The page as one svg image, light or dark as the reader's system is."""
+    """Return the page as one svg image, light or dark as the reader's system is."""
     console = Console(
         file=StringIO(),
         record=True,
@@ -108,7 +108,7 @@ _HEX = re.compile(r"#[0-9a-f]{6}")
 
 @cache
 def _darker() -> dict[str, str]:
-    """Each colour that text of the light theme may have, dim or not, to that of the dark one."""
+    """Return each colour that text of the light theme may have, dim or not, to that of the dark one."""
     pairs = [(LIGHT_THEME.foreground_color, DARK_THEME.foreground_color)]
     pairs += [(LIGHT_THEME.ansi_colors[n], DARK_THEME.ansi_colors[n]) for n in range(8)]
     grounds = (LIGHT_THEME.background_color, DARK_THEME.background_color)
@@ -132,7 +132,7 @@ def _title(title: str, detail: str) -> Text:
 
 
 def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int]]:
-    """What to print, each with the width that it may take."""
+    """Yield what to print, each with the width that it may take."""
     prose = min(width, PROSE_WIDTH)
     if section.title:
         yield _title(section.title, section.detail), prose
@@ -155,7 +155,7 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
 
 
 def _labelled(lines: list[tuple[str, str, Tone]]) -> RenderableType:
-    """Labels, and beside them sentences that wrap under themselves."""
+    """Return labels, and beside them sentences that wrap under themselves."""
     grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(overflow="fold", no_wrap=False)
     grid.add_column(overflow="fold", ratio=1)
@@ -201,7 +201,7 @@ def _laid_out(table: Table, layout: Layout) -> RichTable:
 
 
 def _field(table: Table, shown: ShownColumn, row: tuple[Cell, ...]) -> Text:
-    """The field, and under it those of the columns that were moved there."""
+    """Return the field, and under it those of the columns that were moved there."""
     cell = row[shown.index]
     text = _styled(cell.text, cell.tone or table.columns[shown.index].tone, cell.axes)
     if cell.mark:
@@ -213,7 +213,7 @@ def _field(table: Table, shown: ShownColumn, row: tuple[Cell, ...]) -> Text:
 
 
 def _behind(texts: list[str]) -> str:
-    """The texts of columns that share one line: the first, and the others behind it in brackets."""
+    """Return the texts of columns that share one line: the first, and the others behind it in brackets."""
     first, *others = [text for text in texts if text] or [""]
     return f"{first} ({', '.join(others)})" if others else first
 

@@ -40,7 +40,7 @@ STAGE_COLUMNS = (
 
 
 def trace_page(trace: Trace) -> Page:
-    """How PyTorch runs it, what it computes stage by stage, what it returns, and the proof, which is the last line.
+    """Return the page: how PyTorch runs it, the stages, what it returns, and the proof, which is the last line.
 
     Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
     """
@@ -78,7 +78,7 @@ MOST_SHOWN = 4
 
 
 def _in_full(trace: Trace) -> Iterator[Section]:
-    """The attentions in full: those that were chosen, or else each kind once, with those that are alike."""
+    """Yield the attentions in full: those that were chosen, or else each kind once, with those that are alike."""
     several = len(trace.attentions) > 1
     groups = _alike(trace)
     for numbers_of, attention in groups[:MOST_SHOWN] if trace.chosen is None else groups:
@@ -97,7 +97,7 @@ def _in_full(trace: Trace) -> Iterator[Section]:
 
 
 def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
-    """Attentions to show in full, each with the numbers of those that it stands for."""
+    """Return attentions to show in full, each with the numbers of those that it stands for."""
     chosen = trace.chosen or range(1, len(trace.attentions) + 1)
     groups: dict[object, list[int]] = {}
     for number in chosen:
@@ -110,7 +110,7 @@ def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
 
 
 def _form(attention: Attention) -> object:
-    """What an attention is but for where it stands and what is in it."""
+    """Return what an attention is but for where it stands and what is in it."""
     stages = tuple(
         (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, stage.opened)
         for stage in attention.stages
@@ -132,7 +132,7 @@ def _stage(attention: Attention, name: str) -> Stage | None:
 
 
 def _summary(attentions: tuple[Attention, ...]) -> Table:
-    """One row an attention."""
+    """Return a table with one row an attention."""
     columns = (
         Column("#", "right", "muted"),
         Column("module", tone="strong"),
@@ -164,7 +164,7 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
 
 
 def _place(attention: Attention) -> str:
-    """The module, and which of its attentions where it computes several."""
+    """Return the module, and which of its attentions where it computes several."""
     calls = [] if attention.call is None else [f"call {attention.call}"]
     return ", ".join([attention.module, *calls] if attention.module else calls)
 
@@ -175,7 +175,7 @@ def _heads(attention: Attention) -> str:
 
 
 def _attention(attention: Attention, title: str, dtype: str) -> Section:
-    """Sizes, the table of stages, and what was asked for beyond it."""
+    """Return the sizes, the table of stages, and what was asked for beyond it."""
     facts = [", ".join(attention.kind)] if attention.kind else []
     facts.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
@@ -228,7 +228,7 @@ def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
 
 
 def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
-    """Rows that fare alike stand in one line."""
+    """Return a table in which rows that fare alike stand in one line."""
     alike: dict[tuple[int, str, str, str], list[int]] = {}
     for row in rows:
         alike.setdefault((row.batch, row.stage, row.opened, row.plain), []).append(row.query)
@@ -292,7 +292,7 @@ def _ops(ops: tuple[OpLine, ...]) -> Table:
 
 
 def _proof(proof: Proof) -> Paragraph:
-    """Whether what was shown is what PyTorch computes."""
+    """Return the sentence that says whether what was shown is what PyTorch computes."""
     note = f"; {proof.note}" if proof.note else ""
     if proof.agrees is None:
         return Paragraph(f"plain and opened outputs were not compared{note}", "muted")
@@ -320,7 +320,7 @@ _PRODUCT_COLUMNS = (
 
 
 def _products(pairs: tuple[ProductPair, ...]) -> Iterator[Section]:
-    """Each kind of pair once, with the modules in which it is."""
+    """Yield each kind of pair once, with the modules in which it is."""
     alike: dict[ProductPair, list[ProductPair]] = {}
     for pair in pairs:
         alike.setdefault(replace(pair, module="", count=0), []).append(pair)
@@ -354,7 +354,7 @@ def _product_pair(group: list[ProductPair]) -> Section:
 
 
 def _factor_names(product: Product, *otherwise: str) -> list[str]:
-    """What the factors are called: by what they would be in attention, where that is known."""
+    """Return what the factors are called: by what they would be in attention, where that is known."""
     return [factor.role or name for factor, name in zip(product.factors, otherwise, strict=False)]
 
 

@@ -18,7 +18,7 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(report: Any, command: str) -> str:
-    """The report as JSON, the same bytes for equal reports; ends with a line feed.
+    """Return the report as JSON, the same bytes for equal reports; ends with a line feed.
 
     A field that is None by default was not asked for, and is left out while it is None. Others stay, as null.
     """
@@ -27,7 +27,7 @@ def to_json(report: Any, command: str) -> str:
 
 
 def to_data(value: Any) -> Any:
-    """The value in JSON's types. NaN and infinities become the strings `NaN`, `Infinity`, `-Infinity`.
+    """Return the value in JSON's types. NaN and infinities become the strings `NaN`, `Infinity`, `-Infinity`.
 
     Raises `TypeError` for what JSON has no type for: a report holds plain data only.
     """
@@ -48,7 +48,7 @@ def to_data(value: Any) -> Any:
 
 
 def read_report(path: Path, command: str, kind: type[R]) -> R:
-    """The report in a JSON file.
+    """Return the report in a JSON file.
 
     Raises `InputError` when there is no such file, or when it holds something else.
     """
@@ -73,7 +73,7 @@ def read_report(path: Path, command: str, kind: type[R]) -> R:
 
 
 def _build(hint: Any, value: Any) -> Any:
-    """A value of the annotated type out of plain JSON."""
+    """Return a value of the annotated type out of plain JSON."""
     if is_dataclass(hint) and isinstance(hint, type):
         hints = get_type_hints(hint)
         known = {f.name: _build(hints[f.name], value[f.name]) for f in fields(hint) if f.name in value}
