@@ -98,7 +98,7 @@ RULES = {
     "record.ops": ("record.catalog",),
     "naming.stages": (),
     "targets.spec": ("errors",),
-    "reports": ("reports", "errors"),
+    "reports": ("reports", "errors", "text"),
     "schemas": (),
     "render": ("render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
     "graph": ("graph", "record", "naming.stages", "errors"),
