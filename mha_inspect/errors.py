@@ -79,3 +79,17 @@ class UnsafeFileError(MhaInspectError):
     """A file could only be read by running code that is in it, or by unpacking what may be any size."""
 
     exit_code = ExitCode.REFUSED
+
+
+_LONGEST = 600
+"""Characters of somebody else's message that are told."""
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error that anybody may have raised: one that is long keeps both ends."""
+    try:
+        text = str(error)
+    except Exception as broken:  # its own __str__ raises
+        return f"(its message cannot be read: {type(broken).__name__} in {type(error).__name__}.__str__)"
+    half = _LONGEST // 2 - 10
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"

@@ -113,7 +113,7 @@ def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
         return Run(attempt.recording, attempt.returned)
-    from .failure.failure import forward_error
+    from .failure.report import forward_error
 
     cause: Exception | None = attempt.error
     failure = forward_error(own, before, attempt, show)
