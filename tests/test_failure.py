@@ -326,6 +326,92 @@ def test_what_is_no_failure_of_the_forward_is_raised_as_it_is():
         trace_module(Breaks(view_badly))
 
 
+class UnreadableError(RuntimeError):
+    """Cannot say what it is about."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+@pytest.mark.parametrize("kind", [UnreadableError, ValueError])
+def test_any_message_can_be_told(kind: type[Exception]):
+    def broken(_: torch.Tensor) -> torch.Tensor:
+        raise kind("begins" + " and goes on" * 500 + " ends")
+
+    failure = failure_of(Breaks(broken), torch.randn(2, 7, 24))
+    assert failure.error == kind.__name__
+    if kind is UnreadableError:
+        assert failure.message == "(no message: UnreadableError.__str__ raises KeyError)"
+    else:
+        assert len(failure.message) <= 400
+        assert failure.message.startswith("begins and goes on")
+        assert failure.message.endswith(" ends")
+
+
+LAZY = """
+from einops import rearrange
+from torch import nn
+
+
+class Unreadable(RuntimeError):
+    def __str__(self):
+        raise KeyError
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.LazyLinear(24)
+
+    def forward(self, x):
+        q = self.q(x)
+        return rearrange(q, "b l (h d) -> b h l d", h=5)
+
+
+class Says(Lazy):
+    def forward(self, x):
+        raise Unreadable
+
+
+class Builds(nn.Module):
+    def __init__(self):
+        raise Unreadable
+"""
+
+
+@pytest.fixture
+def lazy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lazy.py").write_text(LAZY)
+    return next(number for number, line in enumerate(LAZY.splitlines(), 1) if "return rearrange" in line)
+
+
+@pytest.mark.parametrize("shape", [(), ("--input-shape", "x=2x5x13")])
+def test_a_lazy_module_that_fails_in_a_library_is_traced_to_the_users_line(
+    lazy_file: int, invoke: Callable[..., Any], shape: tuple[str, ...]
+):
+    answer = invoke("trace", "lazy.py:Lazy", *shape, "--format", "json")
+    assert (answer.code, answer.err) == (1, "")
+    failure = json.loads(answer.out)["failure"]
+    assert failure["source"] == f"lazy.py:{lazy_file}"
+    assert failure["cause"]["name"] == "heads_do_not_divide"
+    told = invoke("diff", "lazy.py:Lazy", "torch", "--input-shape", "x=2x5x24")
+    assert told.code == 1
+    assert f"(lazy.py:{lazy_file})" in told.err
+
+
+def test_a_target_whose_error_says_nothing_is_told_in_a_line(lazy_file: int, invoke: Callable[..., Any]):
+    assert invoke("trace", "lazy.py:Says", "--input-shape", "x=2x5x13").code == 1
+    for code, command in (
+        (2, ("trace", "lazy.py:Builds")),
+        (1, ("params", "lazy.py:Says", "--input-shape", "x=2x5x13")),
+    ):
+        answer = invoke(*command)
+        assert answer.code == code
+        assert "Unreadable: (no message: Unreadable.__str__ raises KeyError)" in answer.err
+        assert answer.err.count("\n") == 1
+
+
 def test_an_exception_that_was_caught_leaves_no_trace():
     def recovers(heads: torch.Tensor) -> torch.Tensor:
         try:

@@ -96,7 +96,7 @@ def trace_target(text: str, options: Options) -> Trace:
     show = specs.show(options)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
-        call = call_of(target, options, Room(kept=show.stats or show.values, shapes_do=True))
+        call = call_of(target, options, Room(kept=show.stats or show.values, shapes_do=True), may_fail=True)
         seed_everything(options.seed)
         hint = ""
         try:
@@ -178,8 +178,10 @@ def tell(note: str) -> None:
     say(note)
 
 
-def call_of(target: Target, options: Options, room: Room | None = None) -> Call:
+def call_of(target: Target, options: Options, room: Room | None = None, *, may_fail: bool = False) -> Call:
     """The arguments of its forward; lazy parameters get their shapes from one call with them.
+
+    With `may_fail` a forward that raises then is left to raise again, where it is recorded.
 
     Raises `InputError` where it has no forward, and `DoesNotFitError` where it is sure that its run does not fit into
     `room`.
@@ -201,7 +203,8 @@ def call_of(target: Target, options: Options, room: Room | None = None) -> Call:
             with torch.no_grad():
                 target.module(*call.args, **call.kwargs)
         except Exception as error:
-            raise explained(error, target, call) from error
+            if not may_fail or not _in_forward(error):
+                raise explained(error, target, call) from error
     return call
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Dimensions
@@ -29,7 +30,10 @@ GATHERING = {"gather", "index", "index_select", "embedding"}
 JOINING = {"cat", "stack", "constant_pad_nd", "native_dropout", "repeat", "roll", "view_as_complex", "view_as_real"}
 POOLING = {"amax", "max", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "clone", "squeeze", "unsqueeze"}
-_SCALES: dict[str, Callable[[float], float]] = {"mul": lambda number: number, "div": lambda number: 1 / number}
+_SCALES: dict[str, Callable[[float], float]] = {
+    "mul": lambda number: number,
+    "div": lambda number: 1 / number if number else inf,
+}
 _FAR = 60
 """Steps after which a walk gives up: attention is never that long."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from ..reports.trace import Proof
 from ..targets.memory import is_out_of_memory
 from .arguments import tensors_in
@@ -55,7 +55,7 @@ def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Seque
         with opening():
             exact = float64_output(forward.module, forward.args, forward.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # a module that cannot run in float64
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         reason = "there is no room for that" if is_out_of_memory(error) else reason
         return Proof(difference, None, True if difference == 0 else None, f"it does not run in float64: {reason}")
     notes = []

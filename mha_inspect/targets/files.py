@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsafeFileError
+from ..errors import InputError, UnsafeFileError, message_of
 from .memory import require_memory
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -122,7 +122,7 @@ def _read_pt(path: Path) -> Any:
         UnicodeDecodeError,
         AssertionError,
     ) as error:
-        text = str(error)
+        text = message_of(error)
         if _NEEDS_CODE.search(text):
             named = _GLOBAL.search(text)
             what = f" ({named.group(1)})" if named else ""

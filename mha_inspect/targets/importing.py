@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, both_ends, message_of
 from .values import nearest, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
@@ -189,7 +189,7 @@ def stdout_for_the_answer() -> Iterator[None]:
 
 def in_one_line(error: BaseException) -> str:
     """The one line of an error that matters, and the line of code that it came from where that is not our own."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = next((line.strip() for line in message_of(error).splitlines() if line.strip()), "")
     place = _place(error)
     if isinstance(error, SyntaxError):
         text = error.msg
@@ -206,7 +206,7 @@ def in_one_line(error: BaseException) -> str:
 def shown_long(text: str, most: int = 400) -> str:
     """A text as a message may hold it: nothing in it moves the cursor, and it ends somewhere."""
     clean = "".join(c if c.isprintable() else " " for c in text)
-    return clean if len(clean) <= most else clean[: most - 1] + "…"
+    return both_ends(clean, most)
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -227,7 +227,9 @@ def _is_packaged(filename: str, torch: ModuleType | None) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    frames = _frames(error)
+    """Return the last line of the user's code that an error came through; a library's where there is none."""
+    every = _frames(error)
+    frames = [frame for frame in every if "-packages" not in frame.filename] or every
     return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 

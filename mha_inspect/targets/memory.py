@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import DoesNotFitError
+from ..errors import DoesNotFitError, message_of
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     # On the CPU torch has no class of its own for it.
-    text = str(error)
+    text = message_of(error)
     return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
 
 

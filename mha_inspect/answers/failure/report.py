@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...errors import ForwardError, MhaInspectError, message_of
+from ...errors import ForwardError, MhaInspectError, both_ends, message_of
 from ...naming.canonical import own_axes
 from ...record.kernels import fused_kernels
 from ...record.ops import Recording, TensorRef
@@ -185,7 +185,7 @@ def _message(error: Exception) -> str:
         if line.startswith(("Exception raised from", "C++ CapturedTraceback", "CUDA kernel errors might")):
             break
         if line.strip():
-            lines.append(line.strip())
+            lines.append(both_ends(line.strip()))
     return "\n".join(lines[:4])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, first_line
 from ...measure.stage_difference import stage_noise
 from ...naming.canonical import canonical, contents_of, own_axes
 from ...record.copying import copy_module
@@ -55,7 +55,7 @@ class ModuleSide:
                 raise
             raise InputError(
                 f"{self.label} cannot be copied, and to measure rounding a copy is run in another dtype: "
-                f"{str(error).splitlines()[0]}"
+                f"{first_line(error)}"
             ) from None
         seen: dict[int, Tensor] = {}
         args, kwargs = (cast_tensors(given, dtype, None, seen) for given in (self.own.args, self.own.kwargs))
@@ -121,7 +121,7 @@ class ModuleRun(ComparedRun):
             name = str(dtype).removeprefix("torch.")
             raise InputError(
                 f"{self.side.label} cannot be run in {name}, and rounding is measured by that: "
-                f"{str(error).splitlines()[0]}. What it makes in its forward has a dtype of its own."
+                f"{first_line(error)}. What it makes in its forward has a dtype of its own."
             ) from None
 
     @cached_property
