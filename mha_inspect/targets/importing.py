@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -177,7 +178,7 @@ def stdout_for_the_answer() -> Iterator[None]:
         saved = os.dup(1)
         os.dup2(2, 1)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), _warnings_without_our_lines():
             yield
     except SystemExit as error:
         raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
@@ -185,6 +186,27 @@ def stdout_for_the_answer() -> Iterator[None]:
         if saved is not None:
             os.dup2(saved, 1)
             os.close(saved)
+
+
+@contextmanager
+def _warnings_without_our_lines() -> Iterator[None]:
+    """Print a warning about whoever called the target's code once, and without a line: that line is one of ours."""
+    before, told_of = warnings.formatwarning, set[str]()
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+    def told(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if not filename.startswith(here):
+            return before(message, category, filename, lineno, line)
+        text = f"{category.__name__}: {shown_long(message_of(message))}\n"
+        known = text in told_of
+        told_of.add(text)
+        return "" if known else text
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def in_one_line(error: BaseException) -> str:
