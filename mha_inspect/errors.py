@@ -79,22 +79,3 @@ class UnsafeFileError(MhaInspectError):
     """A file could only be read by running code that is in it, or by unpacking what may be any size."""
 
     exit_code = ExitCode.REFUSED
-
-
-def message_of(error: BaseException) -> str:
-    """Return the message of an error that anybody may have raised, also where its own `__str__` raises."""
-    try:
-        return str(error)
-    except Exception as broken:  # whatever the code of others may raise
-        return f"(no message: {type(error).__name__}.__str__ raises {type(broken).__name__})"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; its class where it has none."""
-    return next(iter(message_of(error).splitlines()), "") or type(error).__name__
-
-
-def both_ends(text: str, most: int = 400) -> str:
-    """Return a text as it is, or its beginning and its end where it is longer than `most` characters."""
-    half = (most - 20) // 2
-    return text if len(text) <= most else f"{text[:half]} ...{len(text) - 2 * half} more... {text[-half:]}"

@@ -8,8 +8,9 @@ from contextlib import suppress
 import typer
 from typer._click.exceptions import ClickException
 
-from ..errors import ExitCode, MhaInspectError, message_of
+from ..errors import ExitCode, MhaInspectError
 from ..targets.memory import is_out_of_memory
+from ..text import message_of
 
 
 def explain(error: BaseException) -> ExitCode:

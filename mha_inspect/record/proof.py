@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import InputError, first_line
+from ..errors import InputError
 from ..reports.trace import Proof
 from ..targets.memory import is_out_of_memory
+from ..text import first_line
 from .arguments import tensors_in
 from .kernels import fused_kernels
 from .ops import Op
 from .recorder import opened as opening
 from .rounding import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
 from .subject import Forward, Run, Subject
-
-_DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_fused_dropout"}
-
 
 _ON_META = Proof(None, None, None, "device meta has shapes and no numbers")
 
@@ -81,7 +79,7 @@ def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Seque
 
 def draws(op: Op) -> bool:
     """Whether an operation drops elements at random: a dropout, or a fused kernel that was given a probability."""
-    return op.base_name in _DROPOUTS or (
+    return op.does("draws") or (
         op.base_name.startswith("_scaled_dot_product") and any(isinstance(arg, float) and arg > 0 for arg in op.args)
     )
 

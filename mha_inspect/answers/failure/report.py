@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...errors import ForwardError, MhaInspectError, both_ends, message_of
+from ...errors import ForwardError, MhaInspectError
 from ...naming.canonical import own_axes
 from ...record.kernels import fused_kernels
 from ...record.ops import Recording, TensorRef
@@ -18,6 +18,7 @@ from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof, Trace
 from ...targets.memory import is_out_of_memory
 from ...targets.spec import Show
+from ...text import MESSAGE, message_of, shortened
 from ..trace import environment_of, layer_of, report
 from .call import Argument, Evidence
 from .causes import find_cause
@@ -185,7 +186,7 @@ def _message(error: Exception) -> str:
         if line.startswith(("Exception raised from", "C++ CapturedTraceback", "CUDA kernel errors might")):
             break
         if line.strip():
-            lines.append(both_ends(line.strip()))
+            lines.append(shortened(line.strip(), MESSAGE))
     return "\n".join(lines[:4])
 
 

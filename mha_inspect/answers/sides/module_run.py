@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError, first_line
+from ...errors import InputError
 from ...measure.stage_difference import stage_noise
 from ...naming.canonical import canonical, contents_of, own_axes
 from ...record.copying import copy_module
@@ -20,6 +20,7 @@ from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, SideName, StageSide
 from ...reports.trace import OpRef
 from ...targets.memory import is_out_of_memory
+from ...text import first_line
 from ..trace import environment_of
 from .compared import ComparedRun, Rows, masked_queries, without
 
