@@ -13,6 +13,8 @@ from .turns import tell_turns_apart
 
 _COPIES = {"clone", "_to_copy", "copy", "repeat", "cat", "stack", "constant_pad_nd", "roll", "flip", "index_select"}
 
+_DTYPE_NAMES: dict[Any, str] = {}
+
 Entry = tuple[About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None]
 """An operation: what it is, its arguments with a `Look` for each tensor and a list for each sequence, by place and by
 name; what came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known."""
@@ -156,9 +158,8 @@ class Replay:
     def _new(self, look: Look, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> TensorRef:
         offset, shape, stride, dtype = key
         number = self._num_tensors
-        made = TensorRef(
-            number, tuple(shape), stride, offset, str(dtype).removeprefix("torch."), dtype.itemsize, storage.number
-        )
+        name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+        made = TensorRef(number, tuple(shape), stride, offset, name, dtype.itemsize, storage.number)
         self._num_tensors = number + 1
         storage.seen[key] = (made, storage.version)
         if made_by is not None:
