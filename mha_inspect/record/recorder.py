@@ -300,6 +300,8 @@ class Recorder(TorchDispatchMode):
     def _look_and_keep(self, tensor: torch.Tensor, weak: Any) -> Look:
         """Return what identifies a tensor now, and the tensor."""
         look = look_at(tensor, weak)
+        if nn.parameter.is_lazy(tensor):
+            return look
         views = self._kept.setdefault(id(look[0]), {})
         held = views.get(look[1:5])
         if held is None:
