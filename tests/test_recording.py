@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_inspect.record.arguments import tensors_in
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.recorder import record
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 
@@ -331,13 +331,13 @@ def test_inference_mode_shows_the_operations_of_a_run_without_gradients(user: Mo
 
 def test_sources_inside_of_torchs_own_attention() -> None:
     layer, x = nn.MultiheadAttention(EMBED, HEADS, batch_first=True).eval(), drawn(BATCH, QUERY, EMBED)
-    with torch.no_grad(), opened():
-        recording, _ = record(layer, x, x, x)
+    with torch.no_grad():
+        recording, _ = record(layer.train(), x, x, x)
     for name, called in (("_softmax", "softmax("), ("bmm", "bmm("), ("addmm", "linear(")):
         path, line = ops_named(recording, name)[0].source.rsplit(":", 1)
         assert path == "torch/nn/functional.py"
         text = (Path(torch.__file__).parent.parent / path).read_text().splitlines()
         assert called in text[int(line) - 1]
     with torch.no_grad():
-        fused, _ = record(layer, x, x, x)
+        fused, _ = record(layer.eval(), x, x, x)
     assert re.fullmatch(r"torch/nn/modules/activation.py:\d+", fused.ops[-1].source)

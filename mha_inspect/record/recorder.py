@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from itertools import count
 from threading import get_ident
 from types import FrameType
@@ -23,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
-from .catalog import About, about
 from .mode_stack import put_on, take_off
 from .ops import Kind, Named, Recording
 from .replay import Replay
+from .schema import About, about, known_as
 from .site import ModuleCall, Site
 from .source import ATTENTION_FORWARD
 from .storage import Look, look_at, weak_refs
@@ -51,23 +50,6 @@ def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs:
     with recorder:
         returned = module(*args, **kwargs)
     return recorder.finish(returned), returned
-
-
-@contextmanager
-def opened() -> Iterator[None]:
-    """Let torch run attention step by step: neither the fused fast path nor a fused scaled-dot-product kernel.
-
-    Both settings are put back on the way out, also when the body raises.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 class Recorder(TorchDispatchMode):
@@ -114,6 +96,10 @@ class Recorder(TorchDispatchMode):
         self._asking: FrameType | None = None
         """The frame that asked for what is running, where that is not the one that torch came from: a composite
         operation that is taken apart, a kernel that is opened."""
+        self._kernel: int | None = None
+        """Place of the fused kernel that what runs now belongs to."""
+        self._inside = False
+        """Whether a kernel's own code runs, below autograd, where composite operations arrive whole."""
         if root is not None:
             self._learn(root)
 
@@ -194,6 +180,10 @@ class Recorder(TorchDispatchMode):
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = about(func)
+        if known.fused or self._inside:
+            answer = self._look_into(known, func, args, kwargs or {}, sys._getframe(1))
+            if answer is not NotImplemented:
+                return answer
         if known.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
@@ -219,7 +209,7 @@ class Recorder(TorchDispatchMode):
         entries = self._entries
         place = len(entries)  # a module that is seen for the first time is told of after its first operation
         site = self._site(self._asking or sys._getframe(1))
-        entries.insert(place, (known, given, named, made, left, site, self._mark, None))
+        entries.insert(place, (known, given, named, made, left, site, self._mark, None, self._kernel))
         return result
 
     def _log(
@@ -231,23 +221,27 @@ class Recorder(TorchDispatchMode):
         result: Any,
         *,
         kind: Kind | None = None,
+        written: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Write down an operation that has run already, under a name of its own.
 
         `func` is what to look up about it; None for one that torch does not have. With `kind` given, what came out may
-        lie in memory that was known before.
+        lie in memory that was known before; `written` is what it wrote into.
         """
-        known = (
-            About(name, name.split(".")[1], False, False, False, ())
-            if func is None
-            else replace(about(func), name=name)
-        )
+        known = About(name, name.split(".")[1], False, False, False, ()) if func is None else known_as(func, name)
         given = [self._plain(arg) for arg in args]
         named = {key: self._plain(arg) for key, arg in kwargs.items()}
         made = [self._look(tensor, self._weak) for _, tensor in tensors_in(result)]
+        left = None if written is None else [self._look(tensor, self._weak) for tensor in written]
         entries, place = self._entries, len(self._entries)
         site = self._site(self._asking or sys._getframe(1))
-        entries.insert(place, (known, given, named, made, None, site, self._mark, kind))
+        entries.insert(place, (known, given, named, made, left, site, self._mark, kind, self._kernel))
+
+    def _look_into(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Run what hides several steps in a way of its own; `NotImplemented` where it is recorded as any other."""
+        return NotImplemented
 
     def _shadow(self, real: torch.Tensor) -> torch.Tensor:
         """Return a tensor on meta that the recording takes for this one."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .catalog import About, does
+from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
+from .schema import About
 from .site import Site, place_of_site
 from .storage import Look
 from .turns import tell_turns_apart
 
 _DTYPE_NAMES: dict[Any, str] = {}
 
-Entry = tuple[About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None]
+Entry = tuple[
+    About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None, int | None
+]
 """An operation: what it is, its arguments with a `Look` for each tensor and a list for each sequence, by place and by
-name; what came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known."""
+name; what came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known,
+and the kernel that it is a step of."""
 
 
 class _Storage:
@@ -70,7 +74,7 @@ class Replay:
 
     def add(self, entry: Entry) -> None:
         """Take in one operation."""
-        known, args, kwargs, made, written, site, mark, kind = entry
+        known, args, kwargs, made, written, site, mark, kind, kernel = entry
         index = len(self._rows)
         inputs: list[TensorRef] = []
         plain_args = tuple([self._plain(arg, inputs) for arg in args])
@@ -97,15 +101,27 @@ class Replay:
         self._calls.append(call)
         if mark < 0:
             self._whole.add(call)
-        self._rows.append((known, plain_args, plain_kwargs, tuple(inputs), tuple(outputs), kind, place))
+        self._rows.append((known, plain_args, plain_kwargs, tuple(inputs), tuple(outputs), kind, place, kernel))
 
     def ops(self) -> tuple[Op, ...]:
         """Return the operations up to here."""
         calls = tell_turns_apart(self._calls, [row[0].name for row in self._rows], self._whole)
         return tuple(
             [
-                Op(index, known.name, args, kwargs, inputs, outputs, kind, known.pointwise, place[0], place[1], call)
-                for index, ((known, args, kwargs, inputs, outputs, kind, place), call) in enumerate(
+                Op(
+                    index,
+                    known.name,
+                    args,
+                    kwargs,
+                    inputs,
+                    outputs,
+                    kind,
+                    known.pointwise,
+                    *place,
+                    call,
+                    kernel,
+                )
+                for index, ((known, args, kwargs, inputs, outputs, kind, place, kernel), call) in enumerate(
                     zip(self._rows, calls, strict=True)
                 )
             ]

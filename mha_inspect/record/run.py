@@ -12,10 +12,10 @@ from torch import nn
 
 from .arguments import argument_names
 from .ops import Recording, TensorRef
-from .recorder import Recorder
+from .xray import XRay
 
 
-class AttemptRecorder(Recorder):
+class AttemptRecorder(XRay):
     """A recorder that tells after the run what any tensor of it is."""
 
     def identify(self, tensor: torch.Tensor) -> TensorRef:
