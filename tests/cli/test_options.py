@@ -63,7 +63,7 @@ def test_each_flag_reaches_its_spec(flags, made, expected):
     spec = (
         subject.attention(given, subject.single_head_count(given, "trace"))
         if made == "attention"
-        else getattr(specs, made)(given)
+        else getattr(subject, made)(given)
     )
     default = {"attention": AttentionSpec(), "inputs": InputSpec(), "run": RunSpec(), "show": Show()}[made]
     assert {name: getattr(spec, name) for name in expected} == expected
