@@ -24,7 +24,7 @@ from .record.run import AttemptRecorder
 from .record.subject import Run, Subject
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
-from .reports.read import read_report
+from .reports.json import read_report
 from .reports.trace import Attention, Stage, Trace
 from .targets.spec import Show
 

@@ -23,9 +23,8 @@ from ..record.ops import Op, TensorRef
 from ..record.run import record_until_failure
 from ..record.subject import Run, State, Subject
 from ..reports.common import Environment, LayerInfo, Stats, Values
-from ..reports.products import ProductPair
 from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
 from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows

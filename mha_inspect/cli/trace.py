@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ExitCode, ForwardError, SpecError
+from ..text import did_you_mean, shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
-from .values import did_you_mean, shown
 
 if TYPE_CHECKING:
     from ..reports.trace import Trace

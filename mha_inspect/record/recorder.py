@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
-from .catalog import About, about, known_as
 from .mode_stack import take_off
 from .ops import Kind, Named, Recording
 from .replay import Replay
+from .schema import About, about, known_as
 from .site import ModuleCall, Site
 from .source import ATTENTION_FORWARD
 from .storage import Look, look_at, weak_refs

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..targets.memory import is_out_of_memory
 from .arguments import argument_names, tensors_in
-from .catalog import About, about
 from .kernel_proof import check_attention, check_part
 from .kernels import (
     MULTI_HEAD,
@@ -36,6 +35,7 @@ from .kernels import (
 from .ops import RESULT, Kernel, Op, Recording
 from .recorder import Recorder
 from .rounding import max_difference
+from .schema import About, about
 
 _Key = torch._C.DispatchKey
 BUDGET = 1 << 30

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DoesNotFitError
 from ..record.footprint import given_bytes, kept_bytes, peak_bytes
 from ..record.subject import Subject
-from .memory import free_memory, human_bytes, largest, require_memory
+from ..text import byte_size
+from .memory import free_memory, largest, require_memory
 from .spec import AttentionSpec, InputSpec
 
 _SAFE = 8
@@ -195,7 +196,7 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
     need = _bytes_on_meta(build)
     if need is not None and need > free:
         raise DoesNotFitError(
-            f"{called} needs about {human_bytes(need)} and {human_bytes(free)} are free on cpu. Give it smaller sizes. "
+            f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
             "--device meta shows every shape without memory."
         )
     return build()
