@@ -16,7 +16,8 @@ from mha_inspect.graph.attention import Graph, find_attentions
 from mha_inspect.layers import catalog
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.recorder import record
+from mha_inspect.record.xray import record_opened
 from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -24,8 +25,8 @@ B, N, E = 7, 11, 22
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
-    with torch.no_grad(), opened():
-        return record(function, *args, **kwargs)[0]
+    with torch.no_grad():
+        return record_opened(function, *args, **kwargs)[0]
 
 
 class Written(nn.Module):

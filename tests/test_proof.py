@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from mha_inspect.record.proof import prove
 from torch import nn
 
 from mha_inspect.answers.trace import trace_module
-from mha_inspect.record.proof import prove
 from mha_inspect.record.recorder import opened
 from mha_inspect.record.subject import Run, Subject
 from mha_inspect.reports.trace import Proof

@@ -13,7 +13,6 @@ from ..measure.stage_difference import compare_stage, distances, size_of
 from ..measure.weights import carry as carry_by_head
 from ..measure.weights import PARTS, weights_of
 from ..naming.stages import STAGES
-from ..record.proof import draws
 from ..record.rounding import judge
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus
@@ -21,6 +20,7 @@ from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
 from .head_runs import GIVEN, Counted, HeadRun, Look, Noise, Place, overall
 from .head_sentences import Carried, Sizes, Walk, answer, reason
+from .kernels import drops_at_random
 from .learning import Learner, compare_gradients, compare_training
 from .trace import environment_of, layer_of
 
@@ -104,7 +104,7 @@ def compare_heads(
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
-    if any(map(draws, run.nearest.run.recording.ops)):
+    if drops_at_random(run.nearest.run):
         raise SpecError(
             f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
             "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -77,57 +77,36 @@ def _barred(seen: Run, found: Attention, replay: Replay) -> torch.Tensor | None:
     return whole
 
 
-def masked_rows(rows: Sequence[Rows], plain: Run, opened: Run) -> tuple[MaskedRow, ...]:
+def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
     """Return what becomes of each fully masked row, in the first attention that has it.
 
-    `opened` must have been recorded with its tensors kept.
+    The run must have been recorded with its tensors kept.
     """
-    axes = own_axes(opened).returned
-    outputs = _output(first_tensor(plain.returned).detach(), axes[0], opened)
+    outputs = _output(first_tensor(seen.returned).detach(), own_axes(seen).returned[0], seen)
+    zero = _output_of_zero(seen) if len(seen.attentions) == 1 else None
     made: dict[tuple[int, int], MaskedRow] = {}
-    for (found, names), own in zip(opened.attentions, rows, strict=True):
-        contents = contents_of(opened, found, names) if own else {}
+    for (found, names), own in zip(seen.attentions, rows, strict=True):
+        contents = contents_of(seen, found, names) if own else {}
         stages = {stage: contents[stage] for stage in _LOOKED_AT if stage in contents}
-        zero = _output_of_zero(opened) if len(opened.attentions) == 1 else None
         for batch, query in own:
             if (batch, query) in made:
                 continue
-            seen = {stage: _content(_row(value, stage, batch, query)) for stage, value in stages.items()}
-            first = next((stage for stage, content in seen.items() if content != "finite"), "")
+            content = {stage: _content(_row(value, stage, batch, query)) for stage, value in stages.items()}
+            first = next((stage for stage, found_in in content.items() if found_in != "finite"), "")
             inside = outputs is not None and batch < outputs.shape[0] and query < outputs.shape[1]
             at_end: Content = "finite"
             if inside and outputs is not None:
                 at_end = _content(outputs[batch, query])
                 if at_end == "finite" and zero is not None and torch.equal(outputs[batch, query], zero):
                     at_end = "zero"
-            context = seen.get("concat", seen.get("context", "finite"))
+            context = content.get("concat", content.get("context", "finite"))
             made[batch, query] = MaskedRow(batch, query, first, context, at_end)
     return tuple(made[row] for row in sorted(made))
 
 
-def without(rows: Sequence[Rows], opened: Run) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what leaves these rows out of an output; None where there are none, or it is not laid out by them."""
-    every = sorted({row for own in rows for row in own})
-    if not every:
-        return None
-    pattern = own_axes(opened).returned[0]
-
-    def rest(output: torch.Tensor) -> torch.Tensor:
-        content = _output(output, pattern, opened)
-        if content is None:
-            return output
-        keep = torch.ones(content.shape[:2], dtype=torch.bool)
-        for batch, query in every:
-            if batch < keep.shape[0] and query < keep.shape[1]:
-                keep[batch, query] = False
-        return content[keep]
-
-    return rest
-
-
-def _output(output: torch.Tensor, pattern: str, opened: Run) -> torch.Tensor | None:
+def _output(output: torch.Tensor, pattern: str, seen: Run) -> torch.Tensor | None:
     """Return an output as `batch query embed`; None where its axes are others."""
-    found, names = opened.attentions[-1]
+    found, names = seen.attentions[-1]
     for stage in (stage for stage in ("output", "concat") if stage in found.stages):
         content = canonical(output, stage, pattern, sizes_in(found, names, stage))
         if content is not None:
@@ -146,16 +125,16 @@ def _content(row: torch.Tensor) -> Content:
     return "zero" if not bool(row.any()) else "finite"
 
 
-def _output_of_zero(opened: Run) -> torch.Tensor | None:
+def _output_of_zero(seen: Run) -> torch.Tensor | None:
     """Return the output of a context of zeros: W_o's bias, or nothing where there is none."""
-    found = opened.attentions[0][0]
+    found = seen.attentions[0][0]
     op = found.projections.get("output")
     if op is None:
         return None
-    made = opened.recording.producer(opened.graph.after_call(op))
+    made = seen.recording.producer(seen.graph.after_call(op))
     for candidate in (op, made):
         for tensor in candidate.inputs if candidate is not None else ():
-            if len(tensor.shape) == 1 and opened.graph.is_weight(tensor):
-                bias: torch.Tensor = opened.recording.values[tensor.id]
+            if len(tensor.shape) == 1 and seen.graph.is_weight(tensor):
+                bias: torch.Tensor = seen.recording.values[tensor.id]
                 return bias
     return None

@@ -23,6 +23,7 @@ from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadPr
 from ..targets.device import resolve
 from ..targets.flag_inputs import make_inputs
 from ..targets.memory import require_memory
+from ..targets.placing import arguments_of
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .head_proof import prove
 from .parameter_columns import side_by_side
@@ -80,7 +81,7 @@ def params_spec(
     proof = None
     if per_head and device.type != "meta":
         inputs = make_inputs(spec, InputSpec(), run)
-        proof = prove(module, known.roles, spec, inputs, code.arguments(inputs, run))
+        proof = prove(module, known.roles, spec, inputs, arguments_of(module, layer, inputs, run))
     columns, changes = side_by_side(kind, spec, device, num_heads) if len(num_heads) > 1 else (None, "")
     return ParamsReport(
         environment=Environment(torch=torch.__version__, device=str(device), dtype=spec.dtype, seed=spec.seed),
@@ -184,7 +185,7 @@ def _prove_module(module: nn.Module, roles: Mapping[str, Role]) -> PerHeadProof 
         return None
     run = RunSpec(device=str(weight.device))
     inputs = make_inputs(spec, InputSpec(), run)
-    return prove(module, roles, spec, inputs, torch_mha.arguments(inputs, run))
+    return prove(module, roles, spec, inputs, arguments_of(module, "torch", inputs, run))
 
 
 def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) -> tuple[Parameter, ...]:

@@ -19,17 +19,15 @@ from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
 from ..naming.unit_sizes import pairs_named_after
 from ..record.arguments import tensors_in
-from ..record.kernels import describe, fused_kernels, hidden_stages
 from ..record.ops import Op, TensorRef
-from ..record.proof import nothing_hidden, prove
 from ..record.run import record_until_failure
 from ..record.subject import Run, State, Subject
 from ..reports.common import Environment, LayerInfo, Stats, Values
-from ..reports.products import ProductPair
 from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
 from ..targets.spec import Show
-from .masked_rows import fully_masked_rows, masked_rows, without
+from .kernels import has_shape_only, is_hidden, path_of, proof_of
+from .masked_rows import fully_masked_rows, masked_rows
 
 
 def trace(own: Subject, show: Show | None = None) -> Trace:
@@ -50,50 +48,45 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
 def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """Return what `trace` does, and the run that the stages were read off, its tensors kept when asked for.
 
-    The subject is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the
-    same random numbers; buffers and generators are left as one call leaves them.
+    The subject is run once, as it is. Where that run hides stages in fused kernels, each is opened beside its result;
+    what the run computes, buffers and generators are as one call leaves them.
     """
     with own.settings():
         before = own.state()
-        plain = _run(own, before, show, keep)
-        hides = bool(fused_kernels(plain.recording))
-        opened = plain
-        if hides:
-            with own.replaying(before):
-                opened = own.recorded(keep=keep)
-        opened = replace(opened, wider=own.wider_run(opened))
-        plain = plain if hides else opened
-        rows = fully_masked_rows(own, opened)
-        masked: tuple[MaskedRow, ...] = ()
-        if any(rows):
-            kept = opened
-            if not keep:
-                with own.replaying(before):
-                    kept = replace(own.recorded(keep=True), wider=opened.wider)
-            masked = masked_rows(rows, plain, kept)
+        seen = _run(own, show, keep)
+        seen = replace(seen, wider=own.wider_run(seen))
         made = report(
-            plain,
-            opened,
-            own_axes(opened),
+            seen,
+            own_axes(seen),
             show,
-            kinds=kinds_of(opened, own),
+            kinds=kinds_of(seen, own),
             environment=environment_of(own),
             layer=layer_of(own),
-            proof=prove(own, plain, opened, without(rows, opened)) if hides else nothing_hidden(plain),
-            masked=masked,
+            masked=_masked_rows(own, before, seen, keep),
         )
-    return replace(made, notes=(*made.notes, *own.notes)), opened
+    return replace(made, notes=(*made.notes, *own.notes)), seen
 
 
-def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
-    """The plain run. Raises `ForwardError` where the forward raises."""
+def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[MaskedRow, ...]:
+    """What becomes of queries without keys: where there are any, one more run keeps what is made of them."""
+    rows = fully_masked_rows(own, seen)
+    if not any(rows):
+        return ()
+    if not keep:
+        with own.replaying(before):
+            seen = replace(own.recorded(keep=True), wider=seen.wider)
+    return masked_rows(rows, seen)
+
+
+def _run(own: Subject, show: Show, keep: bool) -> Run:
+    """The run. Raises `ForwardError` where the forward raises."""
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
         return Run(attempt.recording, attempt.returned)
-    from .failure.failure import forward_error
+    from .failure.report import forward_error
 
     cause: Exception | None = attempt.error
-    failure = forward_error(own, before, attempt, show)
+    failure = forward_error(own, attempt, show)
     try:
         raise failure from (None if failure is cause else cause)
     finally:
@@ -119,46 +112,37 @@ def layer_of(own: Subject) -> LayerInfo:
 
 
 def report(
-    plain: Run,
-    opened: Run,
+    seen: Run,
     axes: NamedAxes,
     show: Show,
     *,
     environment: Environment,
     layer: LayerInfo,
-    proof: Proof,
+    proof: Proof | None = None,
     masked: tuple[MaskedRow, ...] = (),
     kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
-    """Two runs of one pass, as it is and opened, as plain data."""
-    content = _Content(opened, show)
-    hidden = hidden_stages(plain)
-    calls = _calls([found.module for found, _ in opened.attentions])
+    """A run as plain data; `proof` is given where there is none to read off it."""
+    content = _Content(seen, show)
+    calls = _calls([found.module for found, _ in seen.attentions])
     return Trace(
         environment=environment,
         layer=layer,
-        path=describe(plain),
+        path=path_of(seen),
         attentions=tuple(
             replace(
-                _attention(
-                    opened,
-                    found,
-                    names,
-                    axes.stages[place],
-                    hidden[place] if place < len(hidden) else frozenset(),
-                    content,
-                ),
+                _attention(seen, found, names, axes.stages[place], content),
                 kind=kinds[place] if place < len(kinds) else (),
                 call=calls[place],
             )
-            for place, (found, names) in enumerate(opened.attentions)
+            for place, (found, names) in enumerate(seen.attentions)
         ),
-        returns=_returns(opened, axes, content),
-        proof=proof,
+        returns=_returns(seen, axes, content),
+        proof=proof_of(seen) if proof is None else proof,
         masked_rows=masked,
-        notes=_of_rows(opened),
-        products=_products(opened),
-        ops=_op_lines(opened, axes) if show.ops else None,
+        notes=_of_rows(seen),
+        products=_products(seen),
+        ops=_op_lines(seen, axes) if show.ops else None,
     )
 
 
@@ -216,7 +200,6 @@ def _attention(
     found: Attention,
     names: AxisNames,
     axes: Mapping[str, str],
-    hidden: frozenset[str],
     content: _Content,
 ) -> AttentionReport:
     facts = StageFacts(seen.graph, found, dict(axes))
@@ -236,10 +219,11 @@ def _attention(
                 nbytes=tensor.nbytes,
                 flops=facts.flops(name),
                 memory=facts.memory(name),
-                opened=name in hidden,
-                op=None if op is None else OpRef(op.index, op.name, op.source),
+                opened=is_hidden(seen, name, tensor),
+                op=None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source),
                 stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
                 values=content.values(tensor),
+                shape_only=has_shape_only(seen, tensor),
             )
         )
     scale = found.scale
@@ -311,7 +295,7 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
     return tuple(
         OpLine(
             index=op.index,
-            name=op.name,
+            name=seen.recording.name_of(op),
             module=op.module,
             source=op.source,
             inputs=operands(op.inputs),

@@ -9,11 +9,12 @@ import typer
 
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
+from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
-from .values import counts, shown
+from .values import counts
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,11 +9,11 @@ import typer
 
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS
+from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import FORMS, Options, is_target, option, shares_options
-from .values import shown
 
 app = typer.Typer(add_completion=False)
 

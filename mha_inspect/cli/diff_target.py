@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..layers.catalog import find_layer
+from ..text import shown
 from . import subject
 from .options import Options, is_target
 from .subject import call_of, check_target, load_target
-from .values import shown
 
 if TYPE_CHECKING:
     from ..answers.sides.module_run import ModuleSide

@@ -12,8 +12,9 @@ from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..targets.aliases import Flags
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..text import shown
 from .options import FORMS, Options, is_target
-from .values import counts, shown
+from .values import counts
 
 if TYPE_CHECKING:
     from ..record.subject import Subject

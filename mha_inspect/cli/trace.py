@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ExitCode, ForwardError, SpecError
+from ..text import did_you_mean, shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
-from .values import did_you_mean, shown
 
 if TYPE_CHECKING:
     from ..reports.trace import Trace
@@ -81,7 +81,8 @@ def _trace(target: str | None, options: Options) -> Trace:
 
     show = subject.show(options)
     with subject.running(options):
-        own = subject.load(target, options, Room(kept=show.stats or show.values, shapes_do=True))
+        room = Room(kept=show.stats or show.values, statistics=show.stats, shapes_do=True)
+        own = subject.load(target, options, room)
         try:
             return trace(own, show)
         except ForwardError as failed:

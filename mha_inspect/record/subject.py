@@ -21,7 +21,7 @@ from .copying import copy_module
 from .footprint import kept_bytes
 from .ops import Recording
 from .rounding import cast_tensors
-from .recorder import opened, record
+from .xray import record_opened
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
@@ -82,13 +82,10 @@ class Subject:
         """The arguments by name, a tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
         return described(argument_names(self.module, self.args, self.kwargs))
 
-    def recorded(self, *, open_up: bool = True, keep: bool = False) -> Run:
-        """Run it once and record it, opened or as it is; with `keep` the tensors are kept."""
-        with ExitStack() as stack:
-            stack.enter_context(self.settings())
-            if open_up:
-                stack.enter_context(opened())
-            return Run(*record(self.module, *self.args, keep=keep, **self.kwargs))
+    def recorded(self, *, keep: bool = False) -> Run:
+        """Run it once and record it, its fused kernels opened; with `keep` the tensors are kept."""
+        with self.settings():
+            return Run(*record_opened(self.module, *self.args, keep=keep, **self.kwargs))
 
     def plain(self) -> Any:
         """Run it as it is, and hand on what it returned."""

@@ -20,6 +20,7 @@ from .call import Call, explained
 from .device import resolve
 from .flag_inputs import Inputs, make_inputs
 from .inputs import Asked, make_call
+from .placing import arguments_of
 from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from .spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from .target import Target
@@ -58,7 +59,7 @@ def load_layer(
 
 def called_with(module: nn.Module, spec: AttentionSpec, run: RunSpec, inputs: Inputs, layer: str) -> Layer:
     """A layer that was built from this spec, with these inputs."""
-    args, kwargs = find_layer(layer).load().arguments(inputs, run)
+    args, kwargs = arguments_of(module, layer, inputs, run)
     return Layer(
         module,
         args,

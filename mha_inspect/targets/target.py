@@ -15,13 +15,14 @@ from torch import nn
 
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
 from ..record.subject import seed_everything
+from ..text import shown
 from .aliases import Flags, dashed
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .device import resolve
 from .importing import in_one_line, load_object
 from .memory import is_out_of_memory
 from .room import with_room
-from .values import convert, shown
+from .values import convert
 
 HUGGING_FACE = "hf:"
 
