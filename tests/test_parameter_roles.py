@@ -10,7 +10,6 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
@@ -21,6 +20,7 @@ from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSp
 
 from .foreign import styles
 from .foreign.styles import D, E, H
+from .pieces import cut
 
 PLAIN = (
     "Base",
@@ -108,7 +108,10 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
     forward = build_forward(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
     row = params(forward.module, own=forward).parameters[0]
-    assert (row.axes, row.role) == ("head_dim 4", "W_q of head 0: it reads 4 of the 12 features")
+    assert (row.axes, row.role) == (
+        "head_dim 4",
+        "W_q of head 0: it reads features 0–3 of the embedding and no others",
+    )
 
 
 def matrices(found: dict[str, Parameter], module: nn.Module, part: str, head: int) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class Met:
 
     parameter: Named
     kind: str
-    """`W` for a factor of a product that ends a way, `before` for that of another product, `b` for what is added, `norm`
+    """`W` for a factor of a product that ends a way, `before` for that of another one, `b` for what is added, `norm`
     for what is multiplied, `appended` for what is joined, `learned` for anything else."""
     ids: Tensor
     places: Tensor
@@ -188,6 +187,7 @@ class Origins:
         name = op.base_name.rstrip("_")
         shape = now.tensor.shape
         coordinates = _coordinates(now.at, shape)
+        own: list[Tensor] | None
         for place, source in enumerate(op.inputs):
             if source.dtype == "bool" or (op.kind == "write" and name == "copy" and place == 0):
                 continue
@@ -241,8 +241,8 @@ class Origins:
         sources = product_sources(op, coordinates)
         if len(op.inputs) == 3:
             added = op.inputs[2] if op.base_name == "convolution" else op.inputs[0]
-            own = [coordinates[1]] if op.base_name == "convolution" else None
-            own = own or _broadcast(coordinates, now.tensor.shape, added.shape)
+            by_channel = op.base_name == "convolution"
+            own = [coordinates[1]] if by_channel else _broadcast(coordinates, now.tensor.shape, added.shape)
             if own is not None:
                 yield self._marked(op, now.taking(added, _index(own, added.shape)), "b")
         weights = [place for place, (tensor, _) in enumerate(sources) if self._graph.is_weight(tensor)]
@@ -273,9 +273,9 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
         group = coordinates[1] // (weight.shape[0] // setting(op, 8, "groups", 1))
         sizes = zip(coordinates[2:], source.shape[2:], op.output.shape[2:], strict=True)
         space = [c if before == after else zero for c, before, after in sizes]
-        left = [coordinates[0], group * weight.shape[1] + k, *space]
-        right = [coordinates[1], k, *(zero for _ in weight.shape[2:])]
-        return [(source, _index(left, source.shape)), (weight, _index(right, weight.shape))]
+        taken = [coordinates[0], group * weight.shape[1] + k, *space]
+        row = [coordinates[1], k, *(zero for _ in weight.shape[2:])]
+        return [(source, _index(taken, source.shape)), (weight, _index(row, weight.shape))]
     left, right = op.inputs[-2:]
     batch, rest = coordinates[:-2], coordinates[-2:]
     if op.base_name == "mv":
@@ -297,7 +297,7 @@ def _coordinates(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 
 def _index(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    at: Any = 0
+    at = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros(1, dtype=torch.long)
     for coordinate, size in zip(coordinates, shape, strict=True):
         at = at * size + coordinate
     return at

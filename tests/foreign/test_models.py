@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params
 from mha_inspect.graph.attention import find_attentions
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.recorder import opened, record
 from mha_inspect.record.subject import Pass
 
+from ..pieces import cut
 from .truth import Shown, assert_close, assert_true, attentions
 
 transformers = pytest.importorskip("transformers")
