@@ -20,7 +20,7 @@ from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSp
 
 from .foreign import styles
 from .foreign.styles import D, E, H
-from .pieces import cut
+from .foreign.truth import cut
 
 PLAIN = (
     "Base",

@@ -20,7 +20,7 @@ from mha_inspect.reports.params import ParamsReport
 from mha_inspect.targets.memory import human_bytes
 from mha_inspect.targets.spec import AttentionSpec, RunSpec, Show
 
-from .pieces import cut
+from .foreign.truth import cut
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=3)
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..record.ops import Named, Op, TensorRef
+from .dimensions import Axis
+from .linear import features_of
 from .pieces import setting
 from .products import MATRIX_PRODUCTS
 from .walk import GATHERING, NORMS, POOLING, Graph
@@ -114,6 +117,11 @@ class Origins:
             elif op.index > since or now.kind or self._graph.is_weight(now.tensor):
                 pending += list(self._behind(op, now, last))[::-1]
         return trail
+
+    @cached_property
+    def _features(self) -> set[Axis]:
+        """The axes of what projections take in and give, but for those of size one."""
+        return {axis for axis in features_of(self._graph) if axis.size > 1}
 
     def _meet(self, now: Elements, trail: Trail) -> None:
         address = _address(now.tensor, now.at)
@@ -226,12 +234,16 @@ class Origins:
         else:
             picked = self._picked(indices, _index(coordinates[place : place + rank], indices.shape))
             own = list(coordinates)
+        if picked is None and not self._features.isdisjoint(self._graph.dimensions.of(source)[place]):
+            return  # which features they are nobody knows
         own[place : place + rank] = [torch.zeros_like(now.at) if picked is None else picked]
         if len(own) == len(source.shape):
             own[place] = own[place] % source.shape[place]
             yield self._marked(op, now.taking(source, _index(own, source.shape)), "learned")
 
     def _picked(self, indices: TensorRef, at: Tensor) -> Tensor | None:
+        if indices.id in self._recording.scalars:
+            return torch.full_like(at, int(self._recording.scalars[indices.id]))
         kept: Tensor | None = self._recording.values.get(indices.id)
         return None if kept is None or kept.is_meta else kept.flatten().cpu()[at].long()
 
