@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.measure.weights import Weights, carry, draw, weights_of
 from mha_inspect.naming.parameters import projections
-from mha_inspect.record.subject import Forward, Subject, build_forward
+from mha_inspect.record.subject import Subject
+from mha_inspect.targets.load import Layer, load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .foreign import styles, unusual
@@ -150,9 +151,9 @@ def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
     assert "W_q" in weights.missing[0]
 
 
-def filled(layer: str, **sizes: int) -> tuple[Forward, Weights]:
+def filled(layer: str, **sizes: int) -> tuple[Layer, Weights]:
     spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **sizes})  # type: ignore[arg-type]
-    forward = build_forward(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+    forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
     with torch.no_grad():
         for parameter in forward.module.parameters():
             parameter.copy_(torch.randn(parameter.shape))

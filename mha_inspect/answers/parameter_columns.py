@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..naming.parameter_words import ParameterRole
 from ..reports.params import HeadCountColumn
+from ..text import listed
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def _sentence(counted: Sequence[Counted], changes: Sequence[_Change]) -> str:
         else "the same shapes (on meta they hold no values)"
     )
     return (
-        f"Nothing but the slices: all {len(counted[0].parameters)} parameters have {same} with {_listed(heads)} heads. "
-        f"Only which rows and columns belong to a head changes: head_dim {_listed(widths)}."
+        f"Nothing but the slices: all {len(counted[0].parameters)} parameters have {same} with {listed(heads)} heads. "
+        f"Only which rows and columns belong to a head changes: head_dim {listed(widths)}."
     )
 
 
@@ -114,7 +115,3 @@ def _shortened(names: tuple[str, ...]) -> str:
     """The first three, and how many more."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -11,17 +11,19 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers import torch_mha
-from ..layers.registry import LayerKind, find_layer
+from ..layers.catalog import LayerKind, find_layer
 from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
-from ..record.subject import Subject, build_forward
+from ..record.subject import Subject
 from ..reports.common import Environment, LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
 from ..targets.flag_inputs import make_inputs
+from ..targets.load import load_layer
 from ..targets.memory import require_memory
+from ..targets.placing import arguments_of
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
@@ -66,7 +68,7 @@ def params_spec(
         spec: the layer's sizes and settings.
         run: for the device; on meta there are shapes and counts, and no content.
         show: whether statistics and values are shown.
-        layer: name in the registry of layers.
+        layer: name in the catalog of layers.
         per_head: whether to show each head's rows and columns, and to prove them by running.
         num_heads: several head counts are set side by side, with what changes between them.
 
@@ -80,7 +82,7 @@ def params_spec(
     device = resolve(run.device, spec.dtype)
     _require_memory(kind, spec, device, per_head, several=len(num_heads) > 1)
     every = [replace(spec, num_heads=count) for count in num_heads] if len(num_heads) > 1 else []
-    forward = build_forward(spec, _INPUTS, run, layer)
+    forward = load_layer(spec, _INPUTS, run, layer)
     known = _with_formula(_read_off(forward, per_head), kind, spec)
     module = forward.module
     columns, changes = side_by_side([_counted(one, run, layer) for one in every]) if every else (None, "")
@@ -160,7 +162,7 @@ def _read_off(own: Subject, per_head: bool) -> _Known:
 
 
 def _counted(spec: AttentionSpec, run: RunSpec, layer: str) -> Counted:
-    forward = build_forward(spec, _INPUTS, run, layer)
+    forward = load_layer(spec, _INPUTS, run, layer)
     parameters = {name: parameter.detach() for name, parameter in forward.module.named_parameters()}
     return Counted(spec.num_heads, int(spec.head_dim), parameters, _read_off(forward, False).roles)
 
@@ -198,7 +200,7 @@ def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
     if _dtype(weight) != spec.dtype:
         return _Known({})
     run = RunSpec(device=str(weight.device))
-    args, kwargs = torch_mha.arguments(make_inputs(spec, _INPUTS, run), run)
+    args, kwargs = arguments_of(module, "torch", make_inputs(spec, _INPUTS, run), run)
     return _read_off(Subject(module, args, kwargs), per_head)
 
 

@@ -14,18 +14,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..record.catalog import does, named
 from ..record.ops import Named, Op, TensorRef
 from .dimensions import Axis
 from .linear import features_of
 from .pieces import setting
-from .products import MATRIX_PRODUCTS
-from .walk import GATHERING, NORMS, POOLING, Graph
+from .walk import Graph
 
 _LONGEST = 600
 """Steps after which a walk gives up: no projection takes so many."""
-_STATISTICS = NORMS - {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "pow"} | {"amax", "var", "std"}
+_BY_CHANNEL = {name for name in named("norms") if "batch_norm" in name or "group_norm" in name}
+_STATISTICS = named("norms") - _BY_CHANNEL - {"native_layer_norm", "_fused_rms_norm", "pow"} | {"amax", "var", "std"}
 """What a norm divides by hangs on all features: it is taken as a number that is given."""
-_BY_CHANNEL = {"native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"}
 _NO_SOURCE = {"new_zeros", "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_full", "bernoulli"}
 
 
@@ -83,8 +83,8 @@ class Origins:
         self._graph = graph
         self._recording = graph.recording
         self._parameters: dict[int, list[Named]] = defaultdict(list)
-        for named in self._recording.parameters:
-            self._parameters[named.tensor.storage].append(named)
+        for own in self._recording.parameters:
+            self._parameters[own.tensor.storage].append(own)
         self._makers: dict[int, list[Op]] = defaultdict(list)
         for op in self._recording.ops:
             if op.kind != "view":
@@ -125,11 +125,11 @@ class Origins:
 
     def _meet(self, now: Elements, trail: Trail) -> None:
         address = _address(now.tensor, now.at)
-        for named in self._parameters.get(now.tensor.storage, ()):
-            _, inside = _locate(named.tensor, address)
+        for own in self._parameters.get(now.tensor.storage, ()):
+            _, inside = _locate(own.tensor, address)
             if bool(inside.any()):
-                places = (address - named.tensor.offset)[inside]
-                trail.met.append(Met(named, now.kind or "learned", now.ids[inside], places, now.operation))
+                places = (address - own.tensor.offset)[inside]
+                trail.met.append(Met(own, now.kind or "learned", now.ids[inside], places, now.operation))
 
     def _behind(self, op: Op, now: Elements, ends: set[int]) -> Iterator[Elements]:
         """What the elements come from, one operation earlier."""
@@ -147,13 +147,13 @@ class Origins:
         name = op.base_name.rstrip("_")
         if name in _NO_SOURCE or op.base_name in _STATISTICS:
             return
-        if name in MATRIX_PRODUCTS or name == "convolution":
+        if does(name, "product", "convolution"):
             yield from self._factors(op, now, ends)
         elif name in _MOVES:
             for place, (tensor, at, kept) in enumerate(_MOVES[name](op, now.tensor, now.at)):
                 kind = "appended" if name in ("cat", "stack") and self._joins(op, place) else ""
                 yield self._marked(op, now.taking(tensor, at, kept), kind)
-        elif op.base_name in GATHERING:
+        elif does(name, "gathers"):
             yield from self._gathered(op, now)
         else:
             yield from self._by_element(op, now)
@@ -199,7 +199,7 @@ class Origins:
         for place, source in enumerate(op.inputs):
             if source.dtype == "bool" or (op.kind == "write" and name == "copy" and place == 0):
                 continue
-            if op.base_name in POOLING:
+            if does(name, "pools"):
                 own = [
                     c if a == b else torch.zeros_like(c)
                     for c, a, b in zip(coordinates, shape, source.shape, strict=False)
@@ -211,7 +211,7 @@ class Origins:
             if own is None or len(own) != len(source.shape):
                 continue
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
-            kind = "norm" if op.base_name in NORMS else kind
+            kind = "norm" if does(name, "norms") else kind
             yield self._marked(op, now.taking(source, _index(own, source.shape)), kind)
 
     def _gathered(self, op: Op, now: Elements) -> Iterator[Elements]:

@@ -1,19 +1,24 @@
 """A page as plain data: sections of tables, facts, paragraphs and verbatim text, before any format.
 
-A report becomes a document once; terminal, plain, svg and html all show that document. Every string is cleaned when it
+A report becomes a page once; terminal, plain, svg and html all show that. Every string is cleaned when it
 enters, so that no renderer can forget to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .clean import clean, clean_lines
+from ..text import printable, printable_lines
 
 Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
 """What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
+
+
+LONGEST = 1000
+"""Characters of one field. No name that anybody gave has so many; one that does loses its middle, but in JSON."""
 
 
 def _set(block: object, name: str, value: object) -> None:
@@ -33,13 +38,13 @@ class Cell:
     """A sign behind the text that a line under the table explains."""
 
     def __post_init__(self) -> None:
-        _set(self, "text", clean(self.text))
-        _set(self, "axes", clean(self.axes))
-        _set(self, "mark", clean(self.mark))
+        _set(self, "text", printable(self.text, LONGEST))
+        _set(self, "axes", printable(self.axes))
+        _set(self, "mark", printable(self.mark))
 
     @property
     def full(self) -> str:
-        """Text and mark."""
+        """Return the text and its mark."""
         return f"{self.text} {self.mark}" if self.mark else self.text
 
 
@@ -60,7 +65,7 @@ class Column:
     """Left out where every field is empty."""
 
     def __post_init__(self) -> None:
-        _set(self, "title", clean(self.title))
+        _set(self, "title", printable(self.title))
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Table:
     """Where it is too wide: whether it is cut into several tables, each with the first column again."""
 
     def __post_init__(self) -> None:
-        _set(self, "legend", clean(self.legend))
+        _set(self, "legend", printable(self.legend))
         kept = [i for i, c in enumerate(self.columns) if not c.optional or any(row[i].text for row in self.rows)]
         _set(self, "columns", tuple(self.columns[i] for i in kept))
         _set(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
@@ -91,7 +96,7 @@ def table(
     total: bool = False,
     split: bool = False,
 ) -> Table:
-    """A table whose fields may be bare strings."""
+    """Return a table whose fields may be bare strings."""
     made = tuple(tuple(f if isinstance(f, Cell) else Cell(f) for f in row) for row in rows)
     return Table(tuple(columns), made, legend, total, split)
 
@@ -103,7 +108,7 @@ class Facts:
     items: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
-        _set(self, "items", tuple((clean(label), clean(text)) for label, text in self.items))
+        _set(self, "items", tuple((printable(label), printable(text)) for label, text in self.items))
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,8 @@ class Paragraph:
     """What it is about, set before it and apart from it."""
 
     def __post_init__(self) -> None:
-        _set(self, "text", clean(self.text))
-        _set(self, "label", clean(self.label))
+        _set(self, "text", printable(self.text))
+        _set(self, "label", printable(self.label))
 
 
 @dataclass(frozen=True)
@@ -130,9 +135,9 @@ class Verbatim:
     axes: str = ""
 
     def __post_init__(self) -> None:
-        _set(self, "text", clean_lines(self.text))
+        _set(self, "text", printable_lines(self.text))
         for name in ("title", "shape", "axes"):
-            _set(self, name, clean(getattr(self, name)))
+            _set(self, name, printable(getattr(self, name)))
 
 
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
@@ -148,12 +153,12 @@ class Section:
     """What is said behind the title on the same line."""
 
     def __post_init__(self) -> None:
-        _set(self, "title", clean(self.title))
-        _set(self, "detail", clean(self.detail))
+        _set(self, "title", printable(self.title))
+        _set(self, "detail", printable(self.detail))
 
 
 @dataclass(frozen=True)
-class Document:
+class Page:
     """The page."""
 
     title: str
@@ -163,4 +168,27 @@ class Document:
 
     def __post_init__(self) -> None:
         for name in ("title", "detail", "subtitle"):
-            _set(self, name, clean(getattr(self, name)))
+            _set(self, name, printable(getattr(self, name)))
+
+
+AXES = ("heads", "kv_heads", "query", "key", "head_dim")
+"""Axes that have a colour of their own, in their names and in their sizes. Every other one has none."""
+
+
+def by_axis(content: str, tone: Tone, axes: str) -> Iterator[tuple[str, str]]:
+    """Cut axes, or a shape whose axes are known, into pieces of text, each with the axis that it is; else empty."""
+    names: list[str] = []
+    found: list[re.Match[str]] = []
+    if tone == "axes":
+        found = list(re.finditer(r"\w+", content))
+        names = [word[0] for word in found]
+    elif tone == "shape":
+        found = list(re.finditer(r"\d+", content))
+        names = re.findall(r"\([^)]*\)|\S+", axes)
+    done = 0
+    for name, piece in zip(names, found, strict=True) if len(names) == len(found) else ():
+        if name in AXES:
+            yield content[done : piece.start()], ""
+            yield piece[0], name
+            done = piece.end()
+    yield content[done:], ""

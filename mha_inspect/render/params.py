@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .. import text
 from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from . import numbers
-from .common import VERDICT_TONES, contents, notes, page, shape_cell, statistics
-from .document import Cell, Column, Document, Paragraph, Section, Table, table
+from .page import Cell, Column, Page, Paragraph, Section, Table, table
+from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
 
 PARAMETER_COLUMNS = (
     Column("name", tone="strong"),
@@ -21,9 +21,9 @@ PARAMETER_COLUMNS = (
 )
 
 
-def params_document(report: ParamsReport) -> Document:
-    """Every parameter, the total with its closed formula, and what belongs to which head."""
-    return page(report.environment, report.layer, _sections(report))
+def params_page(report: ParamsReport) -> Page:
+    """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
+    return layer_page(report.environment, report.layer, _sections(report))
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:
@@ -57,25 +57,25 @@ def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Ta
             shape_cell(p.shape, p.axes),
             p.axes,
             p.dtype,
-            numbers.count(p.numel),
-            numbers.size(p.nbytes),
-            numbers.percent(p.share),
+            text.count(p.numel),
+            text.byte_size(p.nbytes),
+            text.percent(p.share),
             p.role,
         )
         for p in parameters
     ]
-    rows.append(("total", "", "", "", numbers.count(total.numel), numbers.size(total.nbytes), "", ""))
+    rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
     return table(PARAMETER_COLUMNS, rows, total=True)
 
 
 def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
-    """The closed formula beside the count."""
+    """Return the closed formula beside the count."""
     if not total.formula:
         return ()
-    counted = numbers.count(total.numel)
+    counted = text.count(total.numel)
     if total.formula_numel is None:
         return (Paragraph(f"{total.formula} for {counted} parameters", label="formula"),)
-    given = numbers.count(total.formula_numel)
+    given = text.count(total.formula_numel)
     if total.formula_numel == total.numel:
         return (Paragraph(f"{total.formula} = {given}, as counted", "good", "formula"),)
     return (
@@ -84,7 +84,7 @@ def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
 
 
 def _bounds(piece: HeadSlice) -> tuple[str, str]:
-    return numbers.span(piece.rows), "" if piece.columns is None else numbers.span(piece.columns)
+    return text.span(piece.rows), "" if piece.columns is None else text.span(piece.columns)
 
 
 def _per_head(parameters: tuple[Parameter, ...]) -> Table:
@@ -105,20 +105,20 @@ def _proof(proof: PerHeadProof) -> Paragraph:
     """How far apart they are is said where it is more than rounding: the digits of that are another on each machine."""
     if proof.verdict == "same":
         return Paragraph(proof.sentence, VERDICT_TONES["same"], "same")
-    measured = f"largest difference {numbers.small(proof.max_abs_difference)}"
-    floor = f"rounding error {numbers.small(proof.noise_floor)} (measured against float64)"
+    measured = f"largest difference {text.small(proof.max_abs_difference)}"
+    floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
     return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
-    """A column a head count. What is not the same in every column is set in strong type."""
+    """Return a table with a column a head count. What is not the same in every column is set in strong type."""
     rows: list[tuple[str, list[str]]] = [
         ("head_dim", [str(c.head_dim) for c in counts]),
-        ("parameters", [numbers.count(c.numel) for c in counts]),
+        ("parameters", [text.count(c.numel) for c in counts]),
     ]
     for name in dict.fromkeys(name for c in counts for name in c.shapes):
-        rows.append((name, [numbers.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
+        rows.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
         parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
         for part in parts:
             pieces = [_piece(c, name, part) for c in counts]
@@ -139,7 +139,7 @@ def _piece(column: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """What head 0 owns under each head count, as `rows 0–255` or `columns 0–255`: the bounds that the count moves."""
+    """Return what head 0 owns under each head count, in the bounds that the count moves: `rows 0–255`."""
     both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
     by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
     by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)
