@@ -146,14 +146,15 @@ def params(
 def _read_off(own: Subject, per_head: bool) -> _Known:
     """What a run of the module shows its parameters to be for; it leaves no trace.
 
-    Where heads are to be proved, the run's tensors are kept and dropout is off, which would change them.
+    Where heads are to be proved, dropout is off, which would change them.
     """
     training = [module for module in own.module.modules() if module.training] if per_head else []
     for module in training:
         module.training = False
     try:
         with torch.no_grad(), own.replaying(own.state()):
-            seen = own.recorded(keep=per_head)
+            # Kept for tables of indices: which features they pick is a matter of their numbers.
+            seen = own.recorded(keep=True)
     finally:
         for module in training:
             module.training = True
