@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..record.catalog import does, named
 from ..record.ops import Named, Op, TensorRef
+from .dimensions import Axis
+from .linear import features_of
 from .pieces import setting
-from .products import MATRIX_PRODUCTS
-from .walk import GATHERING, NORMS, POOLING, Graph
+from .walk import Graph
 
 _LONGEST = 600
 """Steps after which a walk gives up: no projection takes so many."""
-_STATISTICS = NORMS - {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "pow"} | {"amax", "var", "std"}
+_BY_CHANNEL = {name for name in named("norms") if "batch_norm" in name or "group_norm" in name}
+_STATISTICS = named("norms") - _BY_CHANNEL - {"native_layer_norm", "_fused_rms_norm", "pow"} | {"amax", "var", "std"}
 """What a norm divides by hangs on all features: it is taken as a number that is given."""
-_BY_CHANNEL = {"native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"}
 _NO_SOURCE = {"new_zeros", "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_full", "bernoulli"}
 
 
@@ -57,7 +59,7 @@ class Met:
 
     parameter: Named
     kind: str
-    """`W` for a factor of a product that ends a way, `before` for that of another product, `b` for what is added, `norm`
+    """`W` for a factor of a product that ends a way, `before` for that of another one, `b` for what is added, `norm`
     for what is multiplied, `appended` for what is joined, `learned` for anything else."""
     ids: Tensor
     places: Tensor
@@ -81,8 +83,8 @@ class Origins:
         self._graph = graph
         self._recording = graph.recording
         self._parameters: dict[int, list[Named]] = defaultdict(list)
-        for named in self._recording.parameters:
-            self._parameters[named.tensor.storage].append(named)
+        for own in self._recording.parameters:
+            self._parameters[own.tensor.storage].append(own)
         self._makers: dict[int, list[Op]] = defaultdict(list)
         for op in self._recording.ops:
             if op.kind != "view":
@@ -116,13 +118,18 @@ class Origins:
                 pending += list(self._behind(op, now, last))[::-1]
         return trail
 
+    @cached_property
+    def _features(self) -> set[Axis]:
+        """The axes of what projections take in and give, but for those of size one."""
+        return {axis for axis in features_of(self._graph) if axis.size > 1}
+
     def _meet(self, now: Elements, trail: Trail) -> None:
         address = _address(now.tensor, now.at)
-        for named in self._parameters.get(now.tensor.storage, ()):
-            _, inside = _locate(named.tensor, address)
+        for own in self._parameters.get(now.tensor.storage, ()):
+            _, inside = _locate(own.tensor, address)
             if bool(inside.any()):
-                places = (address - named.tensor.offset)[inside]
-                trail.met.append(Met(named, now.kind or "learned", now.ids[inside], places, now.operation))
+                places = (address - own.tensor.offset)[inside]
+                trail.met.append(Met(own, now.kind or "learned", now.ids[inside], places, now.operation))
 
     def _behind(self, op: Op, now: Elements, ends: set[int]) -> Iterator[Elements]:
         """What the elements come from, one operation earlier."""
@@ -140,13 +147,13 @@ class Origins:
         name = op.base_name.rstrip("_")
         if name in _NO_SOURCE or op.base_name in _STATISTICS:
             return
-        if name in MATRIX_PRODUCTS or name == "convolution":
+        if does(name, "product", "convolution"):
             yield from self._factors(op, now, ends)
         elif name in _MOVES:
             for place, (tensor, at, kept) in enumerate(_MOVES[name](op, now.tensor, now.at)):
                 kind = "appended" if name in ("cat", "stack") and self._joins(op, place) else ""
                 yield self._marked(op, now.taking(tensor, at, kept), kind)
-        elif op.base_name in GATHERING:
+        elif does(name, "gathers"):
             yield from self._gathered(op, now)
         else:
             yield from self._by_element(op, now)
@@ -188,10 +195,11 @@ class Origins:
         name = op.base_name.rstrip("_")
         shape = now.tensor.shape
         coordinates = _coordinates(now.at, shape)
+        own: list[Tensor] | None
         for place, source in enumerate(op.inputs):
             if source.dtype == "bool" or (op.kind == "write" and name == "copy" and place == 0):
                 continue
-            if op.base_name in POOLING:
+            if does(name, "pools"):
                 own = [
                     c if a == b else torch.zeros_like(c)
                     for c, a, b in zip(coordinates, shape, source.shape, strict=False)
@@ -203,7 +211,7 @@ class Origins:
             if own is None or len(own) != len(source.shape):
                 continue
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
-            kind = "norm" if op.base_name in NORMS else kind
+            kind = "norm" if does(name, "norms") else kind
             yield self._marked(op, now.taking(source, _index(own, source.shape)), kind)
 
     def _gathered(self, op: Op, now: Elements) -> Iterator[Elements]:
@@ -226,12 +234,16 @@ class Origins:
         else:
             picked = self._picked(indices, _index(coordinates[place : place + rank], indices.shape))
             own = list(coordinates)
+        if picked is None and not self._features.isdisjoint(self._graph.dimensions.of(source)[place]):
+            return  # which features they are nobody knows
         own[place : place + rank] = [torch.zeros_like(now.at) if picked is None else picked]
         if len(own) == len(source.shape):
             own[place] = own[place] % source.shape[place]
             yield self._marked(op, now.taking(source, _index(own, source.shape)), "learned")
 
     def _picked(self, indices: TensorRef, at: Tensor) -> Tensor | None:
+        if indices.id in self._recording.scalars:
+            return torch.full_like(at, int(self._recording.scalars[indices.id]))
         kept: Tensor | None = self._recording.values.get(indices.id)
         return None if kept is None or kept.is_meta else kept.flatten().cpu()[at].long()
 
@@ -241,8 +253,8 @@ class Origins:
         sources = product_sources(op, coordinates)
         if len(op.inputs) == 3:
             added = op.inputs[2] if op.base_name == "convolution" else op.inputs[0]
-            own = [coordinates[1]] if op.base_name == "convolution" else None
-            own = own or _broadcast(coordinates, now.tensor.shape, added.shape)
+            by_channel = op.base_name == "convolution"
+            own = [coordinates[1]] if by_channel else _broadcast(coordinates, now.tensor.shape, added.shape)
             if own is not None:
                 yield self._marked(op, now.taking(added, _index(own, added.shape)), "b")
         weights = [place for place, (tensor, _) in enumerate(sources) if self._graph.is_weight(tensor)]
@@ -273,9 +285,9 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
         group = coordinates[1] // (weight.shape[0] // setting(op, 8, "groups", 1))
         sizes = zip(coordinates[2:], source.shape[2:], op.output.shape[2:], strict=True)
         space = [c if before == after else zero for c, before, after in sizes]
-        left = [coordinates[0], group * weight.shape[1] + k, *space]
-        right = [coordinates[1], k, *(zero for _ in weight.shape[2:])]
-        return [(source, _index(left, source.shape)), (weight, _index(right, weight.shape))]
+        taken = [coordinates[0], group * weight.shape[1] + k, *space]
+        row = [coordinates[1], k, *(zero for _ in weight.shape[2:])]
+        return [(source, _index(taken, source.shape)), (weight, _index(row, weight.shape))]
     left, right = op.inputs[-2:]
     batch, rest = coordinates[:-2], coordinates[-2:]
     if op.base_name == "mv":
@@ -297,7 +309,7 @@ def _coordinates(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 
 def _index(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    at: Any = 0
+    at = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros(1, dtype=torch.long)
     for coordinate, size in zip(coordinates, shape, strict=True):
         at = at * size + coordinate
     return at

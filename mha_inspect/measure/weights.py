@@ -1,4 +1,4 @@
-"""Canonical weights: the same W_q, W_k, W_v, W_o and biases, by head, read out of any module and written into any other.
+"""Canonical weights: the same W_q, W_k, W_v, W_o and biases, by head, out of any module and into any other.
 
 Where a module keeps them is read off a run of it (`naming.parameters.projections`). The canonical form is a tensor for
 each part: `heads head_dim embed` for a matrix, W_o too; `heads head_dim` for a bias and for a learned key or value, and
@@ -64,7 +64,7 @@ class Weights:
         return [by_head.get(head, head // shared) for head in range(self.num_heads)]
 
     def matrices(self, numbers: Mapping[str, Tensor] | None = None) -> Numbers:
-        """Return the parts as whole matrices, heads side by side: `(heads head_dim) embed`, `embed (heads head_dim)`."""
+        """Return the parts as whole matrices: `(heads head_dim) embed`; W_o is `embed (heads head_dim)`."""
         return {part: as_matrix(part, own) for part, own in (self.read() if numbers is None else numbers).items()}
 
 
@@ -223,7 +223,7 @@ def _is_identity(w_o: Tensor) -> bool:
 
 
 def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor | None, str]:
-    """What does nothing in the place of a part that the source does not have; None and the reason where nothing does."""
+    """What does nothing in the place of a part that the source lacks; None and the reason where nothing does."""
     like = next(iter(given.values()))
     if part in _BIASES:
         return like.new_zeros(shape), ""

@@ -156,12 +156,14 @@ def _projection(
     first = parts[0]
     width = max(len(own) for part in parts for own in part.heads.values())
     pieces = tuple(piece for part in parts for piece in _pieces(part))
-    covered = [(p.head, feature) for p in pieces for feature in range(*p.features)]
+    covered = torch.zeros(width if name == "b_o" else heads * width, dtype=torch.long)
+    for piece in pieces:
+        covered[piece.head * width + piece.features[0] : piece.head * width + piece.features[1]] += 1
     single = name == "b_o"
     embed = first.width if first.inner is not None else 0
     shape = (width,) if single else (heads, width, embed) if first.kind == "W" else (heads, width)
     is_whole = (
-        len(set(covered)) == len(covered) == (width if single else heads * width)
+        bool((covered == 1).all())
         and all(part.moved and (single or not part.is_shared or len(part.heads) == 1) for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )
@@ -294,20 +296,23 @@ def _with_axes_of_one(
 
 
 def indices_of(part: Part, dim: int) -> dict[int, Tensor]:
-    """Head to the indices of a dimension at which it has elements."""
-    every = dim in outside_of(part)
-    size = part.parameter.tensor.shape[dim]
-    return {
-        head: torch.arange(size) if every else torch.unique(coordinates_in(part.parameter.tensor, own[own >= 0])[dim])
-        for head, own in part.heads.items()
-    }
+    """Return for each head the indices of a dimension at which it has elements, in order."""
+    tensor = part.parameter.tensor
+    if dim in outside_of(part):
+        return dict.fromkeys(part.heads, torch.arange(tensor.shape[dim]))
+    return {head: _distinct(coordinates_in(tensor, own[own >= 0])[dim]) for head, own in part.heads.items()}
+
+
+def _distinct(numbers: Tensor) -> Tensor:
+    """In order, each once; those that are so already cost nothing."""
+    return numbers if bool((numbers.diff() > 0).all()) else torch.unique(numbers)
 
 
 def dimension_of(parts: Sequence[Part]) -> int | None:
     """The one dimension along which parts and heads lie; None where it is not one alone."""
     shape = parts[0].parameter.tensor.shape
     varying = []
-    for dim in range(len(shape)):
+    for dim in sorted(set(range(len(shape))) - outside_of(parts[0])):
         rows = [own for part in parts for own in indices_of(part, dim).values()]
         if any(not torch.equal(rows[0], own) for own in rows[1:]):
             varying.append(dim)
@@ -319,9 +324,11 @@ def dimension_of(parts: Sequence[Part]) -> int | None:
 
 def runs_of(indices: Tensor) -> list[tuple[int, int]]:
     """Indices as runs, the start included, the stop not."""
-    own = torch.unique(indices)
+    own = _distinct(indices)
     if not len(own):
         return []
+    if int(own[-1] - own[0]) == len(own) - 1:
+        return [(int(own[0]), int(own[-1]) + 1)]
     breaks = (own.diff() != 1).nonzero().flatten() + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(own, breaks.tolist())]
 
@@ -341,7 +348,7 @@ def slices_of(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
         name = {"appended": "bias", "norm": "norm"}.get(kind, kind) + f"_{part.letter}"
         indices = [indices_of(part, dim) for dim in range(len(shape))]
         for head, own in sorted(part.heads.items()):
-            number = len(torch.unique(own[own >= 0])) * (1 if part.inner is None else part.inner[0])
+            number = len(_distinct(own[own >= 0])) * (1 if part.inner is None else part.inner[0])
             if prod(len(of_dim[head]) for of_dim in indices) != number:
                 return ()
             rows = runs_of(indices[large[0]][head])

@@ -27,6 +27,8 @@ _HEADS = ("heads", "kv_heads", "group")
 _POSITIONS = ("batch", "query", "key", "windows")
 _LOOKED_AT = 33
 """Positions along each axis that are looked at, spread over it: what is appended stands at an end."""
+_ELEMENTS = 1 << 15
+"""Elements that are looked at at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +98,7 @@ class _Layout:
     def elements(self, first_head: int) -> Elements:
         """Those of all heads at some positions, with `head * head_dim + feature` for an id."""
         longest = max([1, *(n for (_, n), kind in zip(self._axes, self.kinds, strict=True) if kind == "position")])
-        spread = torch.arange(min(longest, _LOOKED_AT))
+        spread = torch.arange(_number_of_positions(longest, self.num_heads * self.head_dim))
         grid = torch.cartesian_prod(spread, torch.arange(self.num_heads), torch.arange(self.head_dim)).reshape(-1, 3)
         at, head, feature = grid.unbind(1)
         ids = (first_head + head) * self.head_dim + feature
@@ -133,6 +135,11 @@ class _Layout:
                     number, scale, counted = number + rest % size * scale, scale * size, True
                 rest = rest // size
         return number if counted else heads * groups // max(self.num_heads, 1)
+
+
+def _number_of_positions(longest: int, features: int) -> int:
+    """How many positions are looked at: fewer where each has many features, and both ends but of the very largest."""
+    return min(longest, _LOOKED_AT, max(_ELEMENTS // max(features, 1), 2 if features < 1 << 18 else 1))
 
 
 def _row_major(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -204,7 +211,7 @@ class Finder:
         """For each head of the layouts, its number among those that differ, where as many are shared."""
         every = list(range(heads))
         shared = self.names.num_kv_heads
-        if letter not in "kv":
+        if shared == heads == self.names.num_heads or letter == "q":
             return every
         width = layouts[0].head_dim
         kinds = {"W"} if any(one.kind == "W" for one in met) else {one.kind for one in met}
@@ -213,7 +220,8 @@ class Finder:
             if one.kind in kinds:
                 for head in every:
                     own = torch.unique(one.places[one.ids // width == head])
-                    signs[head].append((one.parameter.name, *own.tolist()))
+                    ends = (int(own[0]), int(own[-1]), len(own)) if len(own) else ()
+                    signs[head].append((one.parameter.name, *ends))
         told = list(map(tuple, signs))
         apart = list(dict.fromkeys(told))
         numbers = [apart.index(sign) for sign in told] if len(apart) == shared < heads else every
@@ -237,14 +245,14 @@ class Finder:
         for (_, kind), several in groups.items():
             ids = torch.cat([one.ids for one in several])
             places = torch.cat([one.places for one in several])
-            table: dict[int, Tensor] = {}
-            for head in range(heads):
+            exact = kind in ("W", "b")
+            table = _by_head(ids, places, heads, width, numbers) if exact else {}
+            for head in range(heads) if not table else ():
                 if numbers[head] in table:
                     continue
                 own = ids // width == head
                 if not bool(own.any()):
                     continue
-                exact = kind in ("W", "b")
                 features = _by_feature(ids[own] % width, places[own], width) if exact else torch.unique(places[own])
                 table[numbers[head]] = features
             op = several[0].operation
@@ -374,7 +382,7 @@ class Finder:
         if op.base_name == "convolution":
             number = tensor.shape[1]
         positions = max([1, *(size for dim, size in enumerate(tensor.shape) if dim != features)])
-        spread = torch.arange(min(positions, _LOOKED_AT))
+        spread = torch.arange(_number_of_positions(positions, many * number))
         at, matrix, feature = torch.cartesian_prod(spread, torch.arange(many), torch.arange(number)).reshape(-1, 3).T
         coordinates = [at * (size - 1) // max(len(spread) - 1, 1) for size in tensor.shape]
         coordinates[features] = feature
@@ -415,7 +423,7 @@ class Finder:
     def _added(self, output: TensorRef, ops: list[Op], since: int, known: set[str]) -> list[Part]:
         """What is added to the output, or scales it: it belongs to no head."""
         size = output.shape[-1] if output.shape else 1
-        positions = torch.arange(min(max(output.numel // max(size, 1), 1), _LOOKED_AT))
+        positions = torch.arange(_number_of_positions(max(output.numel // max(size, 1), 1), size))
         if ops[0].base_name == "convolution":
             start = elements_at(output, [torch.zeros(1, dtype=torch.long)] * len(output.shape), torch.zeros(1).long())
         else:
@@ -444,6 +452,16 @@ def _moved_to(layout: _Layout, tensor: TensorRef) -> _Layout:
     other = object.__new__(_Layout)
     other.__dict__.update(layout.__dict__, tensor=tensor)
     return other
+
+
+def _by_head(ids: Tensor, places: Tensor, heads: int, width: int, numbers: list[int]) -> dict[int, Tensor]:
+    """Head to where each of its features is, where each is at one place; empty where one is at several or at none."""
+    table = torch.full((heads * width,), -1)
+    table[ids] = places
+    if bool((table[ids] != places).any()) or bool((table < 0).any()):
+        return {}
+    by_head = table.reshape(heads, width).unbind(0)
+    return {numbers[head]: by_head[head] for head in reversed(range(heads))}
 
 
 def _by_feature(features: Tensor, places: Tensor, width: int) -> Tensor:
