@@ -243,14 +243,12 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     """
     _require_module(left, "diff")
     _require_module(right, "diff")
-    from .answers.module_diff import diff_modules
-    from .answers.sides.module_run import ModuleSide
+    from .answers.diff import diff as report_of
+    from .answers.side import Side, SideRun
 
-    def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
-        own = Subject(copy_module(module), args, kwargs)
-        return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
-
-    return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
+    sides = (("left", left), ("right", right))
+    runs = [SideRun(Side(name, Subject(copy_module(module), args, kwargs, seed=0))) for name, module in sides]
+    return LiveReport(report_of(runs[0], runs[1], carry=same_weights))
 
 
 def _require_module(value: object, asked: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.answers.diff import diff_spec
+from mha_inspect.answers.diff import diff_layers
 from mha_inspect.answers.sides.shared_weights import within_slices
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import find_layer
@@ -27,7 +27,7 @@ INPUTS = InputSpec(batch=BATCH, seq_len=QUERY)
 
 def diff(left: str, right: str, inputs: InputSpec = INPUTS, **settings: Any) -> DiffReport:
     sets = {name: settings.pop(name, {}) for name in ("left_set", "right_set")}
-    return diff_spec(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
+    return diff_layers(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
 
 
 def stage(report: DiffReport, name: str) -> StageRow:
@@ -239,7 +239,7 @@ def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights(
 def test_each_side_has_the_kernel_that_its_settings_give_it():
     # The fast path asks for an even number of heads.
     spec = AttentionSpec(embed_dim=22, num_heads=2)
-    report = diff_spec(
+    report = diff_layers(
         "torch", "torch", spec, INPUTS, RunSpec(grad=True), left_set={"need_weights": False}, right_set={"grad": False}
     )
     assert "scaled_dot_product" in report.left.path.plain
