@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mha_inspect.answers.diff import diff_layers
-from mha_inspect.answers.sides.shared_weights import within_slices
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
