@@ -36,13 +36,17 @@ def name_axes(forward: Forward, seen: Run) -> NamedAxes:
     stages = own.stages
     # A layer that loops over its heads has as many attentions as heads: those of the tiny run serve in turn.
     for place, (axes, (found, _)) in enumerate(zip(stages, seen.attentions, strict=True)):
-        if not small.attentions:
+        if not small.attentions or _kernels(small) != _kernels(seen):
             break
         axes.update(stages_at_size(found, small.attentions[place % len(small.attentions)]))
     if len(small.recording.outputs) != len(seen.recording.outputs):
         return NamedAxes(stages, own.returned)
     returned = zip(own_axes(small).returned, seen.recording.outputs, strict=True)
     return NamedAxes(stages, tuple(at_size(pattern, named.tensor.shape) for pattern, named in returned))
+
+
+def _kernels(seen: Run) -> set[str]:
+    return {kernel.op for kernel in seen.recording.kernels}
 
 
 def own_axes(seen: Run) -> NamedAxes:

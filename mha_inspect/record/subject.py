@@ -207,8 +207,9 @@ def tiny(forward: Forward) -> Forward:
 
 
 def _tiny_spec(spec: AttentionSpec) -> AttentionSpec:
-    kv_heads = 1 if spec.kv_heads == 1 < spec.num_heads else 3
-    num_heads = 3 if spec.kv_heads in (1, spec.num_heads) else 2 * kv_heads
+    few = 3 if spec.num_heads % 2 else 2  # torch's fast path is taken for an even number of heads
+    kv_heads = 1 if spec.kv_heads == 1 < spec.num_heads else few if spec.kv_heads == spec.num_heads else 3
+    num_heads = few if spec.kv_heads in (1, spec.num_heads) else 2 * kv_heads
     head_dim = 10 if spec.rope else 5
     small = replace(
         spec,
