@@ -16,15 +16,15 @@ _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's, in which it is measured: there is nothing finer."""
 
 
-def check_attention(asked: Attention, given: Tensor, made: Tensor | None) -> Rounding:
+def check_attention(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Rounding:
     """How far a kernel's result is from its steps', `... heads query head_dim`, beside the rounding of a few rows.
 
-    The rows are those of one head, where the two are farthest apart. Without `made` (steps that have shapes alone) a
-    few rows of the first head are computed, and compared.
+    The rows are those of one head, where the two are farthest apart. Without `made` (steps that are described alone) a
+    few rows of one head are computed and compared, of another head at each `turn`.
     """
     count = given.shape[-2]
-    place = _worst(given, made) if made is not None else (0,) * (given.dim() - 2) + (count - 1, 0)
-    rows = sorted({place[-2], *range(0, count, max(1, count // _ROWS))})[:_ROWS] if count else []
+    place = _worst(given, made) if made is not None else (*_at(turn, given.shape[:-2]), count - 1, 0)
+    rows = [*range(0, count, max(1, count // _ROWS))][:_ROWS]
     rows = sorted({*rows, place[-2]})
     queries, head = torch.tensor(rows, device=given.device), place[:-2]
     real = given[head][queries]
@@ -70,6 +70,15 @@ def _error(own: Tensor, exact: Tensor) -> float:
     """The largest rounding error, which to store the largest number alone may make half a step."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(own, exact), float(largest) * torch.finfo(own.dtype).eps / 2)
+
+
+def _at(turn: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One place after the other in a shape."""
+    place = []
+    for size in reversed(shape):
+        turn, at = divmod(turn, size)
+        place.append(at)
+    return tuple(reversed(place))
 
 
 def _worst(given: Tensor, made: Tensor) -> tuple[int, ...]:

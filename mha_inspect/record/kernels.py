@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .sketch import Sketch
+
 _A = torch.ops.aten
 Do = Callable[..., Any]
 """Runs one operation of torch, and has it recorded."""
@@ -157,10 +159,15 @@ class Attention:
         query, key, value = (part.to(dtype)[None] for part in parts)
         return Attention(query, key, value, added, scale=self.scale)
 
-    def on_meta(self, stand_in: Callable[[Tensor], Tensor]) -> Attention:
-        """The same with tensors that have a shape alone."""
-        own = replace(self, query=stand_in(self.query), key=stand_in(self.key), value=stand_in(self.value))
-        return own if self.bias is None else replace(own, bias=stand_in(self.bias))
+    def with_tensors(self, change: Callable[[Tensor], Any]) -> Attention:
+        """The same with something made of each tensor in its place."""
+        own = replace(self, query=change(self.query), key=change(self.key), value=change(self.value))
+        return own if self.bias is None else replace(own, bias=change(self.bias))
+
+    def heads_first(self, do: Do) -> Attention:
+        """The same with heads before rows, where they come after them."""
+        query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
 
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Attention, bool]:
-    """What an attention kernel was asked for, and whether its heads stand after its rows.
+    """What an attention kernel was asked for, its operands as they were given, and whether heads stand after rows.
 
     Raises `NotOpenedError` where it was asked for something that the steps do not follow.
     """
@@ -189,8 +196,6 @@ def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         raise NotOpenedError("its rows have different lengths (nested tensors)")
     starts = (got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))),)
     starts += (got.get("cum_seq_k", got.get("cu_seqlens_k", got.get("cu_seq_k"))),)
-    if rows_first:
-        query, key, value = (tensor.transpose(-3, -2) for tensor in (query, key, value))
     kind = got.get("custom_mask_type", 0)
     window = _window(got)
     if isinstance(got.get("window_size"), int) and got["window_size"] > 0:
@@ -246,7 +251,9 @@ def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Ten
         weights = do(_A._softmax.default, scores, -1, False)
     else:
         scores = do(_A.add.Tensor, scores, bias)
-        weights = do(_A._safe_softmax.default, scores, -1)
+        # Where a lower triangle is all there is, each query has a key to look at.
+        whole = asked.is_plainly_causal and asked.bias is None
+        weights = do(_A._softmax.default, scores, -1, False) if whole else do(_A._safe_softmax.default, scores, -1)
     del scores, bias
     return _product(do, weights, value)
 
@@ -264,7 +271,10 @@ def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
         causal = _filled(do, do(_A.tril.default, whole), dtype)
         bias = causal if bias is None else do(_A.add.Tensor, bias, causal)
     elif asked.causal or asked.slopes is not None or asked.starts is not None or max(asked.window) >= 0:
-        if device.type == "meta":
+        added: Any
+        if isinstance(asked.query, Sketch):
+            added = Sketch.new(asked.scores_shape[-2:], dtype, device)
+        elif device.type == "meta":
             added = torch.empty(asked.scores_shape[-2:], dtype=dtype, device=device)
         else:
             queries = torch.arange(asked.query.shape[-2], device=device)
@@ -293,16 +303,16 @@ def _repeated(do: Do, tensor: Tensor, times: int) -> Tensor:
 
 def _product(do: Do, left: Tensor, right: Tensor) -> Tensor:
     """A product of matrices as torch makes it: one `bmm` over all that stands before them."""
-    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    lead = tuple(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]))
     made = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
     shape = [*lead, left.shape[-2], right.shape[-1]]
     found: Tensor = made if list(made.shape) == shape else do(_A._unsafe_view.default, made, shape)
     return found
 
 
-def _as_one(do: Do, tensor: Tensor, lead: torch.Size) -> Tensor:
+def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     """With everything before the matrices in one dimension, copied where strides do not allow a view of that."""
-    if tensor.shape[:-2] != lead:
+    if tuple(tensor.shape[:-2]) != lead:
         tensor = do(_A.expand.default, tensor, [*lead, *tensor.shape[-2:]])
     if len(lead) == 1:
         return tensor

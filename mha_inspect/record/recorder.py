@@ -27,6 +27,7 @@ from .mode_stack import take_off
 from .ops import Kind, Named, Recording
 from .replay import Replay
 from .site import ModuleCall, Site
+from .sketch import Sketch
 from .source import ATTENTION_FORWARD
 from .storage import Look, look_at, weak_refs
 
@@ -286,6 +287,8 @@ class Recorder(TorchDispatchMode):
             return value
         if isinstance(value, torch.Tensor):
             return self._look(value, self._weak)
+        if isinstance(value, Sketch):
+            return value.look
         if isinstance(value, (list, tuple)):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
