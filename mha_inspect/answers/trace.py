@@ -239,7 +239,6 @@ def _attention(
                 op=None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source),
                 stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
                 values=content.values(tensor),
-                shape_only=has_shape_only(seen, tensor),
             )
         )
     scale = found.scale
@@ -251,6 +250,7 @@ def _attention(
         scale=float("nan") if scale is None else scale,
         stages=tuple(stages),
         notes=_notes(found, facts),
+        shapes_only=tuple(stage.name for stage in stages if has_shape_only(seen, found.stages[stage.name])),
     )
 
 

@@ -62,8 +62,6 @@ class Stage:
     """None for an input."""
     stats: Stats | None = None
     values: Values | None = None
-    shape_only: bool = False
-    """Whether it was never made, there being too many scores: its shape is known, and no number."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,8 @@ class Attention:
     """`self` or `cross`, `causal`, `grouped`: what the recording gives evidence of."""
     call: int | None = None
     """Which of the attentions that its module computed it is, from 1; None where it is the only one."""
+    shapes_only: tuple[str, ...] = ()
+    """Stages that are never made, there being too many scores: their shapes are known, and no number."""
 
 
 @dataclass(frozen=True)
