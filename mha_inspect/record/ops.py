@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from .rounding import Rounding
 
+from . import catalog
+
 Kind = Literal["view", "copy", "write", "compute"]
 """What an operation does to memory: share it, move it elsewhere unchanged, write into what it was given, or compute."""
 
@@ -77,6 +79,10 @@ class Op:
     def base_name(self) -> str:
         """Name without namespace and overload: `bmm`."""
         return self.name.split(".")[1]
+
+    def does(self, *traits: catalog.Trait) -> bool:
+        """Return whether this has one of these traits; the table of them is `record.catalog`."""
+        return catalog.does(self.base_name, *traits)
 
     @property
     def makes_result(self) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .catalog import About
+from .catalog import About, does
 from .ops import Kind, Named, Op, TensorRef
 from .site import Site, place_of_site
 from .storage import Look
 from .turns import tell_turns_apart
-
-_COPIES = {"clone", "_to_copy", "copy", "repeat", "cat", "stack", "constant_pad_nd", "roll", "flip", "index_select"}
 
 Entry = tuple[
     About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None, int | None
@@ -85,7 +83,7 @@ class Replay:
             left = [self._write(look, index, given, True, told) for look in written]
             outputs = outputs or left
         if kind is None:
-            kind = "copy" if known.base_name in _COPIES else "compute"
+            kind = "copy" if does(known.base_name, "copies") else "compute"
             if outputs and all(output.storage in given for output in outputs):
                 kind = "view" if written is None else "write"
         last_site, last_mark, place = self._last
