@@ -189,13 +189,18 @@ def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if got.get(name) is not None:
             raise NotOpenedError(f"it is given {name}")
     name = str(func)
-    packed = got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))) is not None
-    rows_first = not name.startswith(("aten._scaled", "aten._triton")) and (packed or "cudnn" not in name)
+    starts = [
+        next(
+            (got[f"{start}_{side}"] for start in ("cum_seq", "cu_seqlens", "cu_seq") if f"{start}_{side}" in got), None
+        )
+        for side in "qk"
+    ]
+    rows_first = not name.startswith(("aten._scaled", "aten._triton")) and (
+        starts[0] is not None or "cudnn" not in name
+    )
     query, key, value = (got[name] if name in got else got[name[0]] for name in ("query", "key", "value"))
     if any(tensor.is_nested for tensor in (query, key, value)):
         raise NotOpenedError("its rows have different lengths (nested tensors)")
-    starts = (got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))),)
-    starts += (got.get("cum_seq_k", got.get("cu_seqlens_k", got.get("cu_seq_k"))),)
     kind = got.get("custom_mask_type", 0)
     window = _window(got)
     if isinstance(got.get("window_size"), int) and got["window_size"] > 0:
@@ -303,7 +308,7 @@ def _repeated(do: Do, tensor: Tensor, times: int) -> Tensor:
 
 def _product(do: Do, left: Tensor, right: Tensor) -> Tensor:
     """A product of matrices as torch makes it: one `bmm` over all that stands before them."""
-    lead = tuple(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]))
+    lead = max(tuple(left.shape[:-2]), tuple(right.shape[:-2]))
     made = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
     shape = [*lead, left.shape[-2], right.shape[-1]]
     found: Tensor = made if list(made.shape) == shape else do(_A._unsafe_view.default, made, shape)

@@ -11,6 +11,8 @@ from .site import Site, place_of_site
 from .storage import Look
 from .turns import tell_turns_apart
 
+_DTYPE_NAMES: dict[Any, str] = {}
+
 Entry = tuple[
     About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None, int | None
 ]
@@ -64,11 +66,6 @@ class Replay:
         # Written since through another view, or never seen: its content is what the last writer of this memory left.
         return self._new(look, key, storage, storage.made_by)
 
-    def alias(self, look: Look, real: Look) -> None:
-        """Take the first tensor, which nothing was done with so far, for the second."""
-        storage = self._add_storage(look, None)
-        storage.seen[look[1:5]] = self.read(real), 0
-
     def add(self, entry: Entry) -> None:
         """Take in one operation."""
         known, args, kwargs, made, written, site, mark, kind, kernel = entry
@@ -114,7 +111,8 @@ class Replay:
                     outputs,
                     kind,
                     known.pointwise,
-                    *place,
+                    place[0],
+                    place[1],
                     call,
                     kernel,
                 )
@@ -169,9 +167,8 @@ class Replay:
     def _new(self, look: Look, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> TensorRef:
         offset, shape, stride, dtype = key
         number = self._num_tensors
-        made = TensorRef(
-            number, tuple(shape), stride, offset, str(dtype).removeprefix("torch."), dtype.itemsize, storage.number
-        )
+        name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+        made = TensorRef(number, tuple(shape), stride, offset, name, dtype.itemsize, storage.number)
         self._num_tensors = number + 1
         storage.seen[key] = (made, storage.version)
         if made_by is not None:

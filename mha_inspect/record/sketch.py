@@ -84,9 +84,11 @@ def _as_laid_out(x: Sketch, *_: Any, dtype: torch.dtype | None = None, **__: Any
 
 def _broadcast(x: Sketch, *others: Any) -> Sketch:
     shapes = [other.shape for other in (x, *others) if isinstance(other, Sketch)]
-    shape = torch.broadcast_shapes(*shapes)
-    wide = next(other for other in (*others, x) if isinstance(other, Sketch) and other.dtype != torch.bool)
-    return _as_laid_out(replace(x, dtype=wide.dtype)) if shape == x.shape else Sketch.new(shape, wide.dtype, x.device)
+    rank = max(map(len, shapes))
+    wide = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    shape = tuple(map(max, zip(*wide, strict=True)))
+    like = next(other for other in (*others, x) if isinstance(other, Sketch) and other.dtype != torch.bool)
+    return _as_laid_out(replace(x, dtype=like.dtype)) if shape == x.shape else Sketch.new(shape, like.dtype, x.device)
 
 
 def _fresh(x: Sketch, *_: Any, **__: Any) -> Sketch:
