@@ -19,6 +19,8 @@ from .pattern import dims_of
 
 _BARRED = -1e4
 """A mask that adds this or less leaves no weight, in any dtype."""
+_LARGEST = 1 << 24
+"""Elements of a mask up to which its content is looked at. Of a larger one it counts that a triangle was cut out."""
 _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
@@ -109,6 +111,8 @@ def _bars_the_future(
     others = [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
     if op is found.score_product.op:
         others = [op.inputs[0]]
+    if any(tensor.numel > _LARGEST for tensor in others):
+        return any(_is_cut(seen, tensor) for tensor in others)
     try:
         barred = _barred(op, others, replay)
     except CannotReplayError:

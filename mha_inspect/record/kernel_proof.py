@@ -30,15 +30,16 @@ def check_attention(asked: Attention, given: Tensor, made: Tensor | None, turn: 
     real = given[head][queries]
     dtype = torch.float32 if given.dtype != torch.float64 else torch.float64
     if made is None:
-        own = attention(run, asked.of_head(head, queries, dtype))[0].to(given.dtype)
+        own = attention(run, asked.of_head(head, queries, dtype), dtype)[0].to(given.dtype)
     else:
         own = made[head][queries]
-    exact = attention(run, asked.of_head(head, queries, torch.float64))[0]
+    exact = attention(run, asked.of_head(head, queries, torch.float64), torch.float64)[0]
     difference = max_difference(given if made is not None else real, made if made is not None else own)
     if given.dtype == torch.float64:
-        coarse = attention(run, asked.of_head(head, queries, torch.float32))[0]
+        coarse = attention(run, asked.of_head(head, queries, torch.float32), torch.float32)[0]
         return Rounding.of(difference, rounding_error(coarse, exact) * _STEP)
-    return Rounding.of(difference, _error(own, exact))
+    # The smaller error of the two: where one of them is wrong, its error is no rounding.
+    return Rounding.of(difference, min(_error(own, exact), _error(real, exact)))
 
 
 def check_part(
@@ -59,7 +60,8 @@ def check_part(
     if given[0].dtype == torch.float64:
         coarse = part.steps(run, *(_double(arg, torch.float32) for arg in some))
         return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * _STEP)
-    return Rounding.of(difference, max(map(_error, own, exact)))
+    real = map(few, given)
+    return Rounding.of(difference, min(max(map(_error, own, exact)), max(map(_error, real, exact))))
 
 
 def _double(value: Any, dtype: torch.dtype = torch.float64) -> Any:

@@ -156,7 +156,7 @@ class Attention:
         group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
         shared = (*place[:-1], place[-1] // group) if place else place
         parts = (self.query[place][queries], self.key[shared], self.value[shared])
-        query, key, value = (part.to(dtype)[None] for part in parts)
+        query, key, value = (part[None] for part in parts)
         return Attention(query, key, value, added, scale=self.scale)
 
     def with_tensors(self, change: Callable[[Tensor], Any]) -> Attention:
@@ -243,15 +243,13 @@ def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Ten
     """
     query, key, value = asked.query, asked.key, asked.value
     dtype = finer or (torch.float32 if query.dtype in (torch.half, torch.bfloat16) else query.dtype)
-    if dtype != query.dtype:
-        query, key, value = (do(_A._to_copy.default, tensor, dtype=dtype) for tensor in (query, key, value))
     heads, own = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
-    if heads != own:
-        key, value = (_repeated(do, tensor, heads // own) for tensor in (key, value))
     bias = _bias(do, asked, dtype)
-    query = do(_A.mul.Scalar, query, asked.scale)
+    query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
+    key = _in_dtype(do, key, dtype)
+    key = key if heads == own else _repeated(do, key, heads // own)
     scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
-    del query, key
+    del query, key  # a long sequence's keys in float64 are freed before its values are there
     if bias is None:
         weights = do(_A._softmax.default, scores, -1, False)
     else:
@@ -260,7 +258,14 @@ def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Ten
         whole = asked.is_plainly_causal and asked.bias is None
         weights = do(_A._softmax.default, scores, -1, False) if whole else do(_A._safe_softmax.default, scores, -1)
     del scores, bias
+    value = _in_dtype(do, value, dtype)
+    value = value if heads == own else _repeated(do, value, heads // own)
     return _product(do, weights, value)
+
+
+def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast: Tensor = tensor if tensor.dtype == dtype else do(_A._to_copy.default, tensor, dtype=dtype)
+    return cast
 
 
 def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
