@@ -7,7 +7,12 @@ from typing import Literal
 
 from .common import Environment, LayerInfo, Stats, Values
 from .failure import Failure
-from .products import ProductPair
+
+Form = Literal["scores", "state", ""]
+"""`scores` where queries meet keys first and values then; `state` where keys meet values first and queries then, as in
+linear attention; empty where the recording has no evidence."""
+
+Role = Literal["q", "k", "v", ""]
 
 Memory = Literal["input", "view", "copy", "new"]
 """How a tensor came by its memory: given, shared with what it was made from, moved without computing, or computed."""
@@ -22,7 +27,9 @@ class Path:
     reason: str | None
     """Why it is not the fast path, in torch's own words, or that it names none; None where it is, or there is none."""
     opened: tuple[str, ...]
-    """Operations of the plain run that hide stages, and that were opened to show them."""
+    """Operations of the run that hide stages, and that were opened to show them."""
+    not_opened: tuple[str, ...] = ()
+    """Operations of the run that hide stages and were not opened, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Stage:
     """None for an input."""
     stats: Stats | None = None
     values: Values | None = None
+    shape_only: bool = False
+    """Whether it was never made, there being too many scores: its shape is known, and no number."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +148,56 @@ class MaskedRow:
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether the opened stages compute what the plain forward computes."""
+    """Whether the steps of a fused kernel compute what the kernel computes: of all that ran, the one farthest off."""
 
     max_abs_difference: float | None
-    """Largest difference between the two outputs; None where there are no numbers (device meta)."""
+    """Largest difference between a kernel's result and its steps'; None where there are no numbers (device meta)."""
     noise_floor: float | None
-    """Largest rounding error of this computation in this dtype, measured against float64."""
+    """Largest rounding error of these steps in this dtype, measured against float64 of the kernel's own inputs."""
     agrees: bool | None
     """None where it was not measured."""
     note: str = ""
     """Why there is no measurement, or what it leaves out."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A tensor that goes into a product, as the code wrote it."""
+
+    role: Role
+    """What it would be in attention; empty where the recording has no evidence."""
+    shape: tuple[int, ...]
+    axes: str
+    """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of activations: neither factor is a parameter."""
+
+    factors: tuple[Factor, ...]
+    """Those that no other product of the pair gives, in order."""
+    shape: tuple[int, ...]
+    axes: str
+    name: str
+    """The operation's name in torch: `aten.bmm.default`; of one written out, the multiplication's."""
+    source: str
+    """The line that asked for it: `attention.py:41`."""
+
+
+@dataclass(frozen=True)
+class ProductPair:
+    """Two products one of which goes into the other, without a softmax between them."""
+
+    module: str
+    """Path of the module whose forward computes the first."""
+    form: Form
+    first: Product
+    between: tuple[str, ...]
+    """What is done to the first on its way to the second, in order: `scale 0.5`, `sigmoid`, `mul [7, 7]`."""
+    second: Product
+    count: int
+    """How many pairs are like this one, from the same lines of the same module."""
 
 
 @dataclass(frozen=True)

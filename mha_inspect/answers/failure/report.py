@@ -9,11 +9,9 @@ from torch import nn
 
 from ...errors import ForwardError, MhaInspectError
 from ...naming.canonical import own_axes
-from ...record.kernels import fused_kernels
 from ...record.ops import Recording, TensorRef
-from ...record.recorder import opened
-from ...record.run import Attempt, AttemptRecorder, record_until_failure
-from ...record.subject import Run, State, Subject
+from ...record.run import Attempt, AttemptRecorder
+from ...record.subject import Run, Subject
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof, Trace
 from ...targets.memory import is_out_of_memory
@@ -30,7 +28,7 @@ LAST_OPS = 6
 """How many of the completed operations are told one by one."""
 
 
-def forward_error(own: Subject, before: State, attempt: Attempt, show: Show) -> Exception:
+def forward_error(own: Subject, attempt: Attempt, show: Show) -> Exception:
     """Return what to raise for a run that raised: a `ForwardError` with the trace up to there.
 
     The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
@@ -41,7 +39,7 @@ def forward_error(own: Subject, before: State, attempt: Attempt, show: Show) -> 
     try:
         if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
             return error
-        trace = trace_failure(own, before, attempt, show)
+        trace = trace_failure(own, attempt, show)
         assert trace.failure is not None
         failure, why = trace.failure, ""
         if failure.cause is not None:
@@ -54,42 +52,26 @@ def forward_error(own: Subject, before: State, attempt: Attempt, show: Show) -> 
         del error  # its traceback leads to this frame
 
 
-def trace_failure(own: Subject, before: State, attempt: Attempt, show: Show) -> Trace:
+def trace_failure(own: Subject, attempt: Attempt, show: Show) -> Trace:
     """Report a run that raised.
 
     Args:
         own: the module and its arguments.
-        before: generators and buffers as they were before the run.
         attempt: the run that raised.
         show: what else the report holds; tensors are never kept here.
     """
     assert attempt.error is not None
-    seen = _opened(own, before, attempt) if fused_kernels(attempt.recording) else attempt
-    assert seen.error is not None
-    failure, completed = describe_failure(seen.error, seen.recording, seen.recorder)
-    run = Run(seen.recording, None)
+    failure, completed = describe_failure(attempt.error, attempt.recording, attempt.recorder)
+    seen = Run(attempt.recording, None)
     trace = report(
-        Run(attempt.recording, None),
-        run,
-        own_axes(run),
+        seen,
+        own_axes(seen),
         replace(show, stats=False, values=False),
         environment=environment_of(own),
-        layer=layer_of(own.module),
+        layer=layer_of(own),
         proof=Proof(None, None, None, "the forward did not return"),
     )
     return replace(trace, attentions=trace.attentions[:completed], failure=failure)
-
-
-def _opened(own: Subject, before: State, attempt: Attempt) -> Attempt:
-    """Return the run once more with its fused kernels opened, where that fails in the same way; else the run."""
-    with own.replaying(before), opened():
-        again = record_until_failure(own.module, own.args, own.kwargs)
-    ended = [None if run.error is None else (type(run.error), site_of(run.error)) for run in (attempt, again)]
-    lines = [None if end is None or end[1] is None else (end[0], end[1].source) for end in ended]
-    try:
-        return again if lines[0] == lines[1] else attempt
-    finally:
-        del again, ended  # tracebacks lead to this frame
 
 
 def describe_failure(
