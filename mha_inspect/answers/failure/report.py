@@ -62,10 +62,10 @@ def trace_failure(own: Subject, attempt: Attempt, show: Show) -> Trace:
     """
     assert attempt.error is not None
     failure, completed = describe_failure(attempt.error, attempt.recording, attempt.recorder)
-    seen = Run(attempt.recording, None)
+    run = Run(attempt.recording, None)
     trace = report(
-        seen,
-        own_axes(seen),
+        run,
+        own_axes(run),
         replace(show, stats=False, values=False),
         environment=environment_of(own),
         layer=layer_of(own),
