@@ -129,9 +129,11 @@ def test_what_answers_without_torch_does_not_import_it() -> None:
             assert not [name for name in found if not inside(name, *allowed)], module
 
 
-def test_one_module_each_knows_torchs_modes_and_rich() -> None:
+def test_no_other_module_knows_torchs_modes_and_rich() -> None:
     assert [module for module in FILES if any("_python_dispatch" in name for name in imports(module))] == [
-        "record.recorder"
+        "record.mode_stack",
+        "record.recorder",
+        "record.xray",
     ]
     assert [module for module in FILES if any(inside(name, "rich") for name in imports(module))] == ["render.terminal"]
 

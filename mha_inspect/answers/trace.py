@@ -53,7 +53,7 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """
     with own.settings():
         before = own.state()
-        seen = _run(own, before, show, keep)
+        seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
         made = report(
             seen,
@@ -78,15 +78,15 @@ def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[Ma
     return masked_rows(rows, seen)
 
 
-def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
+def _run(own: Subject, show: Show, keep: bool) -> Run:
     """The run. Raises `ForwardError` where the forward raises."""
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
         return Run(attempt.recording, attempt.returned)
-    from .failure.failure import forward_error
+    from .failure.report import forward_error
 
     cause: Exception | None = attempt.error
-    failure = forward_error(own, before, attempt, show)
+    failure = forward_error(own, attempt, show)
     try:
         raise failure from (None if failure is cause else cause)
     finally:

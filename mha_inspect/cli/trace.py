@@ -81,7 +81,8 @@ def _trace(target: str | None, options: Options) -> Trace:
 
     show = subject.show(options)
     with subject.running(options):
-        own = subject.load(target, options, Room(kept=show.stats or show.values, shapes_do=True))
+        room = Room(kept=show.stats or show.values, statistics=show.stats, shapes_do=True)
+        own = subject.load(target, options, room)
         try:
             return trace(own, show)
         except ForwardError as failed:
