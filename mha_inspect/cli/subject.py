@@ -214,8 +214,7 @@ def load(text: str | None, options: Options, room: Room | None = None) -> Subjec
         spec = attention(options, single_head_count(options, "trace"))
         return load_layer(spec, inputs(options), run(options), options.layer, room)
     target = load_target(text, options)
-    call = call_target(target, asked(options), room, may_fail=True)
-    return subject_of(target, call, options.seed, options.grad)
+    return subject_of(target, call_target(target, asked(options), room, may_fail=True), options.seed, options.grad)
 
 
 def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:

@@ -154,7 +154,7 @@ def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
 def call_target(target: Target, asked: Asked, room: Room | None = None, *, may_fail: bool = False) -> Call:
     """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
 
-    With `may_fail` a forward that raises then is left to raise again, where it is recorded.
+    With `may_fail` a forward that raises in that call is left to raise again, where it is recorded.
 
     Raises:
         InputError: it has no forward, an argument is needed that nothing tells, or a file does not fit.
@@ -176,7 +176,7 @@ def call_target(target: Target, asked: Asked, room: Room | None = None, *, may_f
                 own.plain()
         except Exception as error:
             told = explained(error, own)
-            if not may_fail or not isinstance(told, TargetFailedError):
+            if not (may_fail and isinstance(told, TargetFailedError)):
                 raise told from error
     return call
 
