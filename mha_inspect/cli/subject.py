@@ -204,6 +204,8 @@ def running(options: Options) -> Iterator[None]:
 def load(text: str | None, options: Options, room: Room | None = None) -> Subject:
     """Build a layer or a target, and make its inputs.
 
+    A forward that raises is left to raise where it is recorded.
+
     Raises `MhaInspectError` where it cannot be built or called as asked, or does not fit into the room.
     """
     from ..targets.load import call_target, load_layer, subject_of
