@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.answers.trace import trace_spec
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.record.subject import build_forward
 from mha_inspect.reports.trace import MaskedRow
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+from .built import trace_layer
 
 SIZES = {"embed_dim": 22, "num_heads": 2}
 PADDED = {"batch": 3, "seq_len": 5, "padding": (0, 5, 2)}
@@ -22,7 +23,7 @@ PADDED = {"batch": 3, "seq_len": 5, "padding": (0, 5, 2)}
 
 def contents(layer: str, spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> list[list[str]]:
     """The oracle: what each row of the output is, `batch query`, by running the layer."""
-    forward = build_forward(spec, inputs, run, layer)
+    forward = load_layer(spec, inputs, run, layer)
     with torch.set_grad_enabled(run.grad):
         output = forward.module(*forward.args, **forward.kwargs)[0].detach()
     output = output[None] if inputs.unbatched else output if spec.batch_first else output.transpose(0, 1)
@@ -52,7 +53,7 @@ def test_each_row_is_what_comes_out_of_the_layer(layer: str, run: str) -> None:
         run_settings = {name: value for name, value in run_settings.items() if name != "need_weights"}
     spec = spec_for(LAYERS[layer], **SIZES, **settings)
     inputs, asked = InputSpec(**PADDED), RunSpec(**run_settings)
-    trace = trace_spec(spec, inputs, asked, layer=layer)
+    trace = trace_layer(spec, inputs, asked, layer=layer)
     plain = contents(layer, spec, inputs, asked)
     assert [(row.batch, row.query) for row in trace.masked_rows] == [(1, query) for query in range(5)]
     for row in trace.masked_rows:
@@ -67,7 +68,7 @@ def test_each_row_is_what_comes_out_of_the_layer(layer: str, run: str) -> None:
 def test_rows_are_found_in_every_layout(unbatched: bool, batch_first: bool) -> None:
     spec = AttentionSpec(**SIZES, batch_first=batch_first)
     inputs = InputSpec(seq_len=5, padding=(5,), unbatched=True) if unbatched else InputSpec(**PADDED)
-    trace = trace_spec(spec, inputs, RunSpec())
+    trace = trace_layer(spec, inputs, RunSpec())
     place = 0 if unbatched else 1
     plain = contents("torch", spec, inputs, RunSpec())[place]
     assert trace.masked_rows == tuple(
@@ -82,12 +83,11 @@ def test_one_head_without_keys_is_enough(layer: str, tmp_path: Path) -> None:
     mask[2 * 2 + 1, 3] = True  # batch row 2, the second head, query 3
     torch.save(mask, tmp_path / "mask.pt")
     spec, inputs = AttentionSpec(**SIZES), InputSpec(batch=3, seq_len=5, attn_mask=tmp_path / "mask.pt")
-    trace = trace_spec(spec, inputs, RunSpec(), layer=layer)
+    trace = trace_layer(spec, inputs, RunSpec(), layer=layer)
     plain = contents(layer, spec, inputs, RunSpec())
     (row,) = trace.masked_rows
     assert (row.batch, row.query, row.opened, row.plain) == (2, 3, plain[2][3], plain[2][3])
-    # A loop over heads shows the stages of the first: what becomes of the second is seen beside it.
-    assert row.stage == ("concat" if layer in ("per-head", "narrow") else "weights")
+    assert row.stage == "weights"
 
 
 def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +104,11 @@ def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch_mha, "build", with_bias)
     spec, inputs, run = AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec(need_weights=False, grad=True)
-    trace = trace_spec(spec, inputs, run)
+    trace = trace_layer(spec, inputs, run)
     assert {row.plain for row in trace.masked_rows} == {contents("torch", spec, inputs, run)[1][0]}
     assert {row.opened for row in trace.masked_rows} == {"zero"}
 
 
 def test_nothing_is_said_where_no_row_is_without_keys() -> None:
-    trace = trace_spec(AttentionSpec(**SIZES), InputSpec(batch=3, seq_len=5, padding=(0, 4, 2)), RunSpec())
+    trace = trace_layer(AttentionSpec(**SIZES), InputSpec(batch=3, seq_len=5, padding=(0, 4, 2)), RunSpec())
     assert trace.masked_rows == ()

@@ -10,17 +10,18 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
-from mha_inspect.layers.registry import LAYERS
-from mha_inspect.record.subject import Subject, build_forward
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.record.subject import Subject
 from mha_inspect.reports.params import Parameter, ParamsReport
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
 
 from .foreign import styles
 from .foreign.styles import D, E, H
+from .foreign.truth import cut
 
 PLAIN = (
     "Base",
@@ -91,7 +92,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
     for settings in SETTINGS:
         spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
         try:
-            forward = build_forward(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+            forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
             continue  # a layer has no use for every setting
         found = params(forward.module, own=forward, per_head=True).parameters
@@ -106,9 +107,12 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
 
 
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
-    forward = build_forward(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
+    forward = load_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
     row = params(forward.module, own=forward).parameters[0]
-    assert (row.axes, row.role) == ("head_dim 4", "W_q of head 0: it reads 4 of the 12 features")
+    assert (row.axes, row.role) == (
+        "head_dim 4",
+        "W_q of head 0: it reads features 0–3 of the embedding and no others",
+    )
 
 
 def matrices(found: dict[str, Parameter], module: nn.Module, part: str, head: int) -> torch.Tensor:
@@ -197,7 +201,7 @@ def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes:
 def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
     found = read_off(layer, torch.randn(3, 5, 14))
-    assert found["linear1.weight"].role == "read by addmm"
+    assert found["linear1.weight"].role == "read by _addmm_activation"
     assert found["linear1.weight"].heads is None
     assert found["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))

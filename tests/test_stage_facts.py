@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.naming.canonical import canonical, sizes_of
+from mha_inspect.measure.stages import sizes_of
+from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stage_facts import StageFacts, scale_text
 
 from .drawn import LOOPS, Case, Setting, settings_of

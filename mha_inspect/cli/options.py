@@ -13,10 +13,21 @@ import typer
 from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
-from ..layers.registry import LAYERS
+from ..layers.catalog import LAYERS
 from ..text import shown
 from .values import completing, one_of, real_number, size_number, whole_number
 
+FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
+TargetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]",
+        help=f"A module of your own: {FORMS}. Importing it runs its code. "
+        "Without one, a layer is built from the options.",
+        show_default=False,
+        rich_help_panel="Target",
+    ),
+]
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
@@ -220,6 +231,11 @@ class Options:
                     f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, "
                     "as in mha-inspect trace path/to/file.py:Name."
                 )
+
+
+def is_target(text: str) -> bool:
+    """Return whether a text has the form of a target, and not that of a layer's name."""
+    return ":" in text or text.endswith(".py")
 
 
 @cache

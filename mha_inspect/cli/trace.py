@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ExitCode
-from ..layers.registry import LAYERS
+from ..errors import ExitCode, ForwardError, SpecError
+from ..text import did_you_mean, shown
 from .collection import resume
 from .help import GroupedCommand
-from .options import Options, option, shares_options, size
-from .target_argument import TargetArgument
+from .options import Options, TargetArgument, option, shares_options, size
+
+if TYPE_CHECKING:
+    from ..reports.trace import Trace
 
 app = typer.Typer(add_completion=False)
 
@@ -22,6 +25,7 @@ mha-inspect trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12
 mha-inspect trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10"""
 
 PANEL = "Trace"
+_ITSELF = "The only one is in the layer itself: leave --module out."
 
 
 @app.command(cls=GroupedCommand, epilog=EPILOG)
@@ -39,41 +43,77 @@ def trace(
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
-    The plain forward is run too, and the last line says whether both outputs agree.
+    It is run once, as it is. Where PyTorch hides stages in a fused kernel, its steps are computed beside it, and the
+    last line says how near they come to its result.
 
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
     the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
     its code.
     """
-    from . import specs
+    from . import subject
 
-    show = specs.show(options)
-    if target is None:
-        options.require_no_target_settings("trace")
-        spec = specs.attention(options, specs.single_head_count(options, "trace"))
-        inputs, run = specs.inputs(options), specs.run(options)
-
-        from ..layers.settings import check_settings
-
-        check_settings(LAYERS[options.layer], spec, inputs, run)
-    else:
-        from .target import check_target, trace_target
-
-        check_target(target, options, "trace")
+    subject.check(target, options, "trace")
     from .answer import give, prepare
 
     export = prepare(options)
 
-    from ..answers.trace import trace_spec
-    from .choice import choose
+    # Before what was made by then is left alone by the collector: torch is most of it.
 
     resume()
-    if target is None:
-        report = trace_spec(spec, inputs, run, show, layer=options.layer)
-    else:
-        report = trace_target(target, options)
+    report = _trace(target, options)
     if report.failure is not None:
         give(report, options, export)
         return ExitCode.CONDITION
     give(choose(report, number, module), options, export)
     return ExitCode.OK
+
+
+def _trace(target: str | None, options: Options) -> Trace:
+    """Build what was asked for, run it, and report what it did; where its forward raises, as far as it came.
+
+    Raises:
+        MhaInspectError: it cannot be built or called as asked.
+        TargetFailedError: the call did not fit its forward.
+    """
+    from ..answers.trace import trace
+    from ..targets.call import explained
+    from ..targets.room import Room
+    from . import subject
+
+    show = subject.show(options)
+    with subject.running(options):
+        room = Room(kept=show.stats or show.values, statistics=show.stats, shapes_do=True)
+        own = subject.load(target, options, room)
+        try:
+            return trace(own, show)
+        except ForwardError as failed:
+            notes = (*failed.trace.notes, *own.notes, *filter(None, [own.hint]))
+            return replace(failed.trace, notes=notes)
+        except Exception as error:
+            raise explained(error, own) from error
+
+
+def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
+    """Return the trace with those marked that are to be shown in full: the one of this number, or those of this module.
+
+    Raises `SpecError` when there is no such attention.
+    """
+    if attention is None and module is None:
+        return trace
+    count = len(trace.attentions)
+    paths = [one.module for one in trace.attentions]
+    if attention is not None and not 1 <= attention <= count:
+        there = "none was found" if not count else "there is only 1" if count == 1 else f"there are 1 to {count}"
+        raise SpecError(f"attention {attention} is not there: {there}. Without --attention all are listed.")
+    chosen = set(range(1, count + 1)) if attention is None else {attention}
+    if module is not None:
+        inside = {n for n, path in enumerate(paths, 1) if path == module or path.startswith(f"{module}.")}
+        if not inside:
+            listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if count > 4 else "")
+            where = f"Modules that have one: {listed or 'none'}." if listed or not count else _ITSELF
+            raise SpecError(f"module {shown(module)} has no attention. {where}{did_you_mean(module, paths)}")
+        chosen &= inside
+        if not chosen:
+            own = shown(paths[(attention or 1) - 1])
+            raise SpecError(f"attention {attention} is in module {own}, not in {shown(module)}.")
+    return replace(trace, chosen=tuple(sorted(chosen)))

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
-from .catalog import About, about, known_as
 from .mode_stack import put_on, take_off
 from .ops import Kind, Named, Recording
 from .replay import Replay
+from .schema import About, about, known_as
 from .site import ModuleCall, Site
 from .sketch import Sketch
 from .source import ATTENTION_FORWARD
@@ -289,6 +289,8 @@ class Recorder(TorchDispatchMode):
     def _look_and_keep(self, tensor: torch.Tensor, weak: Any) -> Look:
         """Return what identifies a tensor now, and the tensor."""
         look = look_at(tensor, weak)
+        if nn.parameter.is_lazy(tensor):
+            return look
         views = self._kept.setdefault(id(look[0]), {})
         held = views.get(look[1:5])
         if held is None:

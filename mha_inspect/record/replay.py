@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .catalog import About, does
+from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
+from .schema import About
 from .site import Site, place_of_site
 from .storage import Look
 from .turns import tell_turns_apart

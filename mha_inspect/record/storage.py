@@ -99,6 +99,6 @@ def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
 def _number(tensor: torch.Tensor) -> float | None:
     """Return the number in a floating-point tensor of no dimension on the CPU; None for any other."""
     if tensor.device.type == "cpu" and tensor.dtype.is_floating_point:
-        with suppress(RuntimeError):  # a tensor without memory: a zero of forward-mode gradients, a fake one
+        with suppress(RuntimeError, ValueError):  # one without memory: a zero of forward-mode gradients, fake, lazy
             return tensor.item()
     return None

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MhaInspectError
-from ..text import shown
+from ..text import message_of, shown
 from .hugging_face_config import (
     NetworkNeededError,
     config_values,
@@ -157,7 +157,8 @@ def _build(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if _NETWORK.search(f"{type(error).__name__} {error}") and isinstance(error, (OSError, ConnectionError)):
+        said = f"{type(error).__name__} {message_of(error)}"
+        if _NETWORK.search(said) and isinstance(error, (OSError, ConnectionError)):
             raise NetworkNeededError(
                 f"{shown(text)} would have to download a part of it, and nothing is downloaded: {in_one_line(error)}"
             ) from None

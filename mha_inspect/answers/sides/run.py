@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ...layers.weights import AttentionWeights
 from ...measure.stage_difference import stage_noise
-from ...measure.stages import StageContents, exact_forward, in_dtype
-from ...naming.canonical import canonical, sizes_of
+from ...measure.stages import StageContents, exact_forward, in_dtype, sizes_of
+from ...naming.canonical import canonical
 from ...naming.stages import CANONICAL_AXES
 from ...record.rounding import first_tensor
-from ...record.subject import Forward, build_forward
 from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, StageSide
 from ...reports.trace import OpRef
+from ...targets.load import Layer, load_layer
 from ...targets.spec import DtypeName, plain_fields
 from ..kernels import is_hidden, path_of
 from .compared import ComparedRun, Rows, without
@@ -33,7 +33,7 @@ class LayerRun(ComparedRun):
 
     def __init__(self, side: Side, weights: AttentionWeights, finer: DtypeName) -> None:
         self.side = side
-        self.forward = build_forward(side.spec, side.inputs, side.run, side.kind.name)
+        self.forward = load_layer(side.spec, side.inputs, side.run, side.kind.name)
         self.left_out = load_what_fits(self.forward.module, weights, side.label)
         self._weights = weights
         self._finer = finer
@@ -54,7 +54,7 @@ class LayerRun(ComparedRun):
         source = self.forward
         if self._finer != self.side.spec.dtype:
             spec = replace(self.side.spec, dtype=self._finer)
-            source = build_forward(spec, self.side.inputs, self.side.run, self.side.kind.name)
+            source = load_layer(spec, self.side.inputs, self.side.run, self.side.kind.name)
             load_what_fits(source.module, self._weights, self.side.label)
         return _kept(exact_forward(source))
 
@@ -134,7 +134,7 @@ class LayerRun(ComparedRun):
         )
 
 
-def _kept(forward: Forward) -> StageContents:
+def _kept(forward: Layer) -> StageContents:
     return StageContents(forward, forward.recorded(keep=True))
 
 

@@ -1,0 +1,166 @@
+"""The attention layers that can be built by name.
+
+This table imports no torch: it serves `--help`, completion and "did you mean". A layer's code is imported when it is
+built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from ..errors import SpecError
+from ..text import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..targets.spec import AttentionSpec
+
+MaskStyle = Literal["apart", "boolean", "additive", "lowest", "ones"]
+"""How a layer takes its masks.
+
+`apart`: attn_mask and key_padding_mask, each boolean or added to the scores. All others take one mask: `boolean` (True:
+not allowed) or additive as it was given, `additive` with -inf, `lowest` with the lowest number of the dtype, `ones`
+where a query may not look, to be multiplied by -1e9.
+"""
+
+
+class LayerModule(Protocol):
+    """What the module of a layer defines at its top level."""
+
+    def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+        """The layer in spec.dtype, in training or eval mode as asked.
+
+        Its parameters are drawn from spec.seed on the CPU and then moved, so that they are the same on every device; on
+        `meta` they have shapes and no content.
+        """
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One way to write attention."""
+
+    name: str
+    """Name on the command line."""
+    summary: str
+    """One line: how it is written."""
+    parameter_formula: str
+    """Closed formula of the parameter count with biases; `naming.formulas.symbols` says what its letters are."""
+    split: str
+    """How the heads are split, as an einops pattern or a phrase."""
+    origin: str
+    """Where this style comes from."""
+    module: str
+    """Module under mha_inspect.layers that builds it."""
+    masks: MaskStyle = "boolean"
+    takes: frozenset[str] = frozenset()
+    """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
+    whole_heads: bool = False
+    """Whether a head has embed_dim features where no head_dim is given, and not embed_dim / num_heads of them."""
+
+    def load(self) -> LayerModule:
+        """Import the layer's code (this imports torch)."""
+        return cast(LayerModule, import_module(f"{__package__}.{self.module}"))
+
+
+LAYERS: dict[str, LayerKind] = {
+    kind.name: kind
+    for kind in (
+        LayerKind(
+            name="torch",
+            summary="torch.nn.MultiheadAttention: one packed projection, heads folded into the batch",
+            parameter_formula="4E² + 4E",
+            split="query batch (heads head_dim) -> (batch heads) query head_dim",
+            origin="PyTorch",
+            module="torch_mha",
+            masks="apart",
+            takes=frozenset(
+                {
+                    "kdim",
+                    "vdim",
+                    "add_bias_kv",
+                    "add_zero_attn",
+                    "dropout",
+                    "batch_first",
+                    "unbatched",
+                    "need_weights",
+                }
+            ),
+        ),
+        LayerKind(
+            name="split-heads",
+            summary="wq, wk, wv and a dense; view and permute into heads; the mask added as mask * -1e9",
+            parameter_formula="4E² + 4E",
+            split="batch seq (heads head_dim) -> batch heads seq head_dim",
+            origin="TensorFlow's transformer tutorial",
+            module="split_heads",
+            masks="ones",
+        ),
+        LayerKind(
+            name="fold-heads",
+            summary="lazy Linears for inputs of any width; einops folds the heads into the batch for one bmm",
+            parameter_formula="4E² + 4E",
+            split="batch seq (heads head_dim) -> (batch heads) seq head_dim",
+            origin="Dive into Deep Learning, with einops",
+            module="fold_heads",
+            takes=frozenset({"kdim", "vdim", "dropout"}),
+        ),
+        LayerKind(
+            name="bert",
+            summary="query, key and value over hidden_size, scores / √attention_head_size, no output projection",
+            parameter_formula="3E² + 3E",
+            split="... seq (heads head_dim) -> ... heads seq head_dim",
+            origin="BERT, BertSelfAttention in Hugging Face transformers",
+            module="bert",
+            masks="lowest",
+            takes=frozenset({"dropout", "unbatched", "need_weights"}),
+        ),
+        LayerKind(
+            name="per-head",
+            summary="the paper's formula read literally: W_q, W_k, W_v of its own for each head, a loop, Concat, W_o",
+            parameter_formula="4E² + 4E",
+            split="nothing is split: a matrix (head_dim embed) for each head",
+            origin="Attention Is All You Need, section 3.2.2",
+            module="per_head",
+            takes=frozenset({"kdim", "vdim", "unbatched", "need_weights"}),
+        ),
+        LayerKind(
+            name="grouped-query",
+            summary="fewer key and value heads than query heads, repeated; rotary positions on request",
+            parameter_formula="2EHD + 2EGD + HD + 2GD + E",
+            split="batch seq (heads head_dim) -> batch heads seq head_dim, key and value heads repeated",
+            origin="LLaMA",
+            module="grouped_query",
+            masks="additive",
+            takes=frozenset({"num_kv_heads", "head_dim", "rope", "dropout", "need_weights"}),
+        ),
+        LayerKind(
+            name="narrow",
+            summary="each head gets its own slice of the embedding before any projection",
+            parameter_formula="E² + 3ED + 4E",
+            split="batch seq (heads head_dim) -> heads batch seq head_dim, of the input itself",
+            origin="articles that say the input is split; Peter Bloem's narrow self-attention",
+            module="narrow",
+            takes=frozenset({"unbatched", "need_weights"}),
+        ),
+        LayerKind(
+            name="wide",
+            summary="every head has the full embed_dim (or head_dim) to itself: the parameters grow with the heads",
+            parameter_formula="4HE² + 3HE + E",
+            split="batch seq (heads head_dim) -> batch heads seq head_dim, with head_dim = embed_dim",
+            origin="Peter Bloem's wide self-attention",
+            module="wide",
+            takes=frozenset({"head_dim", "need_weights"}),
+            whole_heads=True,
+        ),
+    )
+}
+
+
+def find_layer(name: str) -> LayerKind:
+    """The layer of this name. Raises `SpecError`, with the nearest name, when there is none."""
+    if name in LAYERS:
+        return LAYERS[name]
+    raise SpecError(f"layer {name!r} is not one that can be built: {', '.join(LAYERS)}.{did_you_mean(name, LAYERS)}")

@@ -1,0 +1,113 @@
+"""The part of a trace's page that tells how the forward failed: what was completed, then the failure, then why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .. import text
+from ..reports.failure import Failure, ReachedOp, ReachedStage
+from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, table
+from .parts import changes_only, shape_cell
+
+
+def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
+    """What was completed, the last operations, and the failure; the cause, where there is one, comes last."""
+    if failure.completed:
+        yield Section((_completed(failure.completed, dtype),), "completed before the failure")
+    if failure.last_ops:
+        told = len(failure.last_ops)
+        detail = "" if told == failure.num_ops else f"the last {told} of {text.count(failure.num_ops)}"
+        yield Section((_operations(failure.last_ops),), "operations", detail)
+    yield Section(tuple(_failed(failure, dtype)), "failed", f"{failure.error} at {failure.source}")
+    if failure.cause is not None:
+        blocks = (Paragraph(failure.cause.explanation, "bad"), Paragraph(failure.cause.fix, label="fix"))
+        yield Section(blocks, "cause", failure.cause.name.replace("_", " "))
+
+
+def _completed(stages: tuple[ReachedStage, ...], dtype: str) -> Table:
+    columns = (
+        Column("stage", tone="strong", optional=True),
+        Column("called", optional=True),
+        Column("shape", tone="shape"),
+        Column("axes", tone="axes"),
+        Column("dtype", optional=True),
+        Column("operation", tone="muted", drop=2, optional=True),
+        Column("source", tone="muted", drop=1, optional=True),
+    )
+    dtypes = changes_only((stage.dtype for stage in stages), dtype)
+    return table(
+        columns,
+        (
+            (s.name, s.variable, shape_cell(s.shape, s.axes), s.axes, changed, s.op, s.source)
+            for s, changed in zip(stages, dtypes, strict=True)
+        ),
+    )
+
+
+def _operations(ops: tuple[ReachedOp, ...]) -> Table:
+    columns = (
+        Column("#", "right", "muted"),
+        Column("operation", tone="strong"),
+        Column("inputs", wrap=18),
+        Column("outputs", wrap=18, into="inputs"),
+        Column("source", tone="muted", into="operation"),
+        Column("module", tone="muted", drop=1, optional=True),
+    )
+    return table(
+        columns,
+        (
+            (
+                str(op.index),
+                op.name,
+                ", ".join(map(text.shape, op.inputs)),
+                ", ".join(map(text.shape, op.outputs)),
+                op.source,
+                op.module,
+            )
+            for op in ops
+        ),
+    )
+
+
+def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
+    items = [("line", failure.line), ("call", failure.call), ("operation", failure.op), ("module", failure.module)]
+    items += [("message", line) for line in failure.message.splitlines()]
+    yield Facts(tuple((label, text) for label, text in items if text))
+    if failure.operands:
+        yield _operands(failure, dtype)
+    if failure.clash:
+        yield Paragraph(failure.clash, "warn")
+    if failure.cause is None:
+        yield Paragraph("No mistake is told by the evidence: these are the facts.", "muted")
+    if failure.note:
+        yield Paragraph(failure.note, label="note")
+
+
+def _operands(failure: Failure, dtype: str) -> Table:
+    columns = (
+        Column("given", tone="strong"),
+        Column("as", optional=True),
+        Column("shape", tone="shape"),
+        Column("axes", tone="axes"),
+        Column("dtype"),
+        Column("device"),
+    )
+
+    def odd(value: str, usual: str) -> Cell:
+        return Cell(value, "" if value == usual else "warn")
+
+    device = failure.operands[0].device
+    return table(
+        columns,
+        (
+            (
+                operand.name,
+                "" if operand.role == operand.name else operand.role,
+                shape_cell(operand.shape, operand.axes),
+                operand.axes,
+                odd(operand.dtype, dtype),
+                odd(operand.device, device),
+            )
+            for operand in failure.operands
+        ),
+    )

@@ -1,0 +1,154 @@
+"""The page of `params`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .. import text
+from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
+from .page import Cell, Column, Page, Paragraph, Section, Table, table
+from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
+
+PARAMETER_COLUMNS = (
+    Column("name", tone="strong"),
+    Column("shape", tone="shape"),
+    Column("axes", tone="axes"),
+    Column("dtype", tone="muted", drop=3),
+    Column("count", "right"),
+    Column("bytes", "right", "muted", drop=2),
+    Column("share", "right", "muted", drop=1),
+    Column("role", wrap=24, into="axes"),
+)
+
+
+def params_page(report: ParamsReport) -> Page:
+    """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
+    return layer_page(report.environment, report.layer, _sections(report))
+
+
+def _sections(report: ParamsReport) -> Iterator[Section]:
+    parameters = report.parameters
+    yield Section(
+        (
+            _parameters(parameters, report.total),
+            *_formula(report.total),
+            *statistics((p.name, p.stats) for p in parameters),
+            *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
+        ),
+        "parameters",
+    )
+    if any(p.heads is not None for p in parameters):
+        yield Section((_per_head(parameters),), "by head", "both ends included")
+    if report.per_head_proof is not None:
+        yield Section((_proof(report.per_head_proof),))
+    if report.side_by_side is not None:
+        changes = (Paragraph(report.changes, label="what changes"),) if report.changes else ()
+        yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
+    elif report.changes:
+        yield Section((Paragraph(report.changes, label="what changes"),))
+    if report.notes:
+        yield Section(notes(report.notes))
+
+
+def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Table:
+    rows: list[tuple[Cell | str, ...]] = [
+        (
+            p.name,
+            shape_cell(p.shape, p.axes),
+            p.axes,
+            p.dtype,
+            text.count(p.numel),
+            text.byte_size(p.nbytes),
+            text.percent(p.share),
+            p.role,
+        )
+        for p in parameters
+    ]
+    rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
+    return table(PARAMETER_COLUMNS, rows, total=True)
+
+
+def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
+    """Return the closed formula beside the count."""
+    if not total.formula:
+        return ()
+    counted = text.count(total.numel)
+    if total.formula_numel is None:
+        return (Paragraph(f"{total.formula} for {counted} parameters", label="formula"),)
+    given = text.count(total.formula_numel)
+    if total.formula_numel == total.numel:
+        return (Paragraph(f"{total.formula} = {given}, as counted", "good", "formula"),)
+    return (
+        Paragraph(f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad", "formula"),
+    )
+
+
+def _bounds(piece: HeadSlice) -> tuple[str, str]:
+    return text.span(piece.rows), "" if piece.columns is None else text.span(piece.columns)
+
+
+def _per_head(parameters: tuple[Parameter, ...]) -> Table:
+    columns = (
+        Column("parameter"),
+        Column("part", tone="strong"),
+        Column("head", "right"),
+        Column("rows", "right"),
+        Column("columns", "right", optional=True),
+    )
+    return table(
+        columns,
+        ((p.name, s.part, str(s.head), *_bounds(s)) for p in parameters if p.heads is not None for s in p.heads),
+    )
+
+
+def _proof(proof: PerHeadProof) -> Paragraph:
+    """How far apart they are is said where it is more than rounding: the digits of that are another on each machine."""
+    if proof.verdict == "same":
+        return Paragraph(proof.sentence, VERDICT_TONES["same"], "same")
+    measured = f"largest difference {text.small(proof.max_abs_difference)}"
+    floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
+    tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
+    return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
+
+
+def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
+    """Return a table with a column a head count. What is not the same in every column is set in strong type."""
+    rows: list[tuple[str, list[str]]] = [
+        ("head_dim", [str(c.head_dim) for c in counts]),
+        ("parameters", [text.count(c.numel) for c in counts]),
+    ]
+    for name in dict.fromkeys(name for c in counts for name in c.shapes):
+        rows.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
+        parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
+        for part in parts:
+            pieces = [_piece(c, name, part) for c in counts]
+            rows.append((f"head 0 of {part}", _owned(pieces, [c.shapes.get(name, ()) for c in counts])))
+    columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
+    return table(
+        columns,
+        (
+            (label, *(Cell(text, "strong" if len(set(texts)) > 1 else "muted") for text in texts))
+            for label, texts in rows
+        ),
+        split=True,
+    )
+
+
+def _piece(column: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
+    return next((piece for piece in column.first_head.get(name, ()) if piece.part == part), None)
+
+
+def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return what head 0 owns under each head count, in the bounds that the count moves: `rows 0–255`."""
+    both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
+    by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
+    by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)
+    texts = []
+    for piece in pieces:
+        rows, columns = _bounds(piece) if piece is not None else ("", "")
+        if piece is not None and piece.columns is None:
+            texts.append(f"elements {rows}")
+        else:
+            bounds = [f"rows {rows}"] * by_rows + [f"columns {columns}"] * by_columns
+            texts.append(", ".join(bounds) if piece is not None else "")
+    return texts

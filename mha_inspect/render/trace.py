@@ -1,0 +1,375 @@
+"""The page of `trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .. import text
+from ..reports.trace import (
+    Attention,
+    MaskedRow,
+    Operand,
+    OpLine,
+    Path,
+    Product,
+    ProductPair,
+    Proof,
+    Returned,
+    Stage,
+    Trace,
+)
+from .failure import failure_sections
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
+from .parts import changes_only, contents, layer_page, notes, shape_cell, statistics
+
+OPENED = "*"
+"""Behind the name of a stage that the plain run hides."""
+LEGEND = f"{OPENED} hidden inside a kernel in the plain run, opened here to be seen"
+SHAPE_ONLY = "°"
+SHAPE_LEGEND = f"{SHAPE_ONLY} its shape alone is known: it was never made, for it has too many numbers"
+
+STAGE_COLUMNS = (
+    Column("stage", tone="strong"),
+    Column("shape", tone="shape"),
+    Column("axes", tone="axes"),
+    Column("computed", wrap=26, into="axes"),
+    Column("dtype", optional=True),
+    Column("bytes", "right", "muted", drop=2),
+    Column("FLOPs", "right", "muted", drop=3),
+    Column("memory", tone="muted", into="axes", optional=True),
+)
+
+
+def trace_page(trace: Trace) -> Page:
+    """Return the page: how PyTorch runs it, the stages, what it returns, and the proof, which is the last line.
+
+    Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
+    """
+    return layer_page(trace.environment, trace.layer, _sections(trace))
+
+
+def _sections(trace: Trace) -> Iterator[Section]:
+    if trace.failure is None or trace.attentions:
+        yield Section((_path(trace.path),))
+    if len(trace.attentions) > 1:
+        yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
+    yield from _in_full(trace)
+    if not trace.attentions and trace.failure is None:
+        yield Section(
+            (Paragraph("No attention was found: no softmax lies between two matrix products of activations.", "warn"),)
+        )
+    if trace.chosen is None:
+        yield from _products(trace.products)
+    if trace.returns:
+        yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
+    if trace.masked_rows:
+        yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
+    if trace.ops is not None:
+        yield Section((_ops(trace.ops),), "operations", text.count(len(trace.ops)))
+    if trace.notes:
+        yield Section(notes(trace.notes))
+    if trace.failure is None:
+        yield Section((_proof(trace.proof),))
+    else:
+        yield from failure_sections(trace.failure, trace.environment.dtype)
+
+
+MOST_SHOWN = 4
+"""Attentions, and pairs of products, that are shown in full where nobody has chosen; the rest are named, or counted."""
+
+
+def _in_full(trace: Trace) -> Iterator[Section]:
+    """Yield the attentions in full: those that were chosen, or else each kind once, with those that are alike."""
+    several = len(trace.attentions) > 1
+    groups = _alike(trace)
+    for numbers_of, attention in groups[:MOST_SHOWN] if trace.chosen is None else groups:
+        title = f"attention {numbers_of[0]}" if several else "attention"
+        section = _attention(attention, title, trace.environment.dtype)
+        if len(numbers_of) > 1:
+            those = "Attention {} is" if len(numbers_of) == 2 else "Attentions {} are"
+            others = f"{those.format(text.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
+            section = replace(section, blocks=(*section.blocks, *notes([others])))
+        yield section
+    if trace.chosen is None and len(groups) > MOST_SHOWN:
+        rest = ", ".join(str(numbers_of[0]) for numbers_of, _ in groups[MOST_SHOWN:])
+        yield Section(
+            (Paragraph(f"{len(groups) - MOST_SHOWN} more that differ: see them with --attention N, N one of {rest}."),)
+        )
+
+
+def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
+    """Return attentions to show in full, each with the numbers of those that it stands for."""
+    chosen = trace.chosen or range(1, len(trace.attentions) + 1)
+    groups: dict[object, list[int]] = {}
+    for number in chosen:
+        attention = trace.attentions[number - 1]
+        content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
+        # Statistics and values are each attention's own.
+        own: object = number if content or trace.chosen is not None else _form(attention)
+        groups.setdefault(own, []).append(number)
+    return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in groups.values()]
+
+
+def _form(attention: Attention) -> object:
+    """Return what an attention is but for where it stands and what is in it."""
+    stages = tuple(
+        (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, _mark(stage))
+        for stage in attention.stages
+    )
+    return (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.kind, attention.notes, stages)
+
+
+def _path(path: Path) -> Facts:
+    items = [("PyTorch runs", path.plain)]
+    if path.reason:
+        items.append(("reason", path.reason))
+    if path.opened:
+        items.append(("opened", ", ".join(path.opened)))
+    items += [("not opened", kernel) for kernel in path.not_opened]
+    return Facts(tuple(items))
+
+
+def _stage(attention: Attention, name: str) -> Stage | None:
+    return next((stage for stage in attention.stages if stage.name == name), None)
+
+
+def _summary(attentions: tuple[Attention, ...]) -> Table:
+    """Return a table with one row an attention."""
+    columns = (
+        Column("#", "right", "muted"),
+        Column("module", tone="strong"),
+        Column("kind", drop=4, optional=True),
+        Column("num_heads", "right"),
+        Column("head_dim", "right", drop=1),
+        Column("scores", tone="shape"),
+        Column("axes", tone="axes", drop=3),
+        Column("scale", drop=2),
+        Column("notes", wrap=24, into="module", optional=True),
+    )
+    rows = []
+    for number, attention in enumerate(attentions, 1):
+        scores = _stage(attention, "scores") or _stage(attention, "weights")
+        rows.append(
+            (
+                str(number),
+                _place(attention) or "(the layer itself)",
+                ", ".join(attention.kind),
+                _heads(attention),
+                str(attention.head_dim),
+                shape_cell(scores.shape, scores.axes) if scores else "",
+                scores.axes if scores else "",
+                text.scale(attention.scale, attention.head_dim),
+                " ".join(attention.notes),
+            )
+        )
+    return table(columns, rows)
+
+
+def _place(attention: Attention) -> str:
+    """Return the module, and which of its attentions where it computes several."""
+    calls = [] if attention.call is None else [f"call {attention.call}"]
+    return ", ".join([attention.module, *calls] if attention.module else calls)
+
+
+def _heads(attention: Attention) -> str:
+    shared = attention.num_kv_heads != attention.num_heads
+    return f"{attention.num_heads} over {attention.num_kv_heads}" if shared else str(attention.num_heads)
+
+
+def _attention(attention: Attention, title: str, dtype: str) -> Section:
+    """Return the sizes, the table of stages, and what was asked for beyond it."""
+    facts = [", ".join(attention.kind)] if attention.kind else []
+    facts.append(f"num_heads {attention.num_heads}")
+    if attention.num_kv_heads != attention.num_heads:
+        facts.append(f"num_kv_heads {attention.num_kv_heads}")
+    facts += [f"head_dim {attention.head_dim}", f"scale {text.scale(attention.scale, attention.head_dim)}"]
+    place = _place(attention)
+    named = f"{title} in {place}" if place else title
+    blocks: list[Block] = [_stages(attention.stages, dtype)]
+    blocks += statistics((stage.name, stage.stats) for stage in attention.stages)
+    blocks += contents((stage.name, stage.shape, stage.axes, stage.values) for stage in attention.stages)
+    blocks += notes(attention.notes)
+    return Section(tuple(blocks), named, ", ".join(facts))
+
+
+def _mark(stage: Stage) -> str:
+    return OPENED * stage.opened + SHAPE_ONLY * stage.shape_only
+
+
+def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
+    legends = {OPENED: LEGEND, SHAPE_ONLY: SHAPE_LEGEND}
+    dtypes = changes_only((stage.dtype for stage in stages), dtype)
+    return table(
+        STAGE_COLUMNS,
+        (
+            (
+                Cell(stage.name, mark=_mark(stage)),
+                shape_cell(stage.shape, stage.axes),
+                stage.axes,
+                stage.formula,
+                changed,
+                text.byte_size(stage.nbytes),
+                text.flops(stage.flops),
+                stage.memory if stage.memory in ("view", "copy") else "",
+            )
+            for stage, changed in zip(stages, dtypes, strict=True)
+        ),
+        legend="; ".join(text for sign, text in legends.items() if any(sign in _mark(stage) for stage in stages)),
+    )
+
+
+def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
+    columns = (
+        Column("name", tone="strong"),
+        Column("shape", tone="shape"),
+        Column("axes", tone="axes"),
+        Column("dtype", optional=True),
+    )
+    dtypes = changes_only((r.dtype for r in returned), dtype)
+    rows = ((r.name, shape_cell(r.shape, r.axes), r.axes, changed) for r, changed in zip(returned, dtypes, strict=True))
+    return (
+        table(columns, rows),
+        *statistics((r.name, r.stats) for r in returned),
+        *contents((r.name, r.shape, r.axes, r.values) for r in returned),
+    )
+
+
+def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
+    """Return a table in which rows that fare alike stand in one line."""
+    alike: dict[tuple[int, str, str, str], list[int]] = {}
+    for row in rows:
+        alike.setdefault((row.batch, row.stage, row.opened, row.plain), []).append(row.query)
+    columns = (
+        Column("batch", "right"),
+        Column("query", "right", wrap=8),
+        Column("first seen in"),
+        Column("opened run"),
+        Column("plain run"),
+    )
+
+    def fate(name: str) -> Cell:
+        return Cell("NaN" if name == "nan" else name, "bad" if name == "nan" else "")
+
+    return (
+        table(
+            columns,
+            (
+                (str(batch), text.spans(queries), stage or "no stage", fate(opened), fate(plain))
+                for (batch, stage, opened, plain), queries in alike.items()
+            ),
+        ),
+    )
+
+
+def _operands(operands: tuple[Operand, ...]) -> str:
+    return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
+
+
+def _ops(ops: tuple[OpLine, ...]) -> Table:
+    columns = (
+        Column("#", "right", "muted"),
+        Column("operation", tone="strong"),
+        Column("inputs", wrap=18),
+        Column("outputs", wrap=18, into="inputs"),
+        Column("axes", tone="axes", drop=3, wrap=18, optional=True),
+        Column("settings", tone="muted", drop=4, wrap=14, optional=True),
+        Column("memory", tone="muted", drop=1, optional=True),
+        Column("stage", into="operation", optional=True),
+        Column("source", tone="muted", into="operation"),
+        Column("module", tone="muted", drop=2, optional=True),
+    )
+    return table(
+        columns,
+        (
+            (
+                str(op.index),
+                op.name,
+                _operands(op.inputs),
+                _operands(op.outputs),
+                ", ".join(operand.axes for operand in op.outputs if operand.axes),
+                op.settings,
+                op.memory if op.memory in ("view", "copy") else "",
+                op.stage,
+                op.source,
+                op.module,
+            )
+            for op in ops
+        ),
+    )
+
+
+def _proof(proof: Proof) -> Paragraph:
+    """Return the sentence that says whether what was shown is what PyTorch computes."""
+    note = f"; {proof.note}" if proof.note else ""
+    if proof.agrees is None:
+        return Paragraph(f"plain and opened outputs were not compared{note}", "muted")
+    facts = []
+    if proof.max_abs_difference is not None:
+        facts.append(f"largest difference {text.small(proof.max_abs_difference)}")
+    if proof.noise_floor is not None:
+        facts.append(f"noise floor {text.small(proof.noise_floor)} (measured against float64)")
+    verdict = "agree" if proof.agrees else "DIFFER"
+    measured = f": {', '.join(facts)}" if facts else ""
+    return Paragraph(f"plain and opened outputs {verdict}{measured}{note}", "good" if proof.agrees else "bad")
+
+
+_FORMS = {
+    "scores": "queries meet keys, then values",
+    "state": "keys meet values, then queries (linear attention)",
+}
+_PRODUCT_COLUMNS = (
+    Column("step", tone="strong"),
+    Column("shape", tone="shape"),
+    Column("axes", tone="axes", wrap=12),
+    Column("operation", tone="muted", into="axes"),
+    Column("source", tone="muted", into="axes"),
+)
+
+
+def _products(pairs: tuple[ProductPair, ...]) -> Iterator[Section]:
+    """Yield each kind of pair once, with the modules in which it is."""
+    alike: dict[ProductPair, list[ProductPair]] = {}
+    for pair in pairs:
+        alike.setdefault(replace(pair, module="", count=0), []).append(pair)
+    for group in list(alike.values())[:MOST_SHOWN]:
+        yield _product_pair(group)
+    if len(alike) > MOST_SHOWN:
+        rest = len(alike) - MOST_SHOWN
+        yield Section((Paragraph(f"{rest} more pairs of products that differ: they are all in --format json."),))
+
+
+def _product_pair(group: list[ProductPair]) -> Section:
+    pair = group[0]
+    where = [f"in {pair.module}"] if pair.module else []
+    if len(group) > 1:
+        where.append(f"in {group[1].module}" if len(group) == 2 else f"and in {len(group) - 1} more modules")
+    if pair.count > 1:
+        where.append(f"{pair.count} times")
+    between = f"between them {', '.join(pair.between)}" if pair.between else "nothing is between them"
+    reading = f"{_FORMS[pair.form]}; " if pair.form else ""
+    text = f"Two products follow one another, as in attention, but with no softmax: {reading}{between}."
+    first = _factor_names(pair.first, "a", "b")
+    second = _factor_names(pair.second, "c")
+    rows = [
+        *_factors(pair.first, first),
+        _result(pair.first, " · ".join(first)),
+        *((step, "", "", "", "") for step in pair.between),
+        *_factors(pair.second, second),
+        _result(pair.second, f"({' · '.join(first)}) · {second[0]}"),
+    ]
+    return Section((Paragraph(text), table(_PRODUCT_COLUMNS, rows)), "products without a softmax", ", ".join(where))
+
+
+def _factor_names(product: Product, *otherwise: str) -> list[str]:
+    """Return what the factors are called: by what they would be in attention, where that is known."""
+    return [factor.role or name for factor, name in zip(product.factors, otherwise, strict=False)]
+
+
+def _factors(product: Product, names: list[str]) -> Iterator[tuple[str | Cell, ...]]:
+    for name, factor in zip(names, product.factors, strict=True):
+        yield name, shape_cell(factor.shape, factor.axes), factor.axes, "", ""
+
+
+def _result(product: Product, name: str) -> tuple[str | Cell, ...]:
+    return name, shape_cell(product.shape, product.axes), product.axes, product.name, product.source
