@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect import compare_heads
 from mha_inspect.answers.head_counts import runs
 from mha_inspect.answers.head_counts.runs import Place, at_place
 from mha_inspect.record.rounding import first_tensor

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect import compare_heads
 from mha_inspect.errors import MhaInspectError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.targets.load import load_layer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect import compare_heads
 from mha_inspect.answers.head_counts.gradients import LOSS, gradient_of
 from mha_inspect.answers.head_counts.learner import layer_learner
 from mha_inspect.answers.head_counts.training import LEARNING_RATE, train

@@ -209,10 +209,11 @@ def _walk(baseline: HeadRun, run: HeadRun, noise: Noise, verdict: Verdict) -> Wa
             return found
     found = _walk_at(Place(), baseline, run, noise)
     mine, theirs = baseline.by_query, run.by_query
-    if found.first is not None or verdict == "same" or mine is None or theirs is None or baseline.layout.has_few_rows:
+    if found.first is not None or verdict == "same" or mine is None or theirs is None:
         return found
     apart = (mine - theirs).abs().amax(dim=(1, 2))
-    return _walk_at(Place(int(apart.nan_to_num(nan=-1.0).argmax())), baseline, run, noise)
+    furthest = Place(int(apart.nan_to_num(nan=-1.0).argmax()))
+    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run, noise)
 
 
 def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise) -> Walk:
@@ -223,7 +224,7 @@ def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise)
         if found.first is not None or (where is not None and where.few):
             break
     weights = mine.get(0, "weights")
-    few = weights.shape[2] if weights is not None and baseline.at(where) is not baseline.own else 0
+    few = weights.shape[2] if weights is not None and baseline.place_of(where) is not None else 0
     unnamed = {*mine.unnamed, *theirs.unnamed} if found.first is None else set()
     return replace(found, looked_at=few, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
