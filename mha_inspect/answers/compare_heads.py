@@ -56,7 +56,7 @@ def compare_heads(
     _require_comparable(baseline, baseline)
     noise = Noise(baseline)
     runs = [baseline, *(HeadRun(one, baseline, whole=focus) for one in counted[1:])]
-    carried = [Carried(True), *(_carry(baseline, run) for run in runs[1:])]
+    carried = [Carried(True), *(carry(baseline, run) for run in runs[1:])]
     if baseline.layout is not None:
         for run in runs:  # before any look: what is small and often used stays in the processor's caches after that
             _ = run.output
@@ -125,7 +125,7 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
         )
 
 
-def _carry(baseline: HeadRun, run: HeadRun) -> Carried:
+def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
     mine, theirs = baseline.module, run.module
     given, own = mine.state_dict(), theirs.state_dict()
