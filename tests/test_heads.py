@@ -194,7 +194,9 @@ def test_where_the_first_sequences_are_alike_the_one_that_differs_is_looked_at(t
 def test_long_inputs_say_how_many_queries_were_looked_at(monkeypatch):
     changed_layer(monkeypatch, lambda module: module.in_proj_weight.zero_())
     report = compare_heads((1, 2), embed_dim=EMBED, batch=8, seq_len=71)
-    assert report.counts[1].reason.startswith("Every stage holds the same numbers in the 71 queries that were looked at")
+    assert report.counts[1].reason.startswith(
+        "Every stage holds the same numbers in the 71 queries that were looked at"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..measure.stage_difference import compare_stage, distances, size_of
-from ..measure.weights import carry as carry_by_head
 from ..measure.weights import PARTS, weights_of
+from ..measure.weights import carry as carry_by_head
 from ..naming.stages import STAGES
 from ..record.rounding import judge
 from ..reports.common import Verdict
@@ -82,8 +83,8 @@ def compare_heads(
             run.forget()
     same_weights = all(one.same for one in carried)
     cause = equalities.cause if same_weights else ""
-    for place, (own, walk, one) in enumerate(zip(sizes[1:], walks[1:], carried[1:], strict=True), start=1):
-        why = reason(sizes[0], own, walk, rows[place], one, cause)
+    for place, walk in enumerate(walks[1:], start=1):
+        why = reason(sizes[0], sizes[place], walk, rows[place], carried[place], cause)
         rows[place] = replace(rows[place], first_differing_stage=walk.first, reason=why)
     said = equalities.measured(runs, "" if counted[0].is_known else baseline.label) if same_weights else ()
     masked = masked_note(runs)
@@ -238,8 +239,7 @@ def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look, n
         left, right = mine.get(place, stage), theirs.get(place, stage)
         if stage in GIVEN or left is None or right is None:
             continue
-        like = right
-        row = compare_stage(stage, left, right, lambda: noise.of_stage(place, stage, where, like))
+        row = compare_stage(stage, left, right, partial(noise.of_stage, place, stage, where, right))
         if first is not None:
             rejoined = None if row.verdict == "differs" else rejoined or stage
         elif row.verdict != "differs":

@@ -162,7 +162,7 @@ class HeadRun:
         return self.output if shape == rows else None
 
     def _found_layout(self) -> Layout | None:
-        """How the arguments are laid out, as a run of a cut shows: None where a cut saves little, or none can be run."""
+        """How the arguments are laid out, as a run of a cut shows; None where that saves little, or cannot be."""
         for layout in layouts_of(self.own):
             self.layout = layout
             try:
