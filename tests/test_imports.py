@@ -100,9 +100,9 @@ RULES = {
     "targets.spec": ("errors",),
     "reports": ("reports", "errors", "text"),
     "schemas": (),
-    "render": ("render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
+    "render": ("text", "render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
     "graph": ("graph", "record", "naming.stages", "errors"),
-    "layers": ("layers", "measure", "errors", "targets", "reports"),
+    "layers": ("text", "layers", "measure", "errors", "targets", "reports"),
 }
 """What a module, or all in a folder, may import from the package; nothing else."""
 

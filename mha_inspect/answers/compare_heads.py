@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..measure.stage_difference import compare_stage, distances, size_of
-from ..measure.weights import carry as carry_by_head
 from ..measure.weights import PARTS, weights_of
+from ..measure.weights import carry as carry_by_head
 from ..naming.stages import STAGES
 from ..record.rounding import judge
 from ..reports.common import Verdict
@@ -56,7 +57,7 @@ def compare_heads(
     _require_comparable(baseline, baseline)
     noise = Noise(baseline)
     runs = [baseline, *(HeadRun(one, baseline, whole=focus) for one in counted[1:])]
-    carried = [Carried(True), *(_carry(baseline, run) for run in runs[1:])]
+    carried = [Carried(True), *(carry(baseline, run) for run in runs[1:])]
     if baseline.layout is not None:
         for run in runs:  # before any look: what is small and often used stays in the processor's caches after that
             _ = run.output
@@ -82,8 +83,8 @@ def compare_heads(
             run.forget()
     same_weights = all(one.same for one in carried)
     cause = equalities.cause if same_weights else ""
-    for place, (own, walk, one) in enumerate(zip(sizes[1:], walks[1:], carried[1:], strict=True), start=1):
-        why = reason(sizes[0], own, walk, rows[place], one, cause)
+    for place, walk in enumerate(walks[1:], start=1):
+        why = reason(sizes[0], sizes[place], walk, rows[place], carried[place], cause)
         rows[place] = replace(rows[place], first_differing_stage=walk.first, reason=why)
     said = equalities.measured(runs, "" if counted[0].is_known else baseline.label) if same_weights else ()
     masked = masked_note(runs)
@@ -125,7 +126,7 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
         )
 
 
-def _carry(baseline: HeadRun, run: HeadRun) -> Carried:
+def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
     mine, theirs = baseline.module, run.module
     given, own = mine.state_dict(), theirs.state_dict()
@@ -209,10 +210,11 @@ def _walk(baseline: HeadRun, run: HeadRun, noise: Noise, verdict: Verdict) -> Wa
             return found
     found = _walk_at(Place(), baseline, run, noise)
     mine, theirs = baseline.by_query, run.by_query
-    if found.first is not None or verdict == "same" or mine is None or theirs is None or baseline.layout.has_few_rows:
+    if found.first is not None or verdict == "same" or mine is None or theirs is None:
         return found
     apart = (mine - theirs).abs().amax(dim=(1, 2))
-    return _walk_at(Place(int(apart.nan_to_num(nan=-1.0).argmax())), baseline, run, noise)
+    furthest = Place(int(apart.nan_to_num(nan=-1.0).argmax()))
+    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run, noise)
 
 
 def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise) -> Walk:
@@ -223,7 +225,7 @@ def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise)
         if found.first is not None or (where is not None and where.few):
             break
     weights = mine.get(0, "weights")
-    few = weights.shape[2] if weights is not None and baseline.at(where) is not baseline.own else 0
+    few = weights.shape[2] if weights is not None and baseline.place_of(where) is not None else 0
     unnamed = {*mine.unnamed, *theirs.unnamed} if found.first is None else set()
     return replace(found, looked_at=few, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
@@ -237,8 +239,7 @@ def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look, n
         left, right = mine.get(place, stage), theirs.get(place, stage)
         if stage in GIVEN or left is None or right is None:
             continue
-        like = right
-        row = compare_stage(stage, left, right, lambda: noise.of_stage(place, stage, where, like))
+        row = compare_stage(stage, left, right, partial(noise.of_stage, place, stage, where, right))
         if first is not None:
             rejoined = None if row.verdict == "differs" else rejoined or stage
         elif row.verdict != "differs":

@@ -174,7 +174,9 @@ class Equalities:
                 same = same & (sight.values if name == "values" else sight.keys)
                 said = said | same
                 yield Claim(
-                    same, f"The {name} that {_rows(same)} can see are all the same: {why}.", f"its {name} are all the same"
+                    same,
+                    f"The {name} that {_rows(same)} can see are all the same: {why}.",
+                    f"its {name} are all the same",
                 )
 
     @property

@@ -117,18 +117,22 @@ class HeadRun:
         with torch.no_grad(), self.own.replaying(self.own.state()):
             return first_tensor(self.own.plain()).detach()
 
+    def place_of(self, place: Place | None) -> Place | None:
+        """Return None for a place that is all there is."""
+        whole = place is None or self.layout is None or (not place.few and self.layout.rows <= ROWS)
+        return None if whole else place
+
     def at(self, place: Place | None) -> Subject:
         """Return the subject at a place; None is all of it."""
-        if place is None or self.layout is None or (not place.few and self.layout.has_few_rows):
+        if place is None or self.layout is None:
             return self.own
         return cut(self.own, self.layout, place.row, few=place.few)
 
     def look(self, place: Place | None) -> Look:
         """Return the stages at a place, all of them where the arguments are not cut."""
-        own = self.at(place)
-        place = None if own is self.own else place
+        place = self.place_of(place)
         if place not in self._looks:
-            self._looks[place] = Look(own)
+            self._looks[place] = Look(self.at(place))
         return self._looks[place]
 
     @property
@@ -158,7 +162,7 @@ class HeadRun:
         return self.output if shape == rows else None
 
     def _found_layout(self) -> Layout | None:
-        """How the arguments are laid out, as a run of a cut shows: None where a cut saves little, or none can be run."""
+        """How the arguments are laid out, as a run of a cut shows; None where that saves little, or cannot be."""
         for layout in layouts_of(self.own):
             self.layout = layout
             try:
@@ -218,9 +222,9 @@ class Noise:
         return stage_noise(stage, content, finer, like) * self.scale
 
     def _look(self, where: Place | None) -> Look:
-        own = self._baseline.at(where)
-        where = None if own is self._baseline.own else where
+        where = self._baseline.place_of(where)
         if where not in self._looks:
+            own = self._baseline.at(where)
             other = self._other if where is None else self._other.with_arguments_of(own, self._dtype)
             self._looks[where] = self._run(lambda: Look(other, self._baseline.look(where)))
         return self._looks[where]

@@ -232,7 +232,9 @@ def compare_training(learners: Sequence[Learner], steps: int, cause: str = "") -
         pair = train(learner, steps), train(learner.exact, steps)
         base = base or pair
         counts.append(_training_row(learner.num_heads, pair, base, scale))
-    return Training(steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, cause))
+    return Training(
+        steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, cause)
+    )
 
 
 def train(learner: Learner, steps: int) -> Trained:

@@ -36,11 +36,6 @@ class Layout:
         same = tensor.dim() == self.first.dim() and tensor.is_floating_point() == self.first.is_floating_point()
         return same and (self.batch is None or tensor.shape[self.batch] == self.rows)
 
-    @property
-    def has_few_rows(self) -> bool:
-        """Whether a cut would leave every sequence."""
-        return self.rows <= ROWS
-
 
 def layouts_of(own: Subject) -> Iterator[Layout]:
     """Yield the ways in which the arguments may be laid out, the usual one first; none where a cut saves little.

@@ -16,27 +16,24 @@ _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's, in which it is measured: there is nothing finer."""
 
 
-def check_attention(asked: Attention, given: Tensor, made: Tensor | None) -> Rounding:
+def check_attention(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Rounding:
     """How far a kernel's result is from its steps', `... heads query head_dim`, beside the rounding of a few rows.
 
-    The rows are those of one head, where the two are farthest apart. Without `made` (steps that have shapes alone) a
-    few rows of the first head are computed, and compared.
+    The rows are those of one head, where the two are farthest apart. Without `made` (steps that are described alone) a
+    few rows of one head are computed and compared, of another head at each `turn`.
     """
     count = given.shape[-2]
-    place = _worst(given, made) if made is not None else (0,) * (given.dim() - 2) + (count - 1, 0)
-    rows = sorted({place[-2], *range(0, count, max(1, count // _ROWS))})[:_ROWS] if count else []
+    place = _worst(given, made) if made is not None else (*_at(turn, given.shape[:-2]), count - 1, 0)
+    rows = [*range(0, count, max(1, count // _ROWS))][:_ROWS]
     rows = sorted({*rows, place[-2]})
     queries, head = torch.tensor(rows, device=given.device), place[:-2]
-    real = given[head][queries]
-    dtype = torch.float32 if given.dtype != torch.float64 else torch.float64
-    if made is None:
-        own = attention(run, asked.of_head(head, queries, dtype))[0].to(given.dtype)
-    else:
-        own = made[head][queries]
-    exact = attention(run, asked.of_head(head, queries, torch.float64))[0]
-    difference = max_difference(given if made is not None else real, made if made is not None else own)
+    dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
+    # Computed anew also where the steps were run: where these are wrong, their error is no rounding.
+    own = attention(run, asked.of_head(head, queries, dtype), dtype)[0].to(given.dtype)
+    exact = attention(run, asked.of_head(head, queries, torch.float64), torch.float64)[0]
+    difference = max_difference(given[head][queries], own) if made is None else max_difference(given, made)
     if given.dtype == torch.float64:
-        coarse = attention(run, asked.of_head(head, queries, torch.float32))[0]
+        coarse = attention(run, asked.of_head(head, queries, torch.float32), torch.float32)[0]
         return Rounding.of(difference, rounding_error(coarse, exact) * _STEP)
     return Rounding.of(difference, _error(own, exact))
 
@@ -51,7 +48,7 @@ def check_part(
     """How far what a leaf gives is from what its steps give, beside the rounding of a few rows."""
     some, few = part.few(*args, **kwargs)
     exact = part.steps(run, *map(_double, some))
-    own = part.steps(run, *some) if made is None else tuple(map(few, made))
+    own = part.steps(run, *some)
     if made is None:
         difference = max(max_difference(few(one), other) for one, other in zip(given, own, strict=True))
     else:
@@ -70,6 +67,15 @@ def _error(own: Tensor, exact: Tensor) -> float:
     """The largest rounding error, which to store the largest number alone may make half a step."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(own, exact), float(largest) * torch.finfo(own.dtype).eps / 2)
+
+
+def _at(turn: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One place after the other in a shape."""
+    place = []
+    for size in reversed(shape):
+        turn, at = divmod(turn, size)
+        place.append(at)
+    return tuple(reversed(place))
 
 
 def _worst(given: Tensor, made: Tensor) -> tuple[int, ...]:
