@@ -246,9 +246,10 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     from .answers.diff import diff as report_of
     from .answers.side import Side, SideRun
 
-    sides = (("left", left), ("right", right))
-    runs = [SideRun(Side(name, Subject(copy_module(module), args, kwargs, seed=0))) for name, module in sides]
-    return LiveReport(report_of(runs[0], runs[1], carry=same_weights))
+    def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
+        return SideRun(Side(name, Subject(copy_module(module), args, kwargs, seed=0)))
+
+    return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 
 
 def _require_module(value: object, asked: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mha_inspect.targets.layer_sides import SETTINGS, make_sides, parse_settings
 from mha_inspect.errors import SpecError
+from mha_inspect.targets.layer_sides import SETTINGS, make_sides, parse_settings
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 

@@ -31,7 +31,8 @@ from ..targets.load import load_layer, plan_layer
 from ..targets.room import Room
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from .diff_answer import Blocked, answer, notes, stage_note
-from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, pairs, share, share_drawn
+from .parameter_pairs import parameter_pairs
+from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share, share_drawn
 from .side import Rows, Side, SideRun, without
 
 
@@ -146,7 +147,7 @@ class _Comparison:
             first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
             output=output,
             verdict=output.verdict,
-            parameters=pairs(left, right),
+            parameters=parameter_pairs(left, right),
             masked_rows=tuple(
                 self._masked_row(place, *row, place + 1 if several else None)
                 for place, masked in enumerate(self._masked)
@@ -235,14 +236,14 @@ class _Comparison:
         return _compare_outputs(self._left, self._right, rows, leave_out=True)
 
     def _other_way(self) -> OtherWay | None:
-        """What comes of the numbers of the side that has a place for fewer in the other one; None where there is none."""
+        """What comes of the numbers of the side with a place for fewer in the other one; None where there is none."""
         found = in_the_fuller(self._shared, self._left, self._right)
         if found is None:
             return None
         poorer, fuller, again = found
-        both = _compare_outputs(
-            poorer, again, self._masked_outputs, leave_out=poorer.rows is not None, floors=(poorer, fuller)
-        )
+        # Of one dtype both round alike: what was measured of the same numbers holds for the copy too.
+        floors = (poorer,) if poorer.side.dtype == fuller.side.dtype else (poorer, fuller)
+        both = _compare_outputs(poorer, again, self._masked_outputs, leave_out=poorer.rows is not None, floors=floors)
         if both.max_abs_difference is None or both.times_noise is None:
             return None
         return OtherWay(
@@ -299,7 +300,7 @@ def _compare_outputs(
     rows: Rows,
     *,
     leave_out: bool = False,
-    floors: tuple[SideRun, SideRun] | None = None,
+    floors: tuple[SideRun, ...] = (),
 ) -> OutputDifference:
     """The outputs, judged by the larger rounding error of both, or of `floors`; with `leave_out` without the rows."""
     ours, theirs = left.output, right.output

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .shared_weights import Shared
 
 
-
 @dataclass(frozen=True)
 class Blocked:
     """The scores that a mask blocks on both sides, fully masked rows left out."""
@@ -158,9 +157,8 @@ def of_weights(report: DiffReport, shared: Shared, names: tuple[str, str]) -> It
     """Say what comes of the weights that one side has no place for."""
     left, right = names
     other, sliced = report.weights.other_way, shared.sliced
-    from_left = (other is not None and other.source == "left") or (other is None and shared.poorer == ("left",))
-    poorer, richer = (left, right) if from_left else (right, left)
-    if sliced is not None and len(shared.poorer) == 1:
+    if sliced is not None:
+        poorer, richer = (left, right) if sliced.name == "left" else (right, left)
         pair = next((p for p in report.parameters if p.part == "W_q" and p.left and p.right), None)
         # A layer with a matrix for each head has nothing to split.
         then = " and splits the result" if pair is not None and 1 in _places(pair) else ""
@@ -168,6 +166,7 @@ def of_weights(report: DiffReport, shared: Shared, names: tuple[str, str]) -> It
             f"Splitting the input is not what {richer} does: it projects all {sliced.features} features of the "
             f"embedding for every head{then}, and in {poorer} a head reads {sliced.width} of them."
         )
+    poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
     if other is not None and other.verdict == "same":
         where = " wherever there is a key to look at" if report.masked_rows else ""
         yield (

@@ -247,7 +247,7 @@ class SideRun:
 
 
 def without(stage: str, content: Tensor, rows: Rows) -> Tensor:
-    """Return the stage, in canonical axes, with zeros for these queries; those that it does not have are passed over."""
+    """Return the stage, in canonical axes, with zeros for these queries, those of them that it has."""
     if stage in _OF_KEYS or not rows:
         return content
     cleared = content.clone()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..targets.call import Call
     from ..targets.target import Target
 
+    Given = tuple[Tensor, Tensor, Tensor]
+
 app = typer.Typer(add_completion=False)
 
 EPILOG = """Examples:
@@ -330,10 +332,11 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
     return SideRun(Side(asked.name, own, settings))
 
 
-def _each_once(change: Callable[[Tensor], Tensor], tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Change tensors, one that serves as several staying one."""
-    changed = {id(tensor): change(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()}
-    return tuple(changed[id(tensor)] for tensor in tensors)
+def _each_once(change: Callable[[Tensor], Tensor], given: Given) -> Given:
+    """Change query, key and value, one that serves as several staying one."""
+    changed = {id(tensor): change(tensor) for tensor in {id(tensor): tensor for tensor in given}.values()}
+    query, key, value = (changed[id(tensor)] for tensor in given)
+    return query, key, value
 
 
 def _sequence_first(target: Target, options: Options) -> bool:

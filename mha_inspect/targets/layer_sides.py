@@ -137,12 +137,6 @@ class LayerSide:
     unheard: tuple[str, ...] = ()
     """Sentences: settings that were given for both, and for which this layer has no use."""
 
-    @property
-    def label(self) -> str:
-        """`torch`, `torch with dtype bfloat16`."""
-        parts = [f"{name} {written(value)}" for name, value in self.settings.items()]
-        return f"{self.kind.name} with {', '.join(parts)}" if parts else self.kind.name
-
 
 def written(value: Any) -> str:
     """Return a setting as it would be typed."""
