@@ -247,7 +247,7 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     from .answers.side import Side, SideRun
 
     def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
-        return SideRun(Side(name, Subject(copy_module(module), args, kwargs, seed=0)))
+        return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
 
     return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 

@@ -91,10 +91,3 @@ def test_wide_takes_the_whole_width_unless_it_is_told():
 
 def _plain() -> tuple[InputSpec, RunSpec]:
     return InputSpec(), RunSpec()
-
-
-def test_labels_tell_two_settings_of_one_layer_apart():
-    sides = make_sides(
-        "torch", "torch", AttentionSpec(), InputSpec(), RunSpec(), {"dtype": "float16"}, {"need_weights": False}
-    )
-    assert [side.label for side in sides] == ["torch with dtype float16", "torch with need_weights false"]

@@ -195,7 +195,9 @@ def _how_same(times: float) -> str:
 def _split(report: DiffReport) -> ParameterPair | None:
     """W_q, where one side has a tensor of it for each head and the other has one for all."""
     pair = next((pair for pair in report.parameters if pair.part == "W_q"), None)
-    return pair if pair is not None and sorted(_places(pair))[0] == 1 < max(_places(pair)) else None
+    if pair is None or pair.left is None or pair.right is None or pair.left.numel != pair.right.numel:
+        return None
+    return pair if "all of" in pair.mapping else None
 
 
 def _places(pair: ParameterPair) -> tuple[int, int]:

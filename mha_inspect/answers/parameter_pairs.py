@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from einops import repeat
 from torch import Tensor, nn
 
 from ..measure.weights import Weights, as_matrix
@@ -33,7 +34,7 @@ class _Held:
 
 
 def parameter_pairs(left: SideRun, right: SideRun) -> tuple[ParameterPair, ...]:
-    """Return where each side keeps each matrix and bias, in the order of the formula, and how the one maps onto the other.
+    """Return where each side keeps each matrix and bias, and how the one maps onto the other, in the formula's order.
 
     Empty for sides of several attentions, and where it cannot be told.
     """
@@ -119,21 +120,18 @@ def _mapping(part: str, left: _Held | None, right: _Held | None) -> str:
         if left.heads != right.heads:
             return f"the same numbers, cut into {left.heads} heads and into {right.heads}"
         return "the same numbers"
-    if len(ours.names) == len(theirs.names) > 1 and left.rows_of_head == right.rows_of_head:
+    if len(ours.names) == len(theirs.names) > 1 and left.rows_of_head == right.rows_of_head and _agree(left, right):
         few = min(left.inner, right.inner)
         return f"of head h, columns {_run(few)} are in both; the other columns are in one only"
     many, one = (left, right) if len(ours.names) > len(theirs.names) else (right, left)
-    if len(many.place.names) == many.heads > len(one.place.names) == 1 and one.heads == many.heads and one.in_one_piece:
+    has_one_each = len(many.place.names) == many.heads == one.heads > len(one.place.names) == 1
+    if has_one_each and one.in_one_piece and _agree(many, one):
         return _one_for_each_head(many, one)
-    if (
-        part[-1] in "kv"
-        and left.heads != right.heads
-        and left.rows_of_head == right.rows_of_head
-        and left.inner == right.inner
-    ):
-        fewer, more = sorted((left, right), key=lambda held: held.heads)
-        if more.heads % fewer.heads == 0:
-            each = more.heads // fewer.heads
+    fewer, more = sorted((left, right), key=lambda held: held.heads)
+    if part[-1] in "kv" and more.heads > fewer.heads and more.heads % fewer.heads == 0:
+        each = more.heads // fewer.heads
+        repeated = repeat(fewer.matrix, "(heads d) ... -> (heads each d) ...", heads=fewer.heads, each=each)
+        if _are_equal(repeated, more.matrix):
             return f"{fewer.heads} key/value heads, each of them standing {each} times in the other"
     return f"{ours.numel:,} numbers against {theirs.numel:,}"
 
@@ -142,6 +140,15 @@ def _are_equal(left: Tensor, right: Tensor) -> bool:
     """Whether both hold the same numbers, as far as the coarser dtype holds them."""
     coarser = max((left.dtype, right.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     return torch.equal(left.to(coarser).cpu(), right.to(coarser).cpu())
+
+
+def _agree(left: _Held, right: _Held) -> bool:
+    """Whether the one with fewer numbers has them in the same places as the other one."""
+    fewer, more = sorted((left, right), key=lambda held: held.place.numel)
+    if fewer.matrix.shape != more.matrix.shape:
+        return False
+    places = fewer.matrix != 0
+    return _are_equal(fewer.matrix[places], more.matrix[places])
 
 
 def _one_for_each_head(many: _Held, one: _Held) -> str:
