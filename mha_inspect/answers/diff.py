@@ -241,9 +241,10 @@ class _Comparison:
         if found is None:
             return None
         poorer, fuller, again = found
-        # Of one dtype both round alike: what was measured of the same numbers holds for the copy too.
-        floors = (poorer,) if poorer.side.dtype == fuller.side.dtype else (poorer, fuller)
-        both = _compare_outputs(poorer, again, self._masked_outputs, leave_out=poorer.rows is not None, floors=floors)
+        # The copy rounds as the fuller side does: it need not be run in float64 once more.
+        both = _compare_outputs(
+            poorer, again, self._masked_outputs, leave_out=poorer.rows is not None, floors=(poorer, fuller)
+        )
         if both.max_abs_difference is None or both.times_noise is None:
             return None
         return OtherWay(
@@ -300,7 +301,7 @@ def _compare_outputs(
     rows: Rows,
     *,
     leave_out: bool = False,
-    floors: tuple[SideRun, ...] = (),
+    floors: tuple[SideRun, SideRun] | None = None,
 ) -> OutputDifference:
     """The outputs, judged by the larger rounding error of both, or of `floors`; with `leave_out` without the rows."""
     ours, theirs = left.output, right.output
