@@ -41,6 +41,22 @@ def trace_spec(
 ) -> Trace:
     """Build a layer, run it once as it is and once opened, and report every stage.
 
+    Raises as `traced_spec`.
+    """
+    return traced_spec(spec, inputs, run, show, layer=layer)[0]
+
+
+def traced_spec(
+    spec: AttentionSpec,
+    inputs: InputSpec,
+    run: RunSpec,
+    show: Show | None = None,
+    *,
+    layer: str = "torch",
+    keep: bool = False,
+) -> tuple[Trace, Run]:
+    """Return what `trace_spec` reports, and the run that the stages were read off, its tensors kept when asked for.
+
     Raises:
         SpecError: the layer is unknown, or has no use for a setting.
         InputError: a file or a mask does not fit.
@@ -50,15 +66,15 @@ def trace_spec(
     show = show or Show()
     spec = own_spec(find_layer(layer), spec)
     resolve(run.device, spec.dtype)
-    require_fit(spec, inputs, run, layer, keep=show.stats or show.values)
+    require_fit(spec, inputs, run, layer, keep=keep or show.stats or show.values)
     forward = build_forward(spec, inputs, run, layer)
     rows = forward.inputs.fully_masked_rows(spec.num_heads)
-    keep = (show.stats or show.values or bool(rows)) and run.device != "meta"
+    keep = (keep or show.stats or show.values or bool(rows)) and run.device != "meta"
     plain = forward.recorded(open_up=False)
     opened = forward.recorded(keep=keep)
     axes = name_axes(forward, opened)
     drops = spec.training and spec.dropout > 0
-    return report(
+    trace = report(
         plain,
         opened,
         axes,
@@ -69,6 +85,7 @@ def trace_spec(
         proof=prove(forward, plain, opened, drops=drops, rows=rows),
         masked=masked_rows(forward, plain, opened, axes, rows) if rows and keep else (),
     )
+    return trace, opened
 
 
 def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
 from .export import Target
+from .picture import text_of
 from .screen import columns, in_color, is_terminal
 
 if TYPE_CHECKING:
+    from ..pictures.grid import Picture
     from ..render import Format
     from ..reports.compare_heads import CompareHeadsReport
     from ..reports.diff import DiffReport
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
     from .options import Options
+    from .picture import Wanted
 
 
 # Windows reports a reader that is gone as EINVAL.
@@ -44,8 +48,12 @@ def give(
     report: Trace | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
     options: Options,
     target: Target | None,
+    pictures: Sequence[Picture] = (),
+    want: Wanted | None = None,
 ) -> None:
     """Print the report on stdout in the format that was asked for, and write it to the file of --export.
+
+    Pictures follow it where --picture asked for them.
 
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
     not), and `ClosedPipeError` when the reader of stdout is gone.
@@ -55,14 +63,27 @@ def give(
     failure: ExportError | None = None
     if target is not None:
         try:
-            target.write(_ended(to_text(report, target.format)))
+            target.write(_exported(report, target, pictures, want))
         except ExportError as error:
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
-    write(_ended(to_text(report, chosen, width=columns(out), color=in_color(out))), chosen)
+    page = _ended(to_text(report, chosen, width=columns(out), color=in_color(out)))
+    if want is not None and want.asked and chosen != "json":
+        page += "\n" + text_of(pictures, chosen, out)
+    write(page, chosen)
     if failure is not None:
         raise failure
+
+
+def _exported(report: object, target: Target, pictures: Sequence[Picture], want: Wanted | None) -> str | bytes:
+    """Return the report for a file, with the pictures that were asked for."""
+    from ..render import to_text
+
+    page = _ended(to_text(report, target.format))
+    if want is not None and want.asked and target.format == "plain":
+        page += "\n" + text_of(pictures, "plain")
+    return page
 
 
 def write(text: str, format: str = "plain") -> None:

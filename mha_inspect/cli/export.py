@@ -60,12 +60,13 @@ class Target:
             )
         return cls(asked, real, format)
 
-    def write(self, text: str) -> None:
-        """Write the text: to a temporary file in the same folder, which then takes the target's place.
+    def write(self, content: str | bytes) -> None:
+        """Write the content: to a temporary file in the same folder, which then takes the target's place.
 
         Raises `ExportError` when it cannot; an existing file is then as it was.
         """
-        data = text.encode("utf-8", "surrogateescape" if self.format != "json" else "strict")
+        errors = "surrogateescape" if self.format != "json" else "strict"
+        data = content.encode("utf-8", errors) if isinstance(content, str) else content
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):

@@ -13,6 +13,7 @@ from .target_argument import FORMS, is_target
 from .values import shown
 
 if TYPE_CHECKING:
+    from ..record.subject import Run
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
     from ..targets.call import Call
@@ -74,10 +75,11 @@ def load(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[st
     return load_target(text, parse_settings([*(options.settings or []), *own]), spec)
 
 
-def trace_target(text: str, options: Options) -> Trace:
+def trace_target(text: str, options: Options, *, keep: bool = False) -> tuple[Trace, Run | None]:
     """Build the target, call it, and report what it did; where its forward raises, as far as it came.
 
-    What it prints goes to stderr: stdout is for the answer.
+    What it prints goes to stderr: stdout is for the answer. The run comes with it, its tensors kept when asked for;
+    None where the forward raised.
 
     Raises:
         MhaInspectError: it cannot be built or called as asked.
@@ -94,24 +96,27 @@ def trace_target(text: str, options: Options) -> Trace:
     from ..targets.target import seed_everything
 
     show = specs.show(options)
+    keep = keep or show.stats or show.values
+    run: Run | None = None
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
-        call = call_of(target, options, Room(kept=show.stats or show.values, shapes_do=True))
+        call = call_of(target, options, Room(kept=keep, shapes_do=True))
         seed_everything(options.seed)
         hint = ""
         try:
-            report = traced(call.of(target.module), show, keep=show.stats or show.values)[0]
+            report, run = traced(call.of(target.module), show, keep=keep)
         except ForwardError as failed:
             report, hint = failed.trace, _ways(call)
         except Exception as error:
             raise explained(error, target, call) from error
     notes = (*target.notes, called(call), hint)
-    return replace(
+    told = replace(
         report,
         environment=replace(report.environment, seed=options.seed),
         layer=LayerInfo(target.name, target.passed),
         notes=(*report.notes, *filter(None, notes)),
     )
+    return told, run
 
 
 def called(call: Call) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,11 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
+from .picture import HeadOption, RowOption, StageOption, TokensOption, pictures_of, wanted
 from .target_argument import TargetArgument
+
+if TYPE_CHECKING:
+    from ..record.subject import Run
 
 app = typer.Typer(add_completion=False)
 
@@ -36,6 +40,10 @@ def trace(
         str | None,
         option("--module", PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"),
     ] = None,
+    picture: StageOption = None,
+    head: HeadOption = "",
+    batch_row: RowOption = 0,
+    tokens: TokensOption = None,
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
@@ -48,6 +56,7 @@ def trace(
     from . import specs
 
     show = specs.show(options)
+    want = wanted(options, picture, head, batch_row, tokens)
     if target is None:
         options.require_no_target_settings("trace")
         spec = specs.attention(options, specs.single_head_count(options, "trace"))
@@ -64,16 +73,18 @@ def trace(
 
     export = prepare(options)
 
-    from ..answers.trace import trace_spec
+    from ..answers.trace import traced_spec
     from .choice import choose
 
+    seen: Run | None
     resume()
     if target is None:
-        report = trace_spec(spec, inputs, run, show, layer=options.layer)
+        report, seen = traced_spec(spec, inputs, run, show, layer=options.layer, keep=want is not None)
     else:
-        report = trace_target(target, options)
-    if report.failure is not None:
+        report, seen = trace_target(target, options, keep=want is not None)
+    if seen is None:
         give(report, options, export)
         return ExitCode.CONDITION
-    give(choose(report, number, module), options, export)
+    report = choose(report, number, module)
+    give(report, options, export, () if want is None else pictures_of(report, seen, want), want)
     return ExitCode.OK

@@ -11,6 +11,10 @@ from .values import shown
 OPTIONS_OF_ONE_COMMAND = {
     "--attention": "trace",
     "--module": "trace",
+    "--picture": "trace",
+    "--head": "trace",
+    "--batch-row": "trace",
+    "--tokens": "trace",
     "--per-head": "params",
     "--heads": "compare-heads",
     "--pairwise": "compare-heads",

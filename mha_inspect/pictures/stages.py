@@ -1,0 +1,119 @@
+"""The picture of a stage: its tensor in canonical axes, a panel for each head of one row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import SpecError
+from ..naming.stages import CANONICAL_AXES
+from .grid import Picture, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FAR_BELOW = 1000.0
+"""A score that is moved down by so much has no weight in any dtype: its exponential is zero also in float64."""
+
+
+def stage_picture(
+    contents: Mapping[str, Tensor],
+    stage: str,
+    num_heads: int,
+    *,
+    heads: Sequence[int] | None = None,
+    batch_row: int = 0,
+    labels: Sequence[str] = (),
+    title: str = "",
+) -> Picture:
+    """Return the picture of a stage.
+
+    Args:
+        contents: the stages of one attention in `CANONICAL_AXES`; the scores beside the stage tell where a mask is.
+        stage: one of `STAGES`.
+        num_heads: into how many pieces a dimension `(heads head_dim)` goes; that of the keys may hold fewer.
+        heads: those to draw, all by default.
+        batch_row: which row of the batch.
+        labels: what stands at each place of the axes query and key, where they have as many places.
+        title: what the picture shows; the stage by default.
+
+    Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
+    """
+    if stage not in contents:
+        raise SpecError(
+            f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
+            f"It has {', '.join(contents) or 'none'}."
+        )
+    tensor = contents[stage]
+    if not 0 <= batch_row < tensor.shape[0]:
+        raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
+    drawn = _by_head(tensor[batch_row], stage, num_heads)
+    names: tuple[str, ...] = ("",)
+    chosen = list(range(len(drawn)))
+    axes = CANONICAL_AXES[stage]
+    if "heads" in axes:
+        names = tuple(f"head {place}" for place in chosen)
+        chosen = list(chosen if heads is None else heads)
+        absent = next((head for head in chosen if not 0 <= head < len(names)), None)
+        if absent is not None:
+            raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
+    rows = "query" if "query" in axes.split() else "key"
+    columns = "key" if axes.endswith("query key") else "embed" if axes.endswith("embed") else "head_dim"
+    picture = Picture(
+        title or stage,
+        tuple(names[head] or (title or stage) for head in chosen),
+        _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
+        _side(rows, drawn.shape[1], labels),
+        _side(columns, drawn.shape[2], labels),
+        signed=stage != "weights",
+        notes=(f"Row {batch_row} of the batch of {tensor.shape[0]}.",) if tensor.shape[0] > 1 else (),
+    )
+    if labels and not picture.rows.labels and not picture.columns.labels:
+        raise SpecError(
+            f"{len(labels)} tokens label neither axis of {stage}: it has {drawn.shape[1]} places of {rows} and "
+            f"{drawn.shape[2]} of {columns}. Give one for each."
+        )
+    return picture
+
+
+def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:
+    """Return `heads row column`; one panel where a stage has no heads."""
+    if "(" in CANONICAL_AXES[stage]:
+        heads = num_heads if row.shape[-1] % max(num_heads, 1) == 0 else 1
+        return row.reshape(row.shape[0], heads, -1).transpose(0, 1)
+    return row if row.dim() == 3 else row[None]
+
+
+def _numbers(
+    drawn: Tensor, chosen: list[int], masked: Tensor | None
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Return the panels as float32, with -inf where a mask is."""
+    if len(chosen) < len(drawn):
+        drawn = drawn[chosen]
+        masked = masked[chosen] if masked is not None and len(masked) > 1 else masked
+    numbers = drawn.detach().float()
+    if masked is not None:
+        # What has a weight all the same, as a row does of which every key is masked, is a number to be shown.
+        without = (numbers == 0) | (numbers < -_FAR_BELOW)
+        numbers = numbers.masked_fill(without & masked.to(numbers.device), -float("inf"))
+    array: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = numbers.cpu().numpy()
+    return array
+
+
+def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tensor | None:
+    """Return where a mask takes scores out, `heads query key`; None where nothing tells, or the stage is before it."""
+    scores = contents.get("masked_scores")
+    if stage not in ("masked_scores", "weights") or scores is None or scores.shape[-2:] != contents[stage].shape[-2:]:
+        return None
+    row = scores[batch_row if batch_row < len(scores) else 0].detach()
+    free = contents.get("scores")
+    if free is not None and free.shape == scores.shape:
+        moved = row.float() - free[batch_row if batch_row < len(scores) else 0].detach().float()
+        return (moved < -_FAR_BELOW) | (row == -float("inf"))
+    return row.float() < row.float().amax(-1, keepdim=True) - _FAR_BELOW
+
+
+def _side(name: str, size: int, labels: Sequence[str]) -> Side:
+    return Side(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())
