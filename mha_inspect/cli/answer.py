@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
 from .export import Target
-from .picture import text_of
 from .screen import columns, in_color, is_terminal
+from .values import shown
 
 if TYPE_CHECKING:
-    from ..pictures.grid import Picture
     from ..render import Format
     from ..reports.compare_heads import CompareHeadsReport
     from ..reports.diff import DiffReport
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
     from .options import Options
-    from .picture import Wanted
+    from .picture import Drawn, Wanted
 
 
 # Windows reports a reader that is gone as EINVAL.
@@ -36,24 +35,33 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options) -> Target | None:
-    """Where --export goes, looked at before anything is computed.
+def prepare(options: Options, want: Wanted | None = None) -> Target | None:
+    """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
-    Raises `ExportError` when it could not be written there.
+    Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, and `InputError`
+    when nothing is there to make one with.
     """
-    return None if options.export is None else Target.of(options.export)
+    if options.export is None:
+        return None
+    target = Target.of(options.export)
+    if target.format == "png" and want is None:
+        raise ExportError(f"{shown(target.asked)} is a picture, and none is drawn. Add --picture, or end it in .svg.")
+    if target.format == "png" or (target.format == "svg" and want is not None):
+        from ..pictures.plot import require_matplotlib
+
+        require_matplotlib(f"--export {shown(target.asked)}")
+    return target
 
 
 def give(
     report: Trace | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
     options: Options,
     target: Target | None,
-    pictures: Sequence[Picture] = (),
-    want: Wanted | None = None,
+    drawn: Drawn | None = None,
 ) -> None:
     """Print the report on stdout in the format that was asked for, and write it to the file of --export.
 
-    Pictures follow it where --picture asked for them.
+    Pictures go with it where they were asked for.
 
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
     not), and `ClosedPipeError` when the reader of stdout is gone.
@@ -63,27 +71,18 @@ def give(
     failure: ExportError | None = None
     if target is not None:
         try:
-            target.write(_exported(report, target, pictures, want))
+            page = partial(_page, report, target.format)
+            target.write(page() if drawn is None else drawn.exported(page, target.format))
         except ExportError as error:
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
-    page = _ended(to_text(report, chosen, width=columns(out), color=in_color(out)))
-    if want is not None and want.asked and chosen != "json":
-        page += "\n" + text_of(pictures, chosen, out)
-    write(page, chosen)
+    text = _ended(to_text(report, chosen, width=columns(out), color=in_color(out)))
+    if drawn is not None and drawn.printed and chosen != "json":
+        text += drawn.text(chosen, out)
+    write(text, chosen)
     if failure is not None:
         raise failure
-
-
-def _exported(report: object, target: Target, pictures: Sequence[Picture], want: Wanted | None) -> str | bytes:
-    """Return the report for a file, with the pictures that were asked for."""
-    from ..render import to_text
-
-    page = _ended(to_text(report, target.format))
-    if want is not None and want.asked and target.format == "plain":
-        page += "\n" + text_of(pictures, "plain")
-    return page
 
 
 def write(text: str, format: str = "plain") -> None:
@@ -121,6 +120,12 @@ def forget_stdout() -> None:
         os.close(nowhere)
     except (OSError, ValueError):
         pass
+
+
+def _page(report: object, format: Format) -> str:
+    from ..render import to_text
+
+    return _ended(to_text(report, format))
 
 
 def _ended(text: str) -> str:

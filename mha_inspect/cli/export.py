@@ -11,8 +11,14 @@ from typing import Literal
 
 from ..errors import ExportError
 
-ExportFormat = Literal["plain", "json", "svg", "html"]
-FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {".txt": "plain", ".json": "json", ".svg": "svg", ".html": "html"}
+ExportFormat = Literal["plain", "json", "svg", "html", "png"]
+FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {
+    ".txt": "plain",
+    ".json": "json",
+    ".svg": "svg",
+    ".html": "html",
+    ".png": "png",
+}
 
 unfinished: set[str] = set()
 """Temporary files that exist now. Whoever ends the process at once removes them first."""

@@ -190,7 +190,7 @@ class Options:
         option(
             "--export",
             OUTPUT,
-            "Also write it to a file that ends in .txt, .json, .svg or .html.",
+            "Also write it to a file that ends in .txt, .json, .svg, .html, or .png for a picture.",
             metavar="FILE",
             show_default="none",
         ),

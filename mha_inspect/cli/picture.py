@@ -4,13 +4,15 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
+from .export import Target
 from .options import Options, option, size
 from .screen import columns, in_color
 from .values import shown
@@ -18,6 +20,7 @@ from .values import shown
 if TYPE_CHECKING:
     from ..pictures.colour import Depth
     from ..pictures.grid import Picture
+    from ..pictures.stages import Attended
     from ..record.subject import Run
     from ..reports.trace import Trace
 
@@ -123,47 +126,89 @@ def tokens_of(typed: str) -> tuple[str, ...]:
         raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
 
 
-def pictures_of(trace: "Trace", run: "Run", want: Wanted) -> "tuple[Picture, ...]":
-    """Return the picture of each attention that was chosen, the first where none was.
-
-    Raises `SpecError` where there is nothing of the kind that was asked for.
-    """
+def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
+    """Return each attention of a run whose tensors were kept."""
     from ..naming.canonical import contents_of
-    from ..pictures.stages import stage_picture
+    from ..pictures.stages import Attended
 
-    if not trace.attentions:
+    count = len(trace.attentions)
+    return [
+        Attended(
+            f"attention {place + 1} of {count}" + (f" in {one.module}" if one.module else "") if count > 1 else "",
+            one.num_heads,
+            one.num_kv_heads,
+            partial(contents_of, run, *run.attentions[place]),
+        )
+        for place, one in enumerate(trace.attentions)
+    ]
+
+
+def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Drawn | None":
+    """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
+
+    None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
+    of the kind that was asked for.
+    """
+    attended = attended_in(trace, run)
+    in_page = export is not None and export.format == "html"
+    shows = any("weights" in one.contents() or "scores" in one.contents() for one in attended)
+    if in_page and not want.asked and not shows:
+        return None
+    if not attended:
         raise SpecError(f"{want.stage} cannot be drawn: no attention was found.")
     pictures = []
-    for place in [number - 1 for number in trace.chosen or (1,)]:
-        found, names = run.attentions[place]
-        attention = trace.attentions[place]
-        which = f"attention {place + 1} of {len(trace.attentions)}" if len(trace.attentions) > 1 else ""
-        where = f" in {attention.module}" if attention.module and which else ""
-        kv = want.stage in ("k_proj", "v_proj")
-        pictures.append(
-            stage_picture(
-                contents_of(run, found, names),
-                want.stage,
-                attention.num_kv_heads if kv else attention.num_heads,
-                heads=want.heads,
-                batch_row=want.batch_row,
-                labels=want.tokens,
-                title=f"{want.stage} of {which}{where}" if which else want.stage,
-            )
-        )
-    if trace.chosen is None and len(trace.attentions) > 1:
-        note = f"Attentions 2 to {len(trace.attentions)} are drawn with --attention N or --module PATH."
-        pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
-    return tuple(pictures)
+    if want.asked or not in_page:
+        for number in trace.chosen or (1,):
+            own = attended[number - 1]
+            pictures.append(own.picture(want.stage, heads=want.heads, batch_row=want.batch_row, labels=want.tokens))
+        if trace.chosen is None and len(attended) > 1:
+            others = "Attention 2 is" if len(attended) == 2 else f"Attentions 2 to {len(attended)} are"
+            note = f"{others} drawn with --attention N or --module PATH."
+            pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
+    from ..pictures.stages import for_viewer
+
+    viewer = partial(
+        for_viewer,
+        attended,
+        more=[want.stage],
+        batch_row=want.batch_row,
+        labels=want.tokens,
+        attention=(trace.chosen or (1,))[0] - 1,
+        stage=want.stage,
+        head=want.heads[0] if want.heads else 0,
+    )
+    return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
 
 
-def text_of(pictures: "Sequence[Picture]", format: str | None, stream: Any = None) -> str:
-    """Return pictures as text for a stream, or for a file of text where there is none."""
-    from ..pictures.terminal import draw
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures that go with a report."""
 
-    width = None if stream is None else columns(stream)
-    depth: Depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
-    return "\n".join(draw(picture, width=width, depth=depth) for picture in pictures)
+    pictures: "tuple[Picture, ...]"
+    printed: bool
+    """Whether they follow the report on stdout; else they are in the file of --export alone."""
+    viewer: Callable[[], dict[str, Any]] | None = None
+    """Makes what a page shows of all there is; None where that is nothing but the pictures."""
+
+    def text(self, format: str, stream: IO[str] | None = None) -> str:
+        """Return the pictures as text for a stream, or for a file where there is none."""
+        from ..pictures.terminal import draw
+
+        width = None if stream is None else columns(stream)
+        depth: Depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
+        return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
+
+    def exported(self, page: Callable[[], str], format: str) -> str | bytes:
+        """Return what goes into a file: the report with the pictures, or these alone where the file is an image."""
+        if format == "png" or (format == "svg" and self.printed):
+            from ..pictures.plot import to_file
+
+            return to_file(self.pictures, "png" if format == "png" else "svg")
+        if format == "html" and self.viewer is not None:
+            from ..pictures.viewer import with_viewer
+
+            return with_viewer(page(), self.viewer())
+        return page() + (self.text("plain") if format == "plain" and self.printed else "")
 
 
 def colours() -> "Depth":

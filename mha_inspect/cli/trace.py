@@ -11,7 +11,7 @@ from ..layers.registry import LAYERS
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
-from .picture import HeadOption, RowOption, StageOption, TokensOption, pictures_of, wanted
+from .picture import HeadOption, RowOption, StageOption, TokensOption, draw, wanted
 from .target_argument import TargetArgument
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def trace(
         check_target(target, options, "trace")
     from .answer import give, prepare
 
-    export = prepare(options)
+    export = prepare(options, want)
 
     from ..answers.trace import traced_spec
     from .choice import choose
@@ -86,5 +86,5 @@ def trace(
         give(report, options, export)
         return ExitCode.CONDITION
     report = choose(report, number, module)
-    give(report, options, export, () if want is None else pictures_of(report, seen, want), want)
+    give(report, options, export, None if want is None else draw(report, seen, want, export))
     return ExitCode.OK

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +16,91 @@ from .grid import Picture, Side
 if TYPE_CHECKING:
     from torch import Tensor
 
+_IN_A_PAGE = ("scores", "masked_scores", "weights")
 _FAR_BELOW = 1000.0
 """A score that is moved down by so much has no weight in any dtype: its exponential is zero also in float64."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention whose stages can be drawn."""
+
+    name: str
+    """Which one it is, where there are several: `attention 2 of 12 in encoder.layer.1`."""
+    num_heads: int
+    num_kv_heads: int
+    contents: Callable[[], Mapping[str, Tensor]]
+    """Its stages in `CANONICAL_AXES`, made when they are asked for."""
+
+    def picture(
+        self,
+        stage: str,
+        *,
+        heads: Sequence[int] | None = None,
+        batch_row: int = 0,
+        labels: Sequence[str] = (),
+        title: str | None = None,
+    ) -> Picture:
+        """Return the picture of a stage, which names the attention where there are several.
+
+        Raises as `stage_picture`.
+        """
+        count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
+        named = f"{stage} of {self.name}" if self.name else stage
+        return stage_picture(
+            self.contents(),
+            stage,
+            count,
+            heads=heads,
+            batch_row=batch_row,
+            labels=labels,
+            title=named if title is None else title,
+        )
+
+
+def for_viewer(
+    attended: Sequence[Attended],
+    *,
+    more: Sequence[str] = (),
+    batch_row: int = 0,
+    labels: Sequence[str] = (),
+    attention: int = 0,
+    stage: str = "weights",
+    head: int = 0,
+) -> dict[str, Any]:
+    """Return what a page shows: scores and weights of every attention, and the stages `more`.
+
+    The others say what it shows first. A row of the batch that is not there, and labels that fit no axis of a stage,
+    are passed over. Raises `SpecError` where there is nothing to show.
+    """
+    from .viewer import Attention, held, storages
+
+    stages = (*_IN_A_PAGE, *(name for name in more if name not in _IN_A_PAGE))
+
+    def drawable(one: Attended) -> list[str]:
+        found = one.contents()
+        return [name for name in stages if name in found and batch_row < found[name].shape[0]]
+
+    sizes: dict[str, tuple[int, int]] = {}
+    for one in attended:
+        contents = one.contents()
+        for name in drawable(one):
+            elements, panels = sizes.get(name, (0, 0))
+            shape = contents[name].shape
+            sizes[name] = (elements + prod(shape[1:]), panels + (shape[1] if len(shape) == 4 else 1))
+    if not sizes:
+        raise SpecError(f"there is no {' or '.join(stages)} to show: no attention was found whose axes are all known.")
+
+    def pictures(one: Attended) -> list[Picture]:
+        found = one.contents()
+        fitting = [labels if len(labels) in found[name].shape[-2:] else () for name in drawable(one)]
+        return [
+            one.picture(name, batch_row=batch_row, labels=own, title=name)
+            for name, own in zip(drawable(one), fitting, strict=True)
+        ]
+
+    named = (Attention(one.name or "attention", pictures(one)) for one in attended)
+    return held(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
 
 
 def stage_picture(
