@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
 from mha_inspect.targets import memory
-from mha_inspect.targets.memory import free_memory, human_bytes, largest, linux_free_memory, require_memory
+from mha_inspect.targets.memory import free_memory, largest, linux_free_memory, require_memory
 
 MIB = 1024**2
 
@@ -60,21 +60,6 @@ def test_version_1_where_only_the_root_of_the_container_is_visible(tmp_path: Pat
 def test_where_nothing_is_known(tmp_path: Path) -> None:
     assert linux_free_memory(tmp_path / "a", tmp_path / "b") is None
     assert free_memory("meta") is None
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (1023, "1023 bytes"),
-        (1536, "1.5 KiB"),
-        (34 * 1024**3, "34.0 GiB"),
-        (2**70, "1024.0 EiB"),
-    ],
-)
-def test_human_bytes(count: int, text: str) -> None:
-    assert human_bytes(count) == text
 
 
 def test_what_does_not_fit_is_refused_with_need_free_and_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.roles import Part, Role
 from mha_inspect.reports.params import ParamsReport
-from mha_inspect.targets.memory import human_bytes
 from mha_inspect.targets.spec import AttentionSpec, RunSpec, Show
+from mha_inspect.text import byte_size
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=3)
 
@@ -266,7 +266,7 @@ def test_on_meta_there_are_shapes_and_no_content() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         report(AttentionSpec(embed_dim=2**20, num_heads=1))
-    assert human_bytes(4 * (4 * 2**40 + 4 * 2**20)) in str(caught.value)
+    assert byte_size(4 * (4 * 2**40 + 4 * 2**20)) in str(caught.value)
     assert "--device meta" in str(caught.value)
 
 

@@ -12,6 +12,7 @@ from ..layers.registry import LayerKind
 from ..layers.roles import Role
 from ..reports.params import HeadCountColumn
 from ..targets.spec import AttentionSpec
+from ..text import listed
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def _compare(baseline: Mapping[str, Tensor], other: Mapping[str, Tensor], num_he
 def _sentence(specs: list[AttentionSpec], changes: list[_Change], number: int, known: bool) -> str:
     if any(changes):
         return " ".join(_describe(specs[0].num_heads, change) for change in changes if change)
-    heads = _listed([str(spec.num_heads) for spec in specs])
-    widths = _listed([str(int(spec.head_dim)) for spec in specs])
+    heads = listed([str(spec.num_heads) for spec in specs])
+    widths = listed([str(int(spec.head_dim)) for spec in specs])
     same = (
         "the same shapes and the same values, bit for bit,"
         if known
@@ -122,7 +123,3 @@ def _shortened(names: tuple[str, ...]) -> str:
     """The first three, and how many more."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -12,8 +12,8 @@ import typer
 from typer.main import get_command
 
 from ..errors import ExitCode, MhaInspectError
+from ..text import did_you_mean, shown
 from .help import GroupedGroup
-from .values import did_you_mean, shown
 
 PROGRAM = "mha-inspect"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import SpecError
-from .values import did_you_mean, shown
+from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
     from ..reports.trace import Trace

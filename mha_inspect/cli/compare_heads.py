@@ -8,12 +8,13 @@ import typer
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
+from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
 from .target_argument import TargetArgument
-from .values import counts, shown
+from .values import counts
 
 app = typer.Typer(add_completion=False)
 

@@ -9,12 +9,12 @@ import typer
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
+from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, option, shares_options
 from .target_argument import FORMS, is_target
-from .values import shown
 
 app = typer.Typer(add_completion=False)
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..layers.registry import find_layer
+from ..text import shown
 from . import specs
 from .options import Options
 from .target import call_of, called, check_target, load, try_once
 from .target_argument import is_target
-from .values import shown
 
 if TYPE_CHECKING:
     from ..answers.sides.module_run import ModuleSide

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import ExportError
+from ..text import printable
 
 ExportFormat = Literal["plain", "json", "svg", "html", "png"]
 FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {
@@ -41,29 +42,28 @@ class Target:
         Raises `ExportError` for an unknown suffix, a folder that is not there or takes no files, and a target that is
         itself a folder.
         """
+        name = printable(asked)
         format = FORMAT_OF_SUFFIX.get(asked.suffix.lower())
         if format is None:
             ending = f"ends in {asked.suffix}" if asked.suffix else "has no ending"
             raise ExportError(
-                f"{_name(asked)} {ending}: the ending says how it is written. Use one of {', '.join(FORMAT_OF_SUFFIX)}."
+                f"{name} {ending}: the ending says how it is written. Use one of {', '.join(FORMAT_OF_SUFFIX)}."
             )
         real = Path(os.path.realpath(asked))
         folder = real.parent
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "is not there"
             raise ExportError(
-                f"{_name(asked)} cannot be written: the folder {_name(folder)} {what}. Make it first, or name another."
+                f"{name} cannot be written: the folder {printable(folder)} {what}. Make it first, or name another."
             )
         if real.is_dir():
             raise ExportError(
-                f"{_name(asked)} is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
+                f"{name} is a folder: name a file in it, as in {printable(asked / ('report' + asked.suffix))}."
             )
         writable = os.access(real, os.W_OK) if real.exists() else os.access(folder, os.W_OK)
         if not writable:
             place = real if real.exists() else folder
-            raise ExportError(
-                f"{_name(asked)} cannot be written: you may not write to {_name(place)}. Name another place."
-            )
+            raise ExportError(f"{name} cannot be written: you may not write to {printable(place)}. Name another place.")
         return cls(asked, real, format)
 
     def write(self, content: str | bytes) -> None:
@@ -84,7 +84,7 @@ class Target:
         except OSError as error:
             kept = " The file that was there is as it was." if self.real.is_file() else ""
             raise ExportError(
-                f"{_name(self.asked)} could not be written: {error.strerror or error}.{kept} "
+                f"{printable(self.asked)} could not be written: {error.strerror or error}.{kept} "
                 "Make room, or name another place."
             ) from None
 
@@ -116,9 +116,3 @@ def remove_unfinished() -> None:
     for path in tuple(unfinished):
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def _name(path: Path) -> str:
-    """A path as it may be printed: a name can hold control characters."""
-    text = str(path)
-    return text if text.isprintable() else ascii(text)

@@ -14,7 +14,8 @@ from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
 from ..layers.registry import LAYERS
-from .values import completing, one_of, real_number, shown, size_number, whole_number
+from ..text import shown
+from .values import completing, one_of, real_number, size_number, whole_number
 
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")

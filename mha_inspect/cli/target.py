@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, ForwardError, InputError, MhaInspectError, SpecError
 from ..layers.registry import LAYERS
+from ..text import shown
 from . import specs
 from .options import Options
 from .target_argument import FORMS, is_target
-from .values import shown
 
 if TYPE_CHECKING:
     from ..record.subject import Run

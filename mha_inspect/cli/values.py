@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 
 import typer
 
 from ..errors import SpecError
-
-LONGEST_SHOWN = 60
-"""Characters of a user's own text that are repeated in a message."""
-
+from ..text import did_you_mean, shown
 
 LARGEST_SIZE = 2**40
 """Far above any tensor that fits anywhere, and small enough to reckon with in no time."""
-
-
-def shown(text: object) -> str:
-    """A user's own text as it may be printed: no control or bidi characters, and not too much of it."""
-    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-    return clean if len(clean) <= LONGEST_SHOWN else clean[: LONGEST_SHOWN - 1] + "…"
-
-
-def did_you_mean(typed: str, known: Iterable[str]) -> str:
-    """` Did you mean X?` for the nearest of the known words, or an empty string when none is near."""
-    by_folded = {word.casefold(): word for word in known}
-    near = get_close_matches(typed.casefold(), by_folded, n=1, cutoff=0.5)
-    return f" Did you mean {by_folded[near[0]]}?" if near else ""
 
 
 def whole_number(typed: object) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
-from .values import shown
+from ..text import MESSAGE, did_you_mean, shown
 
 OPTIONS_OF_ONE_COMMAND = {
     "--attention": "trace",
@@ -43,7 +43,7 @@ def usage_message(error: ClickException) -> str:
             return f"{name} takes no value: write {name} alone, or its opposite, as in --no-bias."
         return f"{name} was given without a value: write it as {name} VALUE; `mha-inspect COMMAND --help` says which."
     if isinstance(error, BadParameter) and error.param is not None:
-        message = shown_line(error.message)
+        message = shown(" ".join(error.message.split()), MESSAGE)
         if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
             message = (
                 f"{message.partition(' is not a valid boolean')[0]} is neither true nor false: write one of the two."
@@ -54,28 +54,25 @@ def usage_message(error: ClickException) -> str:
         if ctx is None or any(option.name == "embed_dim" for option in ctx.command.params):
             return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
         return f"{command} has no use for {extra}. What it takes: {path} --help"
-    return shown_line(error.format_message())
-
-
-def shown_line(text: str) -> str:
-    """A message in which nothing moves the cursor, whatever was typed into it."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return shown(" ".join(error.format_message().split()), MESSAGE)
 
 
 def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
     name = shown(error.option_name)
     if ctx is not None and ctx.parent is None:
-        if error.possibilities:
-            return f"there is no option {name} before the command.{_mean(error)} All of them: mha-inspect --help"
+        near = _mean(error, ctx)
+        if near:
+            return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"
         return f"{name} stands before the command: options come after it, as in mha-inspect trace {name}."
     home = OPTIONS_OF_ONE_COMMAND.get(error.option_name)
     if home is not None:
-        return f"{command} has no option {name}: it belongs to `mha-inspect {home}`.{_mean(error)}"
-    return f"{command} has no option {name}.{_mean(error)} All of them: mha-inspect {command} --help"
+        return f"{command} has no option {name}: it belongs to `mha-inspect {home}`.{_mean(error, ctx)}"
+    return f"{command} has no option {name}.{_mean(error, ctx)} All of them: mha-inspect {command} --help"
 
 
-def _mean(error: NoSuchOption) -> str:
-    return f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
+def _mean(error: NoSuchOption, ctx: Any) -> str:
+    options = [] if ctx is None else [o for known in ctx.command.params for o in (*known.opts, *known.secondary_opts)]
+    return did_you_mean(error.option_name, options)
 
 
 def _asked_by(parameter: Any, ctx: Any) -> str:

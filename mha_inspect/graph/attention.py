@@ -16,7 +16,7 @@ from .pairing import Meeting, mixing_of, moved_for, score_product, softmax_over_
 from .products import Product
 from .scores import multiply, read_scoring
 from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
-from .walk import GATHERING, JOINING, NORMS, POOLING, Graph, Step, inside
+from .walk import Graph, Step, inside
 
 __all__ = ["Attention", "Graph", "Step", "attentions_of", "find_attentions"]
 
@@ -135,7 +135,7 @@ class _Finder:
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""
-        after = max((place for place, op in enumerate(end.path) if op.base_name in NORMS), default=-1)
+        after = max((place for place, op in enumerate(end.path) if op.does("norms")), default=-1)
         return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self.graph.is_scale(op))
 
     # -- projections --------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class _Finder:
     def _through(self, op: Op) -> bool:
         """What may stand between a projection and heads."""
         return not self.graph.operands(op) and (
-            op.kind != "compute" or op.pointwise or op.base_name in NORMS | JOINING | GATHERING | POOLING
+            op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
         )
 
     def _projection(self, heads: TensorRef, module: str) -> _Projection | None:
@@ -181,7 +181,7 @@ class _Finder:
             op = self.recording.producer(step.tensor)
             if op is None or not self.graph.is_projection(op):
                 continue
-            crossed = any(passed.base_name in NORMS for passed in step.path)
+            crossed = any(passed.does("norms") for passed in step.path)
             if nearest is None:
                 if crossed and not inside(op.module, module):
                     return None
@@ -259,8 +259,8 @@ class _Finder:
                 and (
                     op.kind != "compute"
                     or op.pointwise
-                    or op.base_name in JOINING
-                    or (op.base_name in NORMS and inside(op.module, module))
+                    or op.does("carries")
+                    or (op.does("norms") and inside(op.module, module))
                 )
             )
 
@@ -298,6 +298,6 @@ class _Finder:
 def _without_sinks(weights: TensorRef, path: tuple[Op, ...]) -> TensorRef:
     """The weights without those of the sinks, which are cut off before the values are averaged."""
     for op in path:
-        if op.base_name in ("slice", "narrow", "split", "split_with_sizes") and op.output.numel < weights.numel:
+        if op.does("cuts") and op.output.numel < weights.numel:
             return next((t for t in op.outputs if t.numel < weights.numel), op.output)
     return weights

@@ -17,7 +17,6 @@ from ..record.subject import Subject
 
 _LONGEST = 400
 """Operations after which it gives up: what takes so many is no mask."""
-_PRODUCTS = frozenset({"bmm", "mm", "addmm", "baddbmm", "convolution", "_softmax", "_safe_softmax"})
 
 
 class CannotReplayError(Exception):
@@ -79,7 +78,7 @@ class Replay:
                 raise CannotReplayError("it came from outside")
             if op.index in needed:
                 continue
-            if op.base_name in _PRODUCTS or "rand" in op.base_name or "dropout" in op.base_name:
+            if op.does("product", "convolution", "softmax", "draws"):
                 raise CannotReplayError(f"it hangs on {op.name}")
             needed[op.index] = op
             if len(needed) > _LONGEST:

@@ -9,10 +9,7 @@ from ..record.ops import Op, TensorRef
 from .dimensions import Axis
 from .found import Attention
 from .products import Product, outer_product_of, product_of
-from .walk import GATHERING, JOINING, NORMS, Graph
-
-_RUNNING = {"cumsum", "cumprod", "flip", "tril", "triu"}
-"""What else may be done on the way: states that are summed up over time, triangles that are cut out."""
+from .walk import Graph
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def features_of(graph: Graph) -> set[Axis]:
 def _stays_in_place(graph: Graph, chain: Chain, features: set[Axis]) -> bool:
     """Whether the first has no sum, and is made for every position of what comes in by itself: no two of them meet."""
     axes = chain.first.axes(graph.dimensions)
-    if axes.left_inner or any(op.base_name.rstrip("_") in _RUNNING for op in chain.between):
+    if axes.left_inner or any(op.does("runs") for op in chain.between):
         return False
     positions = [
         {atom for dim in graph.dimensions.of(named.tensor) for atom in dim if atom.size > 1} - features
@@ -90,7 +87,7 @@ def _products(graph: Graph) -> dict[int, Product]:
 def _is_activation(graph: Graph, tensor: TensorRef) -> bool:
     """Whether this depends on what came in, and is no parameter, nor one of a stack of matrices that was picked."""
     source = graph.recording.producer(graph.before_moves(tensor))
-    picked = source is not None and source.base_name in GATHERING and len(source.inputs[0].shape) > 2
+    picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
     return (
         graph.comes_from_inputs(tensor)
         and not graph.is_weight(tensor)
@@ -106,7 +103,7 @@ def _chain(graph: Graph, products: dict[int, Product], second: Product, carried:
             op.index not in products
             and not graph.operands(op)
             and not graph.is_softmax(op)
-            and (op.kind != "compute" or op.pointwise or op.base_name in GATHERING | JOINING | NORMS | _RUNNING)
+            and (op.kind != "compute" or op.pointwise or op.does("gathers", "carries", "norms", "runs"))
         )
 
     for step in graph.back(carried, through):

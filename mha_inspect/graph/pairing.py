@@ -9,9 +9,7 @@ from ..record.ops import Op, TensorRef
 from .dimensions import Axis
 from .found import Mixing
 from .products import Product, product_of
-from .walk import GATHERING, Graph
-
-_BROADCASTS = {"unsqueeze", "view", "_unsafe_view", "reshape", "expand"}
+from .walk import Graph
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
         learned = _has_learned_query(graph, op, masked, dim)
         product = product_of(graph.recording, op) if learned else graph.product(op)
         if product is not None and _mixes_heads(graph, step.path, product):
-            gathered = any(passed.base_name in GATHERING for passed in step.path)
+            gathered = any(passed.does("gathers") for passed in step.path)
             of_positions = not all(map(graph.comes_from_inputs, (product.left, product.right)))
             rank = (learned, gathered, of_positions, any(map(graph.is_projection, step.path)), len(step.path))
             if best is None or rank < best[0]:
@@ -122,7 +120,7 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
     """Whether this only moves a factor about for the product: within its call, or to broadcast it."""
     if not graph.moves(op):
         return False
-    broadcast = product.multiply is not product.op and op.base_name in _BROADCASTS
+    broadcast = product.multiply is not product.op and op.does("broadcasts")
     same = [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
     return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
 

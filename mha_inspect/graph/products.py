@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Dim, Dimensions
 
-MATRIX_PRODUCTS = {"bmm", "mm", "addmm", "baddbmm", "_addmm_activation", "mv", "dot"}
-
 
 @dataclass(frozen=True)
 class Product:
@@ -30,13 +28,13 @@ class Product:
     @property
     def flops(self) -> int:
         """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; without a sum, half of it."""
-        if self.multiply.base_name in MATRIX_PRODUCTS:
+        if self.multiply.does("product"):
             return 2 * self.op.output.numel * self.left.shape[-1]
         return (1 + (self.op is not self.multiply)) * self.multiply.output.numel
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """What the dimensions of the factors and of the result are to the product."""
-        if self.multiply.base_name in MATRIX_PRODUCTS:
+        if self.multiply.does("product"):
             return _of_matrices(*map(dimensions.of, (self.left, self.right, self.op.output)))
         return self._of_broadcast(dimensions)
 
@@ -77,7 +75,7 @@ class ProductAxes:
 
 def product_of(recording: Recording, op: Op) -> Product | None:
     """The product that this operation gives: a matrix product, or the sum over a broadcasting multiplication."""
-    if op.base_name in MATRIX_PRODUCTS:
+    if op.does("product"):
         return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
     if op.base_name != "sum" or not op.outputs:
         return None

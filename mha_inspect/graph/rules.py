@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ..record.catalog import axes_rule
 from ..record.ops import Op
 from .axis import Dim, fresh, join, reshape, resolve, size_of, twin, unify
 from .pieces import Dims, counted, counter, setting, slice_piece, split_pieces
@@ -14,7 +15,7 @@ Rule = Callable[[Op, tuple[Dims, ...]], Iterable[Dims]]
 
 def rule_of(op: Op) -> Rule | None:
     """The rule for an operation. Pointwise ones, and those that keep the shape, need none of their own."""
-    rule = _RULES.get(op.base_name) or _RULES.get(op.base_name.rstrip("_"))
+    rule = _RULES.get(axes_rule(op.base_name))
     if rule is None and op.pointwise:
         return _pointwise
     if rule is None and op.inputs and op.kind != "view":
@@ -295,43 +296,34 @@ def _index_select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     yield (*inputs[0][:place], inputs[-1][0] if inputs[-1] else fresh(1), *inputs[0][place + 1 :])
 
 
-def _rules(*groups: tuple[str, Rule]) -> dict[str, Rule]:
-    return {name: rule for names, rule in groups for name in names.split()}
-
-
-_RULES: dict[str, Rule] = _rules(
-    ("view _unsafe_view reshape _reshape_alias", _reshape),
-    ("transpose t", _transpose),
-    ("permute", _permute),
-    ("unsqueeze", _unsqueeze),
-    ("squeeze", _squeeze),
-    ("expand", _expand),
-    ("repeat", _repeat),
-    ("select unbind", _select),
-    ("slice", slice_piece),
-    ("constant_pad_nd topk", _narrow),
-    ("split split_with_sizes unsafe_split", split_pieces),
-    ("cat", _cat),
-    ("stack", _stack),
-    ("sum mean amax amin var std prod any all argmax argmin linalg_vector_norm norm max min logsumexp", _reduce),
-    ("bmm mm addmm baddbmm _addmm_activation", _product),
-    ("mv dot", _vector_product),
-    (
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_fused_attention_overrideable",
-        _fused_attention,
-    ),
-    ("embedding", _embedding),
-    ("index", _index),
-    ("index_select", _index_select),
-    ("gather", _gather),
-    ("convolution", _convolution),
-    ("as_strided", _strided),
-    ("unfold", _unfold),
-    ("im2col", _columns),
-    ("view_as_complex", _complex),
-    ("view_as_real", _real),
-    ("detach alias clone lift_fresh _to_copy copy masked_fill where", _pointwise),
-)
-"""Base name of an operation to the rule that follows its dimensions."""
+_RULES: dict[str, Rule] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "repeat": _repeat,
+    "select": _select,
+    "slice": slice_piece,
+    "narrow": _narrow,
+    "split": split_pieces,
+    "cat": _cat,
+    "stack": _stack,
+    "reduce": _reduce,
+    "product": _product,
+    "vector_product": _vector_product,
+    "attention": _fused_attention,
+    "embedding": _embedding,
+    "index": _index,
+    "index_select": _index_select,
+    "gather": _gather,
+    "convolution": _convolution,
+    "strided": _strided,
+    "unfold": _unfold,
+    "columns": _columns,
+    "complex": _complex,
+    "real": _real,
+    "pointwise": _pointwise,
+}
+"""The rules by the names that `record.catalog` gives them."""

@@ -10,9 +10,6 @@ from ..record.ops import Op, TensorRef
 from .softmax import is_shift
 from .walk import Graph
 
-_FILLS = {"masked_fill", "where", "index_put", "copy", "masked_scatter"}
-_BENDS = {"tanh", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "sigmoid", "softplus", "pow", "rsub", "abs"}
-
 
 @dataclass
 class Scoring:
@@ -91,7 +88,7 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
                 found.late_scale = multiply((found.late_scale, -1.0))
                 found.steps.append(("scale", -1.0))
             found.masks.append(op)
-            found.steps.append(("fill" if name in _FILLS else "add", None))
+            found.steps.append(("fill" if op.does("fills") else "add", None))
         elif name == "tanh":
             if early and last_scale and found.scale is not None and found.scores.id == tensor.id:
                 waiting = 1 / last_scale
@@ -103,10 +100,10 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
             found.late_scale = multiply((found.late_scale, -1.0))
             found.steps.append(("scale", -1.0))
             found.bent = True
-        elif name in _BENDS:
+        elif op.does("bends"):
             found.bent = True
             found.steps.append((name, None))
-        elif name in ("mul", "div"):  # by a number for each head, or by a mask
+        elif op.does("scales"):  # by a number for each head, or by a mask
             other = min(op.inputs, key=lambda t: t.numel)
             if any(size > 1 for size in other.shape[-2:]):
                 found.masks.append(op)
@@ -134,6 +131,6 @@ def adds_mask(op: Op) -> bool:
     name = op.base_name.rstrip("_")
     if name in ("baddbmm", "addmm"):
         return bool(op.kwargs.get("beta", 1) != 0)
-    if name in _FILLS:
+    if op.does("fills"):
         return True
     return name in ("add", "sub") and sum(t.numel > 1 for t in op.inputs) > 1

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from ..record.ops import Op, Recording, TensorRef
 from .products import Product, product_of
 
-_SOFTMAXES = {"_softmax", "_safe_softmax"}
-_GUARDS = {"add", "clamp", "clamp_min", "maximum"}
-"""What keeps a sum from being zero."""
 _SMALL = 0.01
 """The most that a guard may add: with more, as in `exp(x) / (1 + sum)`, weights are no softmax."""
-_MASKING = {"mul", "masked_fill", "where", "_to_copy", "detach", "clone"}
-"""What may be done to exponentials before they are summed."""
 _MANY = 6
 
 
@@ -24,7 +19,7 @@ def softmax_of(recording: Recording, op: Op) -> tuple[TensorRef, int] | None:
     `exp(x - logsumexp(x))`, `exp(log_softmax(x))`, with a mask on the exponentials or without.
     """
     name = op.base_name.rstrip("_")
-    if op.base_name in _SOFTMAXES:
+    if op.does("softmax"):
         return op.inputs[0], int(op.args[1]) % max(len(op.output.shape), 1)
     if name == "exp":
         return _of_logarithm(recording, op)
@@ -40,14 +35,14 @@ def softmax_of(recording: Recording, op: Op) -> tuple[TensorRef, int] | None:
 
 def masks_on_exponentials(recording: Recording, op: Op) -> tuple[Op, ...]:
     """The operations that set exponentials to zero before they are summed, where this softmax was written by hand."""
-    if op.base_name in _SOFTMAXES or not op.inputs:
+    if op.does("softmax") or not op.inputs:
         return ()
     found: list[Op] = []
     behind = recording.producer(op.inputs[0])
     for _ in range(_MANY):
         if behind is None or not behind.inputs or behind.base_name.rstrip("_") == "exp":
             return tuple(reversed(found))
-        if behind.base_name.rstrip("_") in ("masked_fill", "where") or len(behind.inputs) == 2:
+        if behind.does("fills_where") or len(behind.inputs) == 2:
             found.append(behind)
         behind = recording.producer(behind.inputs[0])
     return ()
@@ -127,11 +122,10 @@ def _total(recording: Recording, below: TensorRef, *, inverse: bool) -> tuple[Op
 
 def is_guard(op: Op) -> bool:
     """Whether this only keeps a sum from being zero."""
-    name = op.base_name.rstrip("_")
-    if name not in _GUARDS:
+    if not op.does("guards"):
         return False
     number = op.args[1] if len(op.args) > 1 else 0
-    return not (name == "add" and (len(op.inputs) > 1 or abs(float(number)) > _SMALL))
+    return not (op.base_name.rstrip("_") == "add" and (len(op.inputs) > 1 or abs(float(number)) > _SMALL))
 
 
 def _by_one(op: Op) -> bool:
@@ -145,10 +139,9 @@ def _exponential(recording: Recording, tensor: TensorRef) -> Op | None:
     for _ in range(_MANY):
         if op is None or not op.inputs:
             return None
-        name = op.base_name.rstrip("_")
-        if name == "exp":
+        if op.base_name.rstrip("_") == "exp":
             return op
-        if name not in _MASKING and op.kind not in ("view", "copy"):
+        if not op.does("masks") and op.kind not in ("view", "copy"):
             return None
         # Of the operands of a mask, the exponentials are those that were made by an `exp` next.
         behind = [made for t in op.inputs if (made := recording.producer(t)) is not None and t.dtype != "bool"]

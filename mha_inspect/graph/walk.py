@@ -9,27 +9,9 @@ from functools import cached_property
 
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Dimensions
-from .products import MATRIX_PRODUCTS, Product, product_of
+from .products import Product, product_of
 from .softmax import softmax_of
 
-NORMS = {
-    "native_layer_norm",
-    "native_group_norm",
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_no_training",
-    "_fused_rms_norm",
-    "linalg_vector_norm",
-    "mean",
-    "sum",
-    "var_mean",
-    "pow",
-}
-GATHERING = {"gather", "index", "index_select", "embedding"}
-JOINING = {"cat", "stack", "constant_pad_nd", "native_dropout", "repeat", "roll", "view_as_complex", "view_as_real"}
-POOLING = {"amax", "max", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d"}
-_RESHAPES = {"view", "_unsafe_view", "reshape", "clone", "squeeze", "unsqueeze"}
-_SCALES: dict[str, Callable[[float], float]] = {"mul": lambda number: number, "div": lambda number: 1 / number}
 _FAR = 60
 """Steps after which a walk gives up: attention is never that long."""
 
@@ -56,7 +38,9 @@ class Graph:
         found = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
             alone = op.inputs and op.kind != "write" and all(tensor.id in found for tensor in op.inputs)
-            if alone and (op.kind != "compute" or op.pointwise or op.base_name in NORMS | {"_weight_norm_interface"}):
+            if alone and (
+                op.kind != "compute" or op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
+            ):
                 found.update(tensor.id for tensor in op.outputs)
         return frozenset(found)
 
@@ -109,7 +93,7 @@ class Graph:
 
     def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:
         """The two factors of a matrix product; None for any other operation."""
-        return (op.inputs[-2], op.inputs[-1]) if op.base_name in MATRIX_PRODUCTS and len(op.inputs) >= 2 else None
+        return (op.inputs[-2], op.inputs[-1]) if op.does("product") and len(op.inputs) >= 2 else None
 
     def is_projection(self, op: Op) -> bool:
         """Whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
@@ -155,18 +139,19 @@ class Graph:
 
     def scale_of(self, op: Op) -> float | None:
         """The number that an operation multiplies by; None where it does something else."""
-        name = op.base_name.rstrip("_")
-        rule = _SCALES.get(name)
-        if rule is None:
+        if not op.does("scales"):
             return None
+        divides = op.base_name.rstrip("_") == "div"
         numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-        tensors = op.inputs if name == "mul" else op.inputs[1:]
+        tensors = op.inputs[1:] if divides else op.inputs
         numbers += [self.recording.scalars[t.id] for t in tensors if t.id in self.recording.scalars]
-        return rule(float(numbers[0])) if len(numbers) == 1 and numbers[0] != 0 else None
+        if len(numbers) != 1 or numbers[0] == 0:
+            return None
+        return 1 / float(numbers[0]) if divides else float(numbers[0])
 
     def is_scale(self, op: Op) -> bool:
         """Whether this multiplies everything by one number."""
-        return op.base_name.rstrip("_") in _SCALES and sum(t.numel > 1 for t in op.inputs) <= 1 and op.output.numel > 0
+        return op.does("scales") and sum(t.numel > 1 for t in op.inputs) <= 1 and op.output.numel > 0
 
     def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
         """What a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
@@ -182,14 +167,12 @@ class Graph:
 
     def moves(self, op: Op) -> bool:
         """Whether this only moves elements about."""
-        return (
-            op.kind in ("view", "copy") and op.base_name not in ("cat", "stack", "constant_pad_nd") and bool(op.inputs)
-        )
+        return op.kind in ("view", "copy") and not op.does("joins") and bool(op.inputs)
 
     def carries(self, op: Op) -> bool:
         """Whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
         return (
-            op.kind != "compute" or op.pointwise or op.base_name in GATHERING | JOINING | {"masked_fill", "where"}
+            op.kind != "compute" or op.pointwise or op.does("gathers", "carries", "fills_where")
         ) and not self.is_softmax(op)
 
     # -- walks --------------------------------------------------------------------------------------------------------
@@ -277,7 +260,7 @@ class Graph:
     def _keeps_features(self, op: Op) -> bool:
         """Whether this only changes how the dimensions before the last are counted."""
         before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
-        return op.base_name in _RESHAPES and min(len(before), len(after)) > 1 and before[-1] == after[-1]
+        return op.does("reshapes") and min(len(before), len(after)) > 1 and before[-1] == after[-1]
 
     def has_bias(self, op: Op) -> bool:
         """Whether a projection adds a bias, in itself or at the end of its call."""

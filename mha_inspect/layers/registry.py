@@ -7,11 +7,11 @@ built.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..errors import SpecError
+from ..text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,6 +154,4 @@ def find_layer(name: str) -> LayerKind:
     """The layer of this name. Raises `SpecError`, with the nearest name, when there is none."""
     if name in LAYERS:
         return LAYERS[name]
-    near = get_close_matches(name, LAYERS, n=1)
-    guess = f" Did you mean {near[0]}?" if near else ""
-    raise SpecError(f"layer {name!r} is not one that can be built: {', '.join(LAYERS)}.{guess}")
+    raise SpecError(f"layer {name!r} is not one that can be built: {', '.join(LAYERS)}.{did_you_mean(name, LAYERS)}")

@@ -21,7 +21,6 @@ _BARRED = -1e4
 """A mask that adds this or less leaves no weight, in any dtype."""
 _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
-_FILLS = ("masked_fill", "masked_fill_", "where")
 
 
 def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
@@ -164,7 +163,7 @@ def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> b
 
 def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
     """Where an operation leaves no weight."""
-    if op.base_name in _FILLS:
+    if op.does("fills_where"):
         mask = next((tensor for tensor in op.inputs if tensor.dtype == "bool"), None)
         if mask is None:
             return None

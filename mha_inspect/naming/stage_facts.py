@@ -11,8 +11,6 @@ from ..reports.trace import Memory
 from .pattern import dims_of, rearrangement
 
 _INPUTS = ("query", "key", "value")
-_DRAWN = ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "uniform_")
-"""What draws the numbers of a dropout; a comparison may stand behind it."""
 _BEFORE: dict[str, tuple[str, ...]] = {
     "q_heads": ("q_proj", "query"),
     "k_heads": ("k_proj", "key"),
@@ -151,16 +149,16 @@ class StageFacts:
 
     def _drops(self, op: Op) -> bool:
         """Whether this is a dropout, or the product with the mask that one was written out into."""
-        if op.base_name in _DRAWN:
+        if op.does("draws"):
             return True
-        return op.base_name.rstrip("_") in ("mul", "div") and len(op.inputs) == 2 and any(map(self._drawn, op.inputs))
+        return op.does("scales") and len(op.inputs) == 2 and any(map(self._drawn, op.inputs))
 
     def _drawn(self, tensor: TensorRef) -> bool:
         """Whether a tensor is of numbers that were drawn, scaled at most."""
         op = self._graph.recording.producer(tensor)
-        while op is not None and op.base_name not in _DRAWN and len(op.inputs) == 1 and op.pointwise:
+        while op is not None and not op.does("draws") and len(op.inputs) == 1 and op.pointwise:
             op = self._graph.recording.producer(op.inputs[0])
-        return op is not None and op.base_name in _DRAWN
+        return op is not None and op.does("draws")
 
     def _changes(self, op: Op) -> bool:
         """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""

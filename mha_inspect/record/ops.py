@@ -8,6 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from . import catalog
+
 Kind = Literal["view", "copy", "write", "compute"]
 """What an operation does to memory: share it, move it elsewhere unchanged, write into what it was given, or compute."""
 
@@ -67,6 +69,10 @@ class Op:
     def base_name(self) -> str:
         """Name without namespace and overload: `bmm`."""
         return self.name.split(".")[1]
+
+    def does(self, *traits: catalog.Trait) -> bool:
+        """Return whether this has one of these traits; the table of them is `record.catalog`."""
+        return catalog.does(self.base_name, *traits)
 
     @property
     def output(self) -> TensorRef:

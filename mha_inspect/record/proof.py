@@ -16,9 +16,6 @@ from .recorder import opened as opening
 from .rounding import first_tensor, float64_output, judge, max_difference, noise_floor, rounding_error
 from .subject import Forward, Run, Subject
 
-_DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_fused_dropout"}
-
-
 _ON_META = Proof(None, None, None, "device meta has shapes and no numbers")
 
 
@@ -81,7 +78,7 @@ def prove(forward: Subject, plain: Run, opened: Run, *, drops: bool, rows: Seque
 
 def draws(op: Op) -> bool:
     """Whether an operation drops elements at random: a dropout, or a fused kernel that was given a probability."""
-    return op.base_name in _DROPOUTS or (
+    return op.does("draws") or (
         op.base_name.startswith("_scaled_dot_product") and any(isinstance(arg, float) and arg > 0 for arg in op.args)
     )
 

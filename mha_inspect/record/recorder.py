@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
-from .catalog import about
+from .catalog import about, does
 from .ops import Kind, Named, Op, Recording, TensorRef
 from .source import ATTENTION_FORWARD, line_of
 from .storage import Storage, identity, owner_of
@@ -27,7 +27,6 @@ from .turns import tell_turns_apart
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
-_COPIES = {"clone", "_to_copy", "copy", "repeat", "cat", "stack", "constant_pad_nd", "roll", "flip", "index_select"}
 
 
 def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
@@ -165,7 +164,7 @@ class Recorder(TorchDispatchMode):
             left = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
             outputs = outputs or left
         source, module, call = self._where(self._asking or sys._getframe(1))
-        kind: Kind = "copy" if known.base_name in _COPIES else "compute"
+        kind: Kind = "copy" if does(known.base_name, "copies") else "compute"
         if outputs and all(output.storage in storages for output in outputs):
             kind = "write" if written else "view"
         self._ops.append(

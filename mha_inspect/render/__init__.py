@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from .clean import clean, clean_lines
-
 Format = Literal["table", "plain", "json", "svg", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-__all__ = ["FORMATS", "Format", "clean", "clean_lines", "to_cell", "to_text"]
+__all__ = ["FORMATS", "Format", "to_cell", "to_text"]
 
 
 def to_text(report: object, format: Format, *, width: int | None = None, color: bool = False) -> str:

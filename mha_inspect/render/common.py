@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from math import isnan
 from typing import Any
 
+from .. import text
 from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
-from . import numbers
 from .document import Block, Cell, Column, Document, Paragraph, Section, Table, Tone, Verbatim, table
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
@@ -47,7 +47,7 @@ def page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]
 
 def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
     """A shape that knows its axes."""
-    return Cell(numbers.shape(sizes), "shape", axes)
+    return Cell(text.shape(sizes), "shape", axes)
 
 
 def changes_only(names: Iterable[str], before: str) -> Iterator[str]:
@@ -79,9 +79,9 @@ def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
                 (
                     Cell(name),
                     # Where no element is finite there is nothing to take the mean of.
-                    *("" if isnan(n) else numbers.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max)),
-                    *(Cell(numbers.count(n), "bad" if n else "muted") for n in (stats.nan, stats.inf)),
-                    Cell(numbers.count(stats.masked), "" if stats.masked else "muted"),
+                    *("" if isnan(n) else text.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max)),
+                    *(Cell(text.count(n), "bad" if n else "muted") for n in (stats.nan, stats.inf)),
+                    Cell(text.count(stats.masked), "" if stats.masked else "muted"),
                 )
                 for name, stats in filled
             ),
@@ -92,7 +92,5 @@ def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
 def contents(rows: Iterable[tuple[str, tuple[int, ...], str, Values | None]]) -> tuple[Verbatim, ...]:
     """The tensors of those that have them: name, shape, axes, content."""
     return tuple(
-        Verbatim(values.text, name, numbers.shape(sizes), axes)
-        for name, sizes, axes, values in rows
-        if values is not None
+        Verbatim(values.text, name, text.shape(sizes), axes) for name, sizes, axes, values in rows if values is not None
     )

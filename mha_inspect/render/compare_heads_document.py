@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .. import text
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
-from . import numbers
 from .common import VERDICT_TONES, page, shape_cell
 from .compare_heads_learning import learning_sections
 from .document import Cell, Column, Document, Facts, Paragraph, Section, Table, table
@@ -31,13 +31,13 @@ def compare_heads_document(report: CompareHeadsReport) -> Document:
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     floors = {count.noise_floor for count in report.counts}
-    floor = f", noise floor {numbers.small(floors.pop())} (measured against float64)" if len(floors) == 1 else ""
+    floor = f", noise floor {text.small(floors.pop())} (measured against float64)" if len(floors) == 1 else ""
     yield Section(
         (_counts(report),),
         "head counts",
-        f"same weights, same input; baseline {numbers.plural(report.baseline, 'head')}{floor}",
+        f"same weights, same input; baseline {text.plural(report.baseline, 'head')}{floor}",
     )
-    reasons = tuple((numbers.plural(c.num_heads, "head"), c.reason) for c in report.counts if c.reason)
+    reasons = tuple((text.plural(c.num_heads, "head"), c.reason) for c in report.counts if c.reason)
     if reasons:
         yield Section((Facts(reasons),), "why")
     if report.equalities:
@@ -59,12 +59,12 @@ def _counts(report: CompareHeadsReport) -> Table:
             (
                 str(c.num_heads),
                 str(c.head_dim),
-                numbers.count(c.numel),
+                text.count(c.numel),
                 Cell("yes" if c.same_parameters else "no", "" if c.same_parameters else "warn"),
                 shape_cell(c.output_shape, ""),
-                numbers.small(c.max_abs_difference),
-                numbers.small(c.relative_difference),
-                numbers.times(c.times_noise),
+                text.small(c.max_abs_difference),
+                text.small(c.relative_difference),
+                text.times(c.times_noise),
                 Cell("baseline", "muted") if c.num_heads == report.baseline else _verdict(c),
                 c.first_differing_stage or "",
             )
@@ -88,9 +88,9 @@ def _pairs(pairs: tuple[HeadPair, ...]) -> Table:
             (
                 str(p.left),
                 str(p.right),
-                numbers.small(p.max_abs_difference),
-                numbers.small(p.relative_difference),
-                numbers.times(p.times_noise),
+                text.small(p.max_abs_difference),
+                text.small(p.relative_difference),
+                text.times(p.times_noise),
                 _verdict(p),
             )
             for p in pairs

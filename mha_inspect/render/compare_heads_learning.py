@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .. import text
 from ..reports.common import Verdict
 from ..reports.compare_heads import (
     CompareHeadsReport,
@@ -14,7 +15,6 @@ from ..reports.compare_heads import (
     PartGradient,
     Training,
 )
-from . import numbers
 from .common import VERDICT_TONES
 from .document import Cell, Column, Facts, Paragraph, Section, Table, table
 
@@ -53,9 +53,9 @@ def _gradient_row(count: HeadGradients, across: bool, is_baseline: bool) -> tupl
     known = [part.times_noise for part in count.parts if part.times_noise is not None]
     return (
         str(count.num_heads),
-        numbers.statistic(count.loss),
+        text.statistic(count.loss),
         *(_apart(part) for part in count.parts if across),
-        numbers.times(max(known)) if known else "-",
+        text.times(max(known)) if known else "-",
         _verdict(count.verdict, is_baseline),
     )
 
@@ -69,7 +69,7 @@ def _by_parameter(gradients: Gradients, baseline: int) -> Table:
         (
             Column("parameter", tone="strong"),
             # Where the page is narrow, the last counts go first.
-            *(Column(numbers.plural(count.num_heads, "head"), "right", drop=n) for n, count in enumerate(others)),
+            *(Column(text.plural(count.num_heads, "head"), "right", drop=n) for n, count in enumerate(others)),
         ),
         ((name, *(_apart(of[name]) if name in of else "-" for of in parts)) for name in names),
     )
@@ -89,17 +89,17 @@ def _training(training: Training, baseline: int) -> Section:
     rows = (
         (
             str(count.num_heads),
-            numbers.statistic(count.first_loss),
-            numbers.statistic(count.last_loss),
-            numbers.small(count.moved),
+            text.statistic(count.first_loss),
+            text.statistic(count.last_loss),
+            text.small(count.moved),
             _or_dash(count.max_abs_difference),
             _or_dash(count.apart),
-            "-" if count.times_noise is None else numbers.times(count.times_noise),
+            "-" if count.times_noise is None else text.times(count.times_noise),
             _verdict(count.verdict, count.num_heads == baseline),
         )
         for count in training.counts
     )
-    detail = f"{numbers.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
+    detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
     return Section((table(columns, rows), Paragraph(training.answer)), "training", detail)
 
 
@@ -107,10 +107,9 @@ def _focus(focus: Focus) -> Section:
     spread = Facts(
         tuple(
             (
-                numbers.plural(count.num_heads, "head")
-                + (f", attention {_attention(count)}" if count.attention else ""),
-                f"Jensen-Shannon divergence {numbers.small(count.divergence)} "
-                f"of at most ln {count.num_heads} = {numbers.small(count.largest_divergence)}",
+                text.plural(count.num_heads, "head") + (f", attention {_attention(count)}" if count.attention else ""),
+                f"Jensen-Shannon divergence {text.small(count.divergence)} "
+                f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}",
             )
             for count in focus.counts
             if count.num_heads > 1
@@ -136,9 +135,9 @@ def _heads(focus: Focus) -> Table:
                 str(count.num_heads),
                 _attention(count),
                 str(head.head),
-                numbers.statistic(head.entropy),
-                numbers.statistic(head.effective_keys),
-                numbers.statistic(head.distance),
+                text.statistic(head.entropy),
+                text.statistic(head.effective_keys),
+                text.statistic(head.distance),
             )
             for count in focus.counts
             for head in count.by_head
@@ -159,7 +158,7 @@ def _apart(part: PartGradient) -> str:
 
 
 def _or_dash(number: float | None) -> str:
-    return "-" if number is None else numbers.small(number)
+    return "-" if number is None else text.small(number)
 
 
 def _verdict(verdict: Verdict | None, is_baseline: bool) -> Cell:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import isinf
 
+from .. import text
 from ..reports.common import Verdict
 from ..reports.diff import (
     DiffReport,
@@ -18,7 +19,6 @@ from ..reports.diff import (
     StageRow,
     StageSide,
 )
-from . import numbers
 from .common import VERDICT_TONES, notes, shape_cell, sizes
 from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
 
@@ -91,7 +91,7 @@ def _run(side: DiffSide) -> str:
     if side.path.reason:
         parts.append(f"not the fast path: {side.path.reason}")
     if side.rounding_error is not None:
-        parts.append(f"off float64 by at most {numbers.small(side.rounding_error)}")
+        parts.append(f"off float64 by at most {text.small(side.rounding_error)}")
     return "; ".join(parts)
 
 
@@ -114,7 +114,7 @@ def _stages(rows: tuple[StageRow, ...]) -> Table:
                 *_stage_side(row.right),
                 _number(row.max_abs_difference),
                 _number(row.relative_difference),
-                "" if row.times_noise is None else numbers.times(row.times_noise),
+                "" if row.times_noise is None else text.times(row.times_noise),
                 _verdict(row.verdict),
             )
             for row in rows
@@ -156,7 +156,7 @@ def _distance(row: StageRow) -> str:
         return f"{row.name}, of other sizes"
     if row.max_abs_difference is not None and isinf(row.max_abs_difference):
         return f"{row.name}, not finite on one side alone"
-    return f"{row.name}, {numbers.times(row.times_noise)} times the noise floor"
+    return f"{row.name}, {text.times(row.times_noise)} times the noise floor"
 
 
 def _outputs(report: DiffReport) -> Table:
@@ -190,7 +190,7 @@ def _difference(output: OutputDifference) -> tuple[Cell, ...]:
     return (
         Cell(_number(output.max_abs_difference)),
         Cell(_number(output.relative_difference)),
-        Cell("" if output.times_noise is None else numbers.times(output.times_noise)),
+        Cell("" if output.times_noise is None else text.times(output.times_noise)),
         _verdict(output.verdict),
     )
 
@@ -212,7 +212,7 @@ def _masked_rows(report: DiffReport) -> Table:
             (
                 "" if attention is None else str(attention),
                 str(batch),
-                numbers.spans(row.query for row in rows),
+                text.spans(row.query for row in rows),
                 *(Cell(kinds[content], "bad" if content == "nan" else "") for content in contents),
             )
             for (attention, batch, *contents), rows in groupby(report.masked_rows, _of_masked_row)
@@ -228,8 +228,8 @@ def _of_masked_row(row: MaskedRowPair) -> tuple[int | None, int, RowContent, Row
 def _parameters(report: DiffReport) -> Table:
     total = (
         "total",
-        numbers.count(report.left.numel),
-        numbers.count(report.right.numel),
+        text.count(report.left.numel),
+        text.count(report.right.numel),
         "the same count" if report.left.numel == report.right.numel else "",
     )
     return table(
@@ -243,11 +243,11 @@ def _place(place: ParameterPlace | None) -> str:
     if place is None:
         return "none"
     each = f"{len(place.names)} of " if len(place.names) > 1 else ""
-    return f"{place.where}: {each}{numbers.shape(place.shape)}"
+    return f"{place.where}: {each}{text.shape(place.shape)}"
 
 
 def _number(number: float | None) -> str:
-    return "" if number is None else numbers.small(number)
+    return "" if number is None else text.small(number)
 
 
 def _verdict(verdict: Verdict | None) -> Cell:

@@ -10,10 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .clean import clean, clean_lines
+from ..text import printable, printable_lines
 
 Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
 """What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
+
+
+LONGEST = 1000
+"""Characters of one field. No name that anybody gave has so many; one that does loses its middle, but in JSON."""
 
 
 def _set(block: object, name: str, value: object) -> None:
@@ -33,9 +37,9 @@ class Cell:
     """A sign behind the text that a line under the table explains."""
 
     def __post_init__(self) -> None:
-        _set(self, "text", clean(self.text))
-        _set(self, "axes", clean(self.axes))
-        _set(self, "mark", clean(self.mark))
+        _set(self, "text", printable(self.text, LONGEST))
+        _set(self, "axes", printable(self.axes))
+        _set(self, "mark", printable(self.mark))
 
     @property
     def full(self) -> str:
@@ -60,7 +64,7 @@ class Column:
     """Left out where every field is empty."""
 
     def __post_init__(self) -> None:
-        _set(self, "title", clean(self.title))
+        _set(self, "title", printable(self.title))
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Table:
     """Where it is too wide: whether it is cut into several tables, each with the first column again."""
 
     def __post_init__(self) -> None:
-        _set(self, "legend", clean(self.legend))
+        _set(self, "legend", printable(self.legend))
         kept = [i for i, c in enumerate(self.columns) if not c.optional or any(row[i].text for row in self.rows)]
         _set(self, "columns", tuple(self.columns[i] for i in kept))
         _set(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
@@ -103,7 +107,7 @@ class Facts:
     items: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
-        _set(self, "items", tuple((clean(label), clean(text)) for label, text in self.items))
+        _set(self, "items", tuple((printable(label), printable(text)) for label, text in self.items))
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class Paragraph:
     """What it is about, set before it and apart from it."""
 
     def __post_init__(self) -> None:
-        _set(self, "text", clean(self.text))
-        _set(self, "label", clean(self.label))
+        _set(self, "text", printable(self.text))
+        _set(self, "label", printable(self.label))
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,9 @@ class Verbatim:
     axes: str = ""
 
     def __post_init__(self) -> None:
-        _set(self, "text", clean_lines(self.text))
+        _set(self, "text", printable_lines(self.text))
         for name in ("title", "shape", "axes"):
-            _set(self, name, clean(getattr(self, name)))
+            _set(self, name, printable(getattr(self, name)))
 
 
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
@@ -148,8 +152,8 @@ class Section:
     """What is said behind the title on the same line."""
 
     def __post_init__(self) -> None:
-        _set(self, "title", clean(self.title))
-        _set(self, "detail", clean(self.detail))
+        _set(self, "title", printable(self.title))
+        _set(self, "detail", printable(self.detail))
 
 
 @dataclass(frozen=True)
@@ -163,4 +167,4 @@ class Document:
 
     def __post_init__(self) -> None:
         for name in ("title", "detail", "subtitle"):
-            _set(self, name, clean(getattr(self, name)))
+            _set(self, name, printable(getattr(self, name)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .. import text
 from ..reports.failure import Failure, ReachedOp, ReachedStage
-from . import numbers
 from .common import changes_only, shape_cell
 from .document import Block, Cell, Column, Facts, Paragraph, Section, Table, table
 
@@ -16,7 +16,7 @@ def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
         yield Section((_completed(failure.completed, dtype),), "completed before the failure")
     if failure.last_ops:
         told = len(failure.last_ops)
-        detail = "" if told == failure.num_ops else f"the last {told} of {numbers.count(failure.num_ops)}"
+        detail = "" if told == failure.num_ops else f"the last {told} of {text.count(failure.num_ops)}"
         yield Section((_operations(failure.last_ops),), "operations", detail)
     yield Section(tuple(_failed(failure, dtype)), "failed", f"{failure.error} at {failure.source}")
     if failure.cause is not None:
@@ -59,8 +59,8 @@ def _operations(ops: tuple[ReachedOp, ...]) -> Table:
             (
                 str(op.index),
                 op.name,
-                ", ".join(map(numbers.shape, op.inputs)),
-                ", ".join(map(numbers.shape, op.outputs)),
+                ", ".join(map(text.shape, op.inputs)),
+                ", ".join(map(text.shape, op.outputs)),
                 op.source,
                 op.module,
             )

@@ -8,7 +8,7 @@ from math import isfinite, isnan
 from typing import Any
 
 from ..reports.common import SCHEMA_VERSION
-from .clean import clean_json
+from ..text import printable_json
 
 
 def to_json(report: Any, command: str) -> str:
@@ -17,7 +17,7 @@ def to_json(report: Any, command: str) -> str:
     A field that is None by default was not asked for, and is left out while it is None. Others stay, as null.
     """
     content = {"schema_version": SCHEMA_VERSION, "command": command, **to_data(report)}
-    return clean_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return printable_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def to_data(value: Any) -> Any:

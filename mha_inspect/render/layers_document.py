@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .. import text
 from ..reports.layers import LayersReport
-from . import numbers
 from .document import Column, Document, Facts, Paragraph, Section, table
 
 COLUMNS = (
@@ -19,7 +19,7 @@ def layers_document(report: LayersReport) -> Document:
     rows = [(layer.name, layer.summary, layer.formula) for layer in report.layers]
     return Document(
         "layers",
-        f"{numbers.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
+        f"{text.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
         f"parameter counts with biases: {letters}",
         (
             Section((table(COLUMNS, rows),)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .clean import cells
+from ..text import cells
 from .document import Table
 from .wrapping import longest_word
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .. import text
 from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from . import numbers
 from .common import VERDICT_TONES, contents, notes, page, shape_cell, statistics
 from .document import Cell, Column, Document, Paragraph, Section, Table, table
 
@@ -57,14 +57,14 @@ def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Ta
             shape_cell(p.shape, p.axes),
             p.axes,
             p.dtype,
-            numbers.count(p.numel),
-            numbers.size(p.nbytes),
-            numbers.percent(p.share),
+            text.count(p.numel),
+            text.byte_size(p.nbytes),
+            text.percent(p.share),
             p.role,
         )
         for p in parameters
     ]
-    rows.append(("total", "", "", "", numbers.count(total.numel), numbers.size(total.nbytes), "", ""))
+    rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
     return table(PARAMETER_COLUMNS, rows, total=True)
 
 
@@ -72,10 +72,10 @@ def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
     """The closed formula beside the count."""
     if not total.formula:
         return ()
-    counted = numbers.count(total.numel)
+    counted = text.count(total.numel)
     if total.formula_numel is None:
         return (Paragraph(f"{total.formula} for {counted} parameters", label="formula"),)
-    given = numbers.count(total.formula_numel)
+    given = text.count(total.formula_numel)
     if total.formula_numel == total.numel:
         return (Paragraph(f"{total.formula} = {given}, as counted", "good", "formula"),)
     return (
@@ -84,7 +84,7 @@ def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
 
 
 def _bounds(piece: HeadSlice) -> tuple[str, str]:
-    return numbers.span(piece.rows), "" if piece.columns is None else numbers.span(piece.columns)
+    return text.span(piece.rows), "" if piece.columns is None else text.span(piece.columns)
 
 
 def _per_head(parameters: tuple[Parameter, ...]) -> Table:
@@ -102,8 +102,8 @@ def _per_head(parameters: tuple[Parameter, ...]) -> Table:
 
 
 def _proof(proof: PerHeadProof) -> Paragraph:
-    measured = f"largest difference {numbers.small(proof.max_abs_difference)}"
-    floor = f"noise floor {numbers.small(proof.noise_floor)} (measured against float64)"
+    measured = f"largest difference {text.small(proof.max_abs_difference)}"
+    floor = f"noise floor {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
     return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
 
@@ -112,10 +112,10 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     """A column a head count. What is not the same in every column is set in strong type."""
     rows: list[tuple[str, list[str]]] = [
         ("head_dim", [str(c.head_dim) for c in counts]),
-        ("parameters", [numbers.count(c.numel) for c in counts]),
+        ("parameters", [text.count(c.numel) for c in counts]),
     ]
     for name in dict.fromkeys(name for c in counts for name in c.shapes):
-        rows.append((name, [numbers.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
+        rows.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
         parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
         for part in parts:
             pieces = [_piece(c, name, part) for c in counts]

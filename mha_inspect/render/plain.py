@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .clean import cells
+from ..text import cells
 from .document import Block, Document, Facts, Paragraph, Table, Verbatim
 
 _GAP = "  "

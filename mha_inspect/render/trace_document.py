@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .. import text
 from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, Returned, Stage, Trace
-from . import numbers
 from .common import changes_only, contents, notes, page, shape_cell, statistics
 from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
 from .failure_sections import failure_sections
@@ -53,7 +53,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.masked_rows:
         yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
     if trace.ops is not None:
-        yield Section((_ops(trace.ops),), "operations", numbers.count(len(trace.ops)))
+        yield Section((_ops(trace.ops),), "operations", text.count(len(trace.ops)))
     if trace.notes:
         yield Section(notes(trace.notes))
     if trace.failure is None:
@@ -75,7 +75,7 @@ def _in_full(trace: Trace) -> Iterator[Section]:
         section = _attention(attention, title, trace.environment.dtype)
         if len(numbers_of) > 1:
             those = "Attention {} is" if len(numbers_of) == 2 else "Attentions {} are"
-            others = f"{those.format(numbers.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
+            others = f"{those.format(text.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
             section = replace(section, blocks=(*section.blocks, *notes([others])))
         yield section
     if trace.chosen is None and len(groups) > MOST_SHOWN:
@@ -145,7 +145,7 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
                 str(attention.head_dim),
                 shape_cell(scores.shape, scores.axes) if scores else "",
                 scores.axes if scores else "",
-                numbers.scale(attention.scale, attention.head_dim),
+                text.scale(attention.scale, attention.head_dim),
                 " ".join(attention.notes),
             )
         )
@@ -169,7 +169,7 @@ def _attention(attention: Attention, title: str, dtype: str) -> Section:
     facts.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
         facts.append(f"num_kv_heads {attention.num_kv_heads}")
-    facts += [f"head_dim {attention.head_dim}", f"scale {numbers.scale(attention.scale, attention.head_dim)}"]
+    facts += [f"head_dim {attention.head_dim}", f"scale {text.scale(attention.scale, attention.head_dim)}"]
     place = _place(attention)
     named = f"{title} in {place}" if place else title
     blocks: list[Block] = [_stages(attention.stages, dtype)]
@@ -190,8 +190,8 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
                 stage.axes,
                 stage.formula,
                 changed,
-                numbers.size(stage.nbytes),
-                numbers.flops(stage.flops),
+                text.byte_size(stage.nbytes),
+                text.flops(stage.flops),
                 stage.memory if stage.memory in ("view", "copy") else "",
             )
             for stage, changed in zip(stages, dtypes, strict=True)
@@ -236,7 +236,7 @@ def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
         table(
             columns,
             (
-                (str(batch), numbers.spans(queries), stage or "no stage", fate(opened), fate(plain))
+                (str(batch), text.spans(queries), stage or "no stage", fate(opened), fate(plain))
                 for (batch, stage, opened, plain), queries in alike.items()
             ),
         ),
@@ -244,7 +244,7 @@ def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
 
 
 def _operands(operands: tuple[Operand, ...]) -> str:
-    return ", ".join(f"%{operand.id} {numbers.shape(operand.shape)}" for operand in operands)
+    return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
 
 
 def _ops(ops: tuple[OpLine, ...]) -> Table:
@@ -287,9 +287,9 @@ def _proof(proof: Proof) -> Paragraph:
         return Paragraph(f"plain and opened outputs were not compared{note}", "muted")
     facts = []
     if proof.max_abs_difference is not None:
-        facts.append(f"largest difference {numbers.small(proof.max_abs_difference)}")
+        facts.append(f"largest difference {text.small(proof.max_abs_difference)}")
     if proof.noise_floor is not None:
-        facts.append(f"noise floor {numbers.small(proof.noise_floor)} (measured against float64)")
+        facts.append(f"noise floor {text.small(proof.noise_floor)} (measured against float64)")
     verdict = "agree" if proof.agrees else "DIFFER"
     measured = f": {', '.join(facts)}" if facts else ""
     return Paragraph(f"plain and opened outputs {verdict}{measured}{note}", "good" if proof.agrees else "bad")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .clean import cells
+from ..text import cells, fitting
 
 _WORD = re.compile(r"(?:%\d+ )?(?:\[[\d, ]*\]|[^ ])+ *")
 """A run without spaces; a shape counts as one, and so does an operand with its shape: `%3 [2, 12, 256],`."""
@@ -30,7 +30,7 @@ def breaks(text: str, width: int) -> list[int]:
         if used and used + cells(word) > room:
             starts.append(place)
             used = 0
-        while used + cells(word) > room and len(word) > 1:
+        while fitting(word, room - used) < len(word) and len(word) > 1:
             place += (taken := _fitting(word, room))
             word = word[taken:]
             starts.append(place)
@@ -40,7 +40,7 @@ def breaks(text: str, width: int) -> list[int]:
 
 def _fitting(word: str, room: int) -> int:
     """How many characters of a word that is too wide go on this line: one at least."""
-    fits = next((n for n in range(1, len(word) + 1) if cells(word[:n]) > room), len(word)) - 1
+    fits = fitting(word, room)
     return word.rfind("/", 0, fits) + 1 or max(fits, 1)
 
 

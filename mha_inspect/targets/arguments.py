@@ -14,8 +14,9 @@ from inspect import Parameter
 from typing import Any
 
 from ..errors import SpecError
+from ..text import did_you_mean, shown
 from .aliases import ALIASES, Flags, dashed, flag_of, rank_of
-from .values import convert, nearest, shown
+from .values import convert
 
 _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
@@ -295,4 +296,4 @@ def unknown_setting(key: str, names: list[str], owner: str) -> str:
     """The message for a --set that nothing takes."""
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     listed = (", ".join(names[:12]) or "none") + more
-    return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{nearest(key, names)}"
+    return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"

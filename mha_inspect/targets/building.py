@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DoesNotFitError
-from .memory import free_memory, human_bytes
+from ..text import byte_size
+from .memory import free_memory
 
 _FACTORIES = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye", "normal"})
 _NEAR = 8
@@ -74,7 +75,7 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
     need = _bytes_on_meta(build)
     if need is not None and need > free:
         raise DoesNotFitError(
-            f"{called} needs about {human_bytes(need)} and {human_bytes(free)} are free on cpu. Give it smaller sizes. "
+            f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
             "--device meta shows every shape without memory."
         )
     return build()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsafeFileError
+from ..text import printable
 from .memory import require_memory
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -31,7 +32,7 @@ def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
         UnsafeFileError: reading it would run code that is in it, or unpack what may be any size.
         DoesNotFitError: a tensor in it is larger than the free memory.
     """
-    name = shown(path)
+    name = printable(path)
     if not path.exists():
         raise InputError(f"{name} is not there. Give the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
     if not path.is_file():
@@ -60,14 +61,9 @@ def read_tensor(path: Path) -> Tensor:
     if len(content) != 1:
         names = ", ".join(map(repr, content)) or "none"
         raise InputError(
-            f"{shown(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
+            f"{printable(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
         )
     return next(iter(content.values()))
-
-
-def shown(path: Path) -> str:
-    """The path as a message may hold it: escaped when it has characters that would act on a terminal."""
-    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _key(key: object, name: str) -> str:
@@ -100,7 +96,7 @@ def _read_pt(path: Path) -> Any:
             with zipfile.ZipFile(path) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise UnsafeFileError(
-                        f"{shown(path)} is compressed, and may unpack to any size; torch.save does not compress. "
+                        f"{printable(path)} is compressed, and may unpack to any size; torch.save does not compress. "
                         "Save the tensor again with torch.save."
                     )
         # Said by name: an environment variable can turn the default off.
@@ -127,16 +123,16 @@ def _read_pt(path: Path) -> Any:
             named = _GLOBAL.search(text)
             what = f" ({named.group(1)})" if named else ""
             raise UnsafeFileError(
-                f"{shown(path)} holds an object that only runs as code{what}, and opening it would run that code. "
+                f"{printable(path)} holds an object that only runs as code{what}, and opening it would run that code. "
                 "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
             ) from None
         raise InputError(
-            f"{shown(path)} is not a file that torch.save wrote, or it is cut short. Save it again."
+            f"{printable(path)} is not a file that torch.save wrote, or it is cut short. Save it again."
         ) from None
 
 
 def _read_npy(path: Path) -> Tensor:
-    name = shown(path)
+    name = printable(path)
     with path.open("rb") as file:
         if file.read(6) != b"\x93NUMPY":
             raise InputError(f"{name} is not a .npy file: numpy's signature is missing. Save it with numpy.save.")
@@ -173,8 +169,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError:
-        raise InputError(f"{shown(path)} needs the library safetensors: pip install safetensors.") from None
+        raise InputError(f"{printable(path)} needs the library safetensors: pip install safetensors.") from None
     try:
         return dict(load_file(path))
     except (SafetensorError, ValueError, KeyError, RuntimeError):
-        raise InputError(f"{shown(path)} is not a .safetensors file, or it is cut short. Save it again.") from None
+        raise InputError(f"{printable(path)} is not a .safetensors file, or it is cut short. Save it again.") from None

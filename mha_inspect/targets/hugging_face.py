@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MhaInspectError
+from ..text import shown
 from .hugging_face_config import (
     NetworkNeededError,
     config_values,
@@ -29,7 +30,6 @@ from .hugging_face_config import (
 )
 from .importing import in_one_line
 from .memory import is_out_of_memory, require_memory
-from .values import shown
 
 if TYPE_CHECKING:
     from .target import Target, TargetSpec

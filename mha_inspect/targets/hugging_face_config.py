@@ -14,10 +14,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
+from ..text import did_you_mean, shown
 from .aliases import ALIASES, dashed, plain
 from .arguments import unknown_setting
 from .importing import in_one_line
-from .values import convert, nearest, shown
+from .values import convert
 
 if TYPE_CHECKING:
     from .target import TargetSpec
@@ -72,7 +73,7 @@ def find_config_class(transformers: ModuleType, kind: str, text: str, held: Mapp
     if held is not None:
         raise InputError(
             f"{shown(text)} is of type {shown(kind)}, which transformers {transformers.__version__} does not have."
-            f"{nearest(kind, known)}"
+            f"{did_you_mean(kind, known)}"
         )
     started = [name for name in known if kind.casefold().startswith((f"{name}-", f"{name}_"))]
     if "/" in kind or started:
@@ -81,7 +82,7 @@ def find_config_class(transformers: ModuleType, kind: str, text: str, held: Mapp
             f"{shown(kind)} is not a folder here, and nothing is downloaded. Download it first "
             f"(hf download {shown(kind)} --local-dir DIR) and give hf:DIR.{guess}"
         )
-    near = nearest(kind, known) or f" There are {len(known)}, among them bert, gpt2, llama, t5 and vit."
+    near = did_you_mean(kind, known) or f" There are {len(known)}, among them bert, gpt2, llama, t5 and vit."
     raise InputError(f"{shown(kind)} is neither a folder nor a type of model that transformers has.{near}")
 
 

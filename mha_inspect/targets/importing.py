@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import InputError
-from .values import nearest, shown
+from ..text import MESSAGE, did_you_mean, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
@@ -71,7 +71,7 @@ def _there_is(owner: Any, name: str) -> str:
     if not own:
         return "There is no torch.nn.Module in it."
     listed = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
-    return f"Modules in it: {listed}.{nearest(name, own)}"
+    return f"Modules in it: {listed}.{did_you_mean(name, own)}"
 
 
 def _names_in_file(path: Path) -> list[str]:
@@ -200,13 +200,7 @@ def in_one_line(error: BaseException) -> str:
     if not text and place:
         text = _line_of(error)
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return shown_long(f"{told} ({place})" if place and place not in told else told)
-
-
-def shown_long(text: str, most: int = 400) -> str:
-    """A text as a message may hold it: nothing in it moves the cursor, and it ends somewhere."""
-    clean = "".join(c if c.isprintable() else " " for c in text)
-    return clean if len(clean) <= most else clean[: most - 1] + "…"
+    return shown(f"{told} ({place})" if place and place not in told else told, MESSAGE)
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

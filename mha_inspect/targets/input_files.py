@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .files import read_tensor, read_tensors, shown
+from ..text import printable
+from .files import read_tensor, read_tensors
 from .spec import AttentionSpec, InputSpec, divisors
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -22,7 +23,7 @@ def read_query_key_value(path: Path, spec: AttentionSpec, inputs: InputSpec) -> 
 
     Raises `InputError` when a name, rank, width, length or dtype does not fit.
     """
-    file = shown(path)
+    file = printable(path)
     content = read_tensors(path)
     if isinstance(content, Tensor):
         content = {"query": content}
@@ -118,7 +119,7 @@ def read_attn_mask(path: Path, sizes: tuple[int, int, int, int]) -> Tensor:
     Raises:
         InputError: its shape does not fit, or it holds numbers where booleans are meant.
     """
-    file = shown(path)
+    file = printable(path)
     mask = read_tensor(path)
     _require_mask_shape(mask, file, sizes)
     if mask.dtype == torch.bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..naming.unit_sizes import without_ones
+from ..text import did_you_mean, shown
 from .aliases import ALIASES, Flags, dashed, plain
 from .arguments import signature_of
 from .call import Call, described
@@ -29,7 +30,6 @@ from .probe import Evidence, Probed, probe
 from .shapes import InputShape
 from .spec import InputSpec
 from .target import Target
-from .values import nearest, shown
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
@@ -122,7 +122,7 @@ class _Maker:
                 listed = ", ".join(self.parameters)
                 raise SpecError(
                     f"{flag} names {shown(key)}, which is no argument of {self._owner()}: {listed}."
-                    f"{nearest(key, list(self.parameters))}"
+                    f"{did_you_mean(key, list(self.parameters))}"
                 )
             named[key] = value
         return named

@@ -9,19 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DoesNotFitError
+from ..text import byte_size
 
 if TYPE_CHECKING:
     import torch
-
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-
-def human_bytes(count: int) -> str:
-    """The count in the unit that leaves one to four digits before the point: `1.5 GiB`."""
-    size, unit = float(count), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{count} {'byte' if count == 1 else 'bytes'}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
 def free_memory(device: torch.device | str) -> int | None:
@@ -141,7 +132,7 @@ def require_memory(need: int, device: torch.device | str, asked: str, way_out: s
     free = free_memory(device)
     if free is not None and need > free:
         raise DoesNotFitError(
-            f"{asked} needs about {human_bytes(need)} and {human_bytes(free)} are free on {device}. {way_out}"
+            f"{asked} needs about {byte_size(need)} and {byte_size(free)} are free on {device}. {way_out}"
         )
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..record.subject import Subject
+from ..text import did_you_mean, shown
 from .arguments import signature_of
 from .call import Call, described
 from .names import kind_of
 from .target import Target
-from .values import nearest, shown
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -34,9 +34,8 @@ def find_part(target: Target, path: str) -> nn.Module:
     if path not in paths:
         # Of a long list the first few say how paths are written.
         listed = ", ".join(list(paths)[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-        raise SpecError(
-            f"{target.name} has no module {shown(path)}. Its modules: {listed or 'none'}.{nearest(path, list(paths))}"
-        )
+        near = did_you_mean(path, paths)
+        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed or 'none'}.{near}")
     return paths[path]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import SpecError
-from .values import shown
+from ..text import shown
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
 _LARGEST = 2**40

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
+from ..text import shown
 from .aliases import Flags, dashed
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .building import with_room
 from .device import resolve
 from .importing import in_one_line, load_object
 from .memory import is_out_of_memory
-from .values import convert, shown
+from .values import convert
 
 HUGGING_FACE = "hf:"
 

@@ -6,12 +6,12 @@ import ast
 import sys
 import types
 from collections.abc import Mapping
-from difflib import get_close_matches
 from enum import Enum
 from inspect import Parameter
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ..errors import SpecError
+from ..text import shown
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 _MISSING: Any = Parameter.empty
@@ -29,12 +29,6 @@ def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> d
             raise SpecError(f"{flag} {shown(text)} is not NAME=VALUE. Write it as in {flag} embed_dim=512.")
         settings[name.strip()] = value.strip()
     return settings
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """` Did you mean X?`, or nothing where none is near."""
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any]) -> Any:
@@ -201,9 +195,3 @@ def _example(annotation: Any) -> str:
         return "2,3"
     examples = {int: "8", float: "0.1", bool: "true", type(None): "none"}
     return examples.get(annotation, "NAME, a name in its own file")
-
-
-def shown(text: str) -> str:
-    """A text as a message may hold it: nothing in it moves the cursor, and not too much of it."""
-    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return clean if len(clean) <= 60 else clean[:59] + "…"

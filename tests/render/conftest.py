@@ -12,6 +12,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files of the renderers anew")
+    parser.addoption("--update-schemas", action="store_true", help="write the JSON Schemas anew, from the reports")
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect.render import FORMATS, clean, clean_lines, to_text
+from mha_inspect.render import FORMATS, to_text
 from mha_inspect.reports.common import LayerInfo, Values
 from mha_inspect.reports.trace import OpLine, OpRef
+from mha_inspect.text import printable, printable_lines
 
 from .samples import FULL_PARAMS
 from .trace_samples import ATTENTION, STAGES, TRACE
@@ -118,13 +119,21 @@ def test_one_name_stays_on_one_line():
     assert any("first\\x0asecond" in line for line in lines)
 
 
+def test_a_name_of_any_length_takes_little_room_and_keeps_both_ends():
+    name = "first." + "e" + "\u0301" * 20_000 + ".last"
+    page = to_text(replace(FULL_PARAMS, parameters=(replace(FULL_PARAMS.parameters[0], name=name),)), "plain")
+    row = next(line for line in page.split("\n") if line.startswith("first."))
+    assert len(row) < 2000
+    assert ".last  " in row
+
+
 def test_what_is_escaped_can_be_read():
-    assert clean("a\x1b[31m\u202e\U000e0041") == "a\\x1b[31m\\u202e\\U000e0041"
-    assert clean("naïve √256 · kᵀ 漢字") == "naïve √256 · kᵀ 漢字"
-    assert clean_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\x0d\n"
+    assert printable("a\x1b[31m\u202e\U000e0041") == "a\\x1b[31m\\u202e\\U000e0041"
+    assert printable("naïve √256 · kᵀ 漢字") == "naïve √256 · kᵀ 漢字"
+    assert printable_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\x0d\n"
 
 
 @given(st.text())
 def test_cleaning_leaves_only_what_can_be_printed_and_is_done_once(text):
-    assert clean(text).isprintable()
-    assert clean(clean(text)) == clean(text)
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)

@@ -1,4 +1,4 @@
-"""The JSON output is what its schema says, and the schemas are strict enough to notice when it is not."""
+"""The JSON output is what its schema says, the schemas are current, and strict enough to notice when it is not."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mha_inspect.schemas import commands, load_schema
 
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF
 from .samples import COMPARE, FULL_PARAMS, LEARNING_COMPARE, ONE_KEY_COMPARE, REPORTS
+from .schemas import schemas_of_reports
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE
 
 
@@ -34,6 +35,15 @@ def validator(command: str) -> jsonschema.Draft202012Validator:
     schema = load_schema(command)
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
+
+
+def test_the_schemas_are_those_of_the_reports(request):
+    files = schemas_of_reports()
+    if request.config.getoption("--update-schemas", default=False):
+        for file, schema in files.items():
+            file.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+    stale = [file.name for file, schema in files.items() if json.loads(file.read_text(encoding="utf-8")) != schema]
+    assert not stale, "stale: pytest tests/render --update-schemas"
 
 
 def test_every_command_has_a_schema():

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...measure.stage_difference import distances
 from ...record.rounding import judge, rounding_error
 from ...reports.compare_heads import Gradients, HeadGradients, PartGradient
+from ...text import percent, plural
 from .learner import Learner
 from .rows import overall
-from .sentences import heads
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
 
@@ -97,7 +97,8 @@ def _answer(counts: Sequence[HeadGradients], cause: str) -> str:
     furthest = {part.part: part.relative_difference or 0.0 for part in differing[-1].parts if part.verdict == "differs"}
     most = max(furthest, key=lambda part: furthest[part])
     text = (
-        f"A first step of learning would change the weights differently: with {heads(differing[-1].num_heads)} the "
-        f"gradient of {most} is {100 * furthest[most]:.3g} % away from that with {heads(base.num_heads)}."
+        "A first step of learning would change the weights differently: with "
+        f"{plural(differing[-1].num_heads, 'head')} the gradient of {most} is "
+        f"{percent(furthest[most])} away from that with {plural(base.num_heads, 'head')}."
     )
     return f"{text} Parts whose shape the head count changes cannot be compared." if changed else text

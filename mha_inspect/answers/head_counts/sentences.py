@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...reports.compare_heads import HeadCount
 from ...targets.spec import AttentionSpec
+from ...text import listed, multiple, percent, plural
 from .runs import Walk
 from .weights import Carried
 
@@ -54,10 +55,8 @@ def _how(base: AttentionSpec, spec: AttentionSpec, walk: Walk, carried: Carried)
         change = _about(walk.first or "", carried.changes)
         return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
     if spec.rope and walk.first in _HEADS:
-        return (
-            f"positions turn the features within {heads(spec.num_heads)} of {int(spec.head_dim)} instead of {_of(base)}"
-        )
-    return walk.note or f"{heads(spec.num_heads)} of {int(spec.head_dim)} features instead of {_of(base)}"
+        return f"positions turn the features within {_split(spec)} instead of {_of(base)}"
+    return walk.note or f"{_split(spec)} features instead of {_of(base)}"
 
 
 def _about(stage: str, changes: Sequence[str]) -> str:
@@ -70,6 +69,10 @@ def _sums(spec: AttentionSpec) -> str:
     width = int(spec.head_dim)
     number = f"{spec.num_heads} sums" if spec.num_heads > 1 else "1 sum"
     return f"{number} over {width} {'feature' if width == 1 else 'features'}{' each' if spec.num_heads > 1 else ''}"
+
+
+def _split(spec: AttentionSpec) -> str:
+    return f"{plural(spec.num_heads, 'head')} of {int(spec.head_dim)}"
 
 
 def _of(spec: AttentionSpec) -> str:
@@ -96,8 +99,9 @@ def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     base, others = counts[0], counts[1:]
+    baseline = plural(base.num_heads, "head")
     if not others:
-        return f"It cannot be told: {heads(base.num_heads)} alone were run, and there is nothing to compare with."
+        return f"It cannot be told: {baseline} alone were run, and there is nothing to compare with."
     given = "the same weights and the same input" if same_weights else "the same input and what weights can be the same"
     differing = [count for count in others if count.verdict == "differs"]
     unsure = [count for count in others if count.verdict == "inconclusive"]
@@ -110,9 +114,9 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
         )
     furthest = max(differing, key=lambda count: count.relative_difference)
     text = (
-        f"Yes: with {given} the output of {_heads_of(differing)} differs from that of {heads(base.num_heads)}, "
-        f"by up to {_percent(furthest.relative_difference)} and by up to "
-        f"{_times(max(c.times_noise for c in differing))} the rounding error"
+        f"Yes: with {given} the output of {_heads_of(differing)} differs from that of {baseline}, "
+        f"by up to {percent(furthest.relative_difference)} and by up to "
+        f"{multiple(max(c.times_noise for c in differing))} times the rounding error"
     )
     rest = [count for count in others if count.verdict == "same"]
     if rest:
@@ -131,33 +135,15 @@ def about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) ->
             "to which head changes."
         )
     count, one = changed[0]
-    numbers = listed([f"{c.numel:,} with {heads(c.num_heads)}" for c in counts])
+    numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
     same = f"; {listed(one.carried)} {'are' if len(one.carried) > 1 else 'is'} the same" if one.carried else ""
     few = ", ".join(one.changes[:3])
     return (
         f"The weights cannot be the same, for the head count changes the parameters ({numbers}): with "
-        f"{heads(count.num_heads)} {few}{same}."
+        f"{plural(count.num_heads, 'head')} {few}{same}."
     )
-
-
-def heads(number: int) -> str:
-    """`1 head`, `8 heads`."""
-    return f"{number} {'head' if number == 1 else 'heads'}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
 def _heads_of(counts: Sequence[HeadCount]) -> str:
     numbers = listed([str(count.num_heads) for count in counts])
     return f"{numbers} {'head' if numbers == '1' else 'heads'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
-
-
-def _times(number: float) -> str:
-    return f"{number:,.0f} times" if number < 1e15 else "infinitely many times"

@@ -13,9 +13,9 @@ from ...errors import SpecError
 from ...record.copying import copy_module
 from ...record.rounding import judge
 from ...reports.compare_heads import HeadTraining, Training
+from ...text import plural
 from .gradients import LOSS, larger_floor
 from .learner import Learner
-from .sentences import heads
 
 LEARNING_RATE = 0.1
 OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
@@ -125,7 +125,7 @@ def _answer(counts: Sequence[HeadTraining], cause: str) -> str:
     differing = [count for count in others if count.verdict == "differs"]
     if differing:
         furthest = max(differing, key=lambda count: count.apart or 0.0)
-        ours, theirs = heads(furthest.num_heads), heads(base.num_heads)
+        ours, theirs = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
         return (
             f"{steps} the weights have moved apart: those of {ours} end {100 * (furthest.apart or 0.0):.3g} % as far "
             f"from those of {theirs} as those of {theirs} have moved."

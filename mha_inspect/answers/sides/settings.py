@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ...layers.registry import LayerKind, find_layer
 from ...layers.settings import OPTIONAL, check_settings, own_spec
 from ...reports.diff import SideName
 from ...targets.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec
+from ...text import did_you_mean, shown
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -101,11 +101,11 @@ def parse_settings(flag: str, texts: Sequence[str]) -> dict[str, Any]:
         name = typed.strip().replace("-", "_").lower()
         name = _OTHER_WORDS.get(name, name)
         if not equals:
-            raise SpecError(f"{flag} {_shown(text)} has no value: write KEY=VALUE, as in {flag} dtype=bfloat16.")
+            raise SpecError(f"{flag} {shown(text)} has no value: write KEY=VALUE, as in {flag} dtype=bfloat16.")
         if name not in SETTINGS:
             raise SpecError(_unknown(flag, typed.strip()))
         if name in settings:
-            raise SpecError(f"{flag} gives {name} twice, {settings[name]} and {_shown(value)}: give it once.")
+            raise SpecError(f"{flag} gives {name} twice, {settings[name]} and {shown(value)}: give it once.")
         settings[name] = _read(flag, name, value.strip())
     return settings
 
@@ -116,18 +116,11 @@ def _read(flag: str, name: str, value: str) -> Any:
     try:
         return SETTINGS[name](value)
     except _UnreadableError as error:
-        raise SpecError(f"{flag} {name}={_shown(value)} cannot be read: {name} must be {error}.") from None
+        raise SpecError(f"{flag} {name}={shown(value)} cannot be read: {name} must be {error}.") from None
 
 
 def _unknown(flag: str, typed: str) -> str:
-    near = get_close_matches(typed.replace("-", "_").lower(), SETTINGS, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]}?" if near else ""
-    return f"{flag} {_shown(typed)} is not a setting of a side: {', '.join(SETTINGS)}.{guess}"
-
-
-def _shown(text: str) -> str:
-    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return clean if len(clean) <= 60 else clean[:59] + "…"
+    return f"{flag} {shown(typed)} is not a setting of a side: {', '.join(SETTINGS)}.{did_you_mean(typed, SETTINGS)}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isinf
 
 from ...reports.diff import DiffReport, MaskedRowPair, ParameterPair
+from ...text import multiple, percent, small
 from .settings import Side
 
 
@@ -91,12 +92,12 @@ def whether(report: DiffReport, names: tuple[str, str], given: str = "with the s
     output, floor = report.output, f"the rounding of {report.noise.dtype}"
     if report.verdict == "same":
         exactly = output.max_abs_difference == 0
-        times = "bit for bit" if exactly else f"within rounding ({_times(output.times_noise)} times {floor})"
+        times = "bit for bit" if exactly else f"within rounding ({multiple(output.times_noise)} times {floor})"
         return f"The same: {given}, {left} and {right} return the same, {times}."
     if report.verdict == "inconclusive":
         return (
-            f"Open: the outputs of {left} and {right} are {_times(output.times_noise)} times {floor} apart, more than "
-            "two roundings and too little to call a difference."
+            f"Open: the outputs of {left} and {right} are {multiple(output.times_noise)} times {floor} apart, more "
+            "than two roundings and too little to call a difference."
         )
     rest = report.elsewhere
     if rest is not None and rest.verdict == "same":
@@ -115,7 +116,7 @@ def whether(report: DiffReport, names: tuple[str, str], given: str = "with the s
         return f"Not the same: the outputs of {left} and {right} are not finite in the same places{parts}."
     return (
         f"Not the same: {given}, the outputs of {left} and {right} are "
-        f"{_times(output.times_noise)} times {floor} apart, {_percent(relative)} of their size{parts}."
+        f"{multiple(output.times_noise)} times {floor} apart, {percent(relative)} of their size{parts}."
     )
 
 
@@ -175,7 +176,7 @@ def of_weights(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
             f"{_how_same(other.times_noise)})."
         )
     elif other is not None:
-        yield f"Carried the other way, they are {_times(other.times_noise)} times the noise floor apart."
+        yield f"Carried the other way, they are {multiple(other.times_noise)} times the noise floor apart."
 
 
 def _stand_ins(report: DiffReport) -> str:
@@ -190,7 +191,7 @@ def _stand_ins(report: DiffReport) -> str:
 
 
 def _how_same(times: float) -> str:
-    return "bit for bit" if times == 0 else f"{_times(times)} times the noise floor"
+    return "bit for bit" if times == 0 else f"{multiple(times)} times the noise floor"
 
 
 def _split(report: DiffReport) -> ParameterPair | None:
@@ -252,7 +253,7 @@ def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
     )
     errors = [side.rounding_error for side in (one, other)]
     told = [
-        f"{name} is off the result in float64 by at most {_small(error)}"
+        f"{name} is off the result in float64 by at most {small(error)}"
         for name, error in zip(names, errors, strict=True)
         if error is not None
     ]
@@ -262,17 +263,3 @@ def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
 
 def _short(kernel: str) -> str:
     return kernel.partition(" (")[0].partition(":")[0]
-
-
-def _small(number: float) -> str:
-    return f"{number:.1e}"
-
-
-def _times(number: float | None) -> str:
-    if number is None or isinf(number):
-        return "infinitely many"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share >= 1e-3 else f"{share:.1e}"

@@ -10,7 +10,6 @@ from torch import nn
 
 from ...graph.attention import Attention
 from ...graph.evaluate import CannotReplayError
-from ...graph.walk import NORMS
 from ...record.ops import Op, TensorRef
 from ...record.subject import Run
 from ...reports.params import HeadSlice
@@ -159,7 +158,7 @@ class _Reader:
             base = op.base_name.rstrip("_")
             beside = any(not self._graph.is_weight(tensor) for tensor in op.inputs)
             projection = self._found.projections.get(_SIDES[letter])
-            if op.base_name in NORMS or (base in ("mul", "div") and beside):
+            if op.does("norms") or (base in ("mul", "div") and beside):
                 return "norm" if projection is None or op.index > projection.index else "scale before"
             if base in ("cat", "copy"):
                 return "appended"

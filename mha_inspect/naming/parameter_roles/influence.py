@@ -16,12 +16,12 @@ import torch
 
 from ...graph.attention import Graph
 from ...graph.evaluate import CannotReplayError, run_again
-from ...graph.walk import NORMS
+from ...record.catalog import named
 from ...record.ops import Op, Recording, TensorRef
 
 _LONGEST = 400
 """Operations after which it gives up: no projection takes so many."""
-_STATISTICS = NORMS - {"native_layer_norm", "_fused_rms_norm", "pow"} | {"amax", "var", "std"}
+_STATISTICS = named("norms") - {"native_layer_norm", "_fused_rms_norm", "pow"} | {"amax", "var", "std"}
 """What a norm divides by hangs on all heads: it counts as a number that is given."""
 _DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_"}
 

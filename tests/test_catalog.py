@@ -1,0 +1,61 @@
+"""The table of what torch's operations do, against what torch itself says of them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from mha_inspect.graph.rules import _RULES
+from mha_inspect.record import catalog
+from mha_inspect.record.catalog import Trait, axes_rule, does, named
+
+OPERATIONS = catalog._OPERATIONS
+
+
+def overloads(name: str) -> list[torch._ops.OpOverload]:
+    """The overloads of an operation, and of the one that works in place."""
+    packets = [getattr(torch.ops.aten, form) for form in (name, f"{name}_") if hasattr(torch.ops.aten, form)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_is_one_of_torchs_with_a_known_rule_and_known_traits(name: str) -> None:
+    assert overloads(name)
+    rule, traits = OPERATIONS[name]
+    assert rule in {"", *_RULES}
+    assert traits <= set(get_args(Trait))
+
+
+def test_no_rule_and_no_trait_is_left_that_nothing_has() -> None:
+    assert {axes_rule(name) for name in OPERATIONS} - {""} == set(_RULES)
+    assert all(named(trait) for trait in get_args(Trait))
+
+
+@pytest.mark.parametrize("trait", ["scales", "bends"])
+def test_what_works_element_by_element_is_tagged_so_by_torch(trait: Trait) -> None:
+    for name in named(trait):
+        assert any(torch.Tag.pointwise in overload.tags for overload in overloads(name)), name
+
+
+def test_what_draws_is_what_torch_calls_nondeterministic() -> None:
+    for name in named("draws"):
+        assert any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads(name)), name
+
+
+def test_torch_counts_the_products_of_matrices_that_it_runs() -> None:
+    counted = {str(packet).rpartition(".")[2] for packet in flop_registry}
+    assert {"mm", "bmm", "addmm", "baddbmm", "convolution"} <= counted
+    assert all(does(name, "product") for name in ("mm", "bmm", "addmm", "baddbmm"))
+    assert not [name for name in counted if "attention" in name and does(name, "product")]
+    assert does("convolution", "convolution")
+
+
+def test_an_operation_in_place_does_what_the_other_does_and_an_unknown_one_nothing() -> None:
+    assert does("mul_", "scales")
+    assert does("copy_", "fills")
+    assert axes_rule("transpose_") == "transpose"
+    assert not does("a_kernel_of_tomorrow", *get_args(Trait))
+    assert axes_rule("a_kernel_of_tomorrow") == ""

@@ -1,0 +1,125 @@
+"""Text as people read it, against cases worked by hand, and the time that long names take."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from mha_inspect import text
+from mha_inspect.render.wrapping import pieces
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "written"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1024, "1.0 KiB"),
+        (24576, "24.0 KiB"),
+        (102_348, "99.9 KiB"),
+        (102_400, "100 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (35184372088832, "32.0 TiB"),
+        (5000 * 1024**5, "4.9 EiB"),
+        (2**71, "2,048 EiB"),
+    ],
+)
+def test_sizes(nbytes, written):
+    assert text.byte_size(nbytes) == written
+
+
+@pytest.mark.parametrize(
+    ("flops", "written"),
+    [(0, ""), (999, "999 FLOP"), (6291456, "6.3 MFLOP"), (147456, "147 kFLOP"), (10**15, "1.0 PFLOP")],
+)
+def test_flops(flops, written):
+    assert text.flops(flops) == written
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [(0.0, "0"), (1.19e-7, "1.2e-07"), (0.31415, "0.314"), (math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "-inf")],
+)
+def test_differences(number, written):
+    assert text.small(number) == written
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [(0.083333, "0.0833"), (-3.2109, "-3.2109"), (2.7e-5, "2.700e-05"), (3e9, "3.000e+09"), (0.0, "0")],
+)
+def test_statistics(number, written):
+    assert text.statistic(number) == written
+
+
+def test_multiples():
+    assert [text.times(n) for n in (0.04, 17.25, 1302118.4)] == ["0.0", "17.2", "1,302,118"]
+
+
+def test_bounds_include_both_ends():
+    assert [text.span(b) for b in ((0, 256), (3, 4), (5, 5))] == ["0–255", "3", "none"]
+    assert text.spans([7, 0, 1, 2, 3, 9, 2]) == "0–3, 7, 9"
+
+
+def test_shapes_and_counts():
+    assert text.shape((2, 12, 256)) == "[2, 12, 256]"
+    assert text.shape(()) == "[]"
+    assert text.count(1050624) == "1,050,624"
+    assert text.plural(1, "head") == "1 head"
+
+
+def test_lines_break_between_words_and_not_inside_a_shape():
+    assert pieces("%4 [1536], %2 [12, 512]", 15) == ["%4 [1536],", "%2 [12, 512]"]
+    assert pieces("into [12, 512]", 11) == ["into", "[12, 512]"]
+    assert pieces("torch/nn/functional.py:5904", 22) == ["torch/nn/", "functional.py:5904"]
+    assert pieces("abcdefgh ij", 3) == ["abc", "def", "gh", "ij"]
+    assert pieces("漢字漢字", 5) == ["漢字", "漢字"]
+    assert pieces("", 5) == []
+    assert text.cells("漢字 e\u0301") == 6
+
+
+def test_words_that_are_listed_and_multiples_in_a_sentence():
+    assert [text.listed("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert [text.multiple(n) for n in (None, math.inf, 17.25)] == ["infinitely many", "infinitely many", "17.2"]
+    assert [text.percent(share) for share in (0.749, 0.0, 1.2e-5)] == ["74.9 %", "0.0 %", "0.001 %"]
+
+
+def test_a_long_name_keeps_both_ends():
+    assert text.printable("encoder.layers.0.weight", 12) == "encode…eight"
+    assert text.printable("encoder", 7) == "encoder"
+    assert text.shown("\x1b" * 100) == r"\x1b" * 7 + r"\x" + "…" + "b" + r"\x1b" * 7
+
+
+@pytest.mark.parametrize(
+    ("typed", "known", "meant"),
+    [
+        ("trcae", ["trace", "params"], "trace"),
+        ("--embed-dmi", ["--embed-dim", "--head-dim"], "--embed-dim"),
+        ("Narow", ["narrow", "wide"], "narrow"),
+        ("fp16", ["float64", "float32", "float16"], "float16"),
+        ("bf16", ["float16", "bfloat16"], "bfloat16"),
+        ("--heads", ["--rope", "--num-heads"], "--num-heads"),
+        ("--verbose", ["--rope", "--version", "--no-bias", "--format"], ""),
+        ("--cuda", ["--causal", "--no-causal", "--set"], ""),
+        ("num_layer", ["vocab_size", "num_hidden_layers"], "num_hidden_layers"),
+        ("e", ["embed_dim"], ""),
+        ("", ["trace"], ""),
+        ("xyz", [], ""),
+    ],
+)
+def test_only_what_is_near_is_suggested(typed, known, meant):
+    assert text.did_you_mean(typed, known) == (f" Did you mean {meant}?" if meant else "")
+
+
+def test_a_pile_of_combining_marks_is_escaped_and_four_are_not():
+    assert text.printable("e\u0301\u0302\u0303\u0304x") == "e\u0301\u0302\u0303\u0304x"
+    assert text.printable("e" + "\u0301" * 6) == "e" + "\u0301" * 4 + r"\u0301\u0301"
+
+
+@pytest.mark.parametrize("name", ["e" + "\u0301" * 20_000, "漢" * 20_000, "a" * 20_000, "e\u0301" * 20_000])
+def test_lines_of_long_text_take_linear_time(name):
+    start = time.process_time()
+    assert sum(map(len, pieces(name, 20))) == len(name)
+    assert time.process_time() - start < 2  # one pass is 0.05 s; all the rest measured again for each line took 20
