@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
-from .export import Target
+from ..text import shown
+from .export import ExportFormat, Target
 from .screen import columns, in_color, is_terminal
-from .values import shown
 
 if TYPE_CHECKING:
     from ..render import Format
@@ -71,8 +70,7 @@ def give(
     failure: ExportError | None = None
     if target is not None:
         try:
-            page = partial(_page, report, target.format)
-            target.write(page() if drawn is None else drawn.exported(page, target.format))
+            target.write(_exported(report, target.format, drawn))
         except ExportError as error:
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
@@ -122,10 +120,16 @@ def forget_stdout() -> None:
         pass
 
 
-def _page(report: object, format: Format) -> str:
+def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
+    """Return what goes into a file: the report, the pictures, or both."""
+    image = None if drawn is None else drawn.image(format)
+    if image is not None:
+        return image
+    assert format != "png"  # `prepare` lets none pass without a picture
     from ..render import to_text
 
-    return _ended(to_text(report, format))
+    text = _ended(to_text(report, format))
+    return text if drawn is None else drawn.added(text, format)
 
 
 def _ended(text: str) -> str:

@@ -12,10 +12,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
-from .export import Target
+from ..text import shown
+from .export import ExportFormat, Target
 from .options import Options, option, size
 from .screen import columns, in_color
-from .values import shown
 
 if TYPE_CHECKING:
     from ..pictures.colour import Depth
@@ -198,17 +198,21 @@ class Drawn:
         depth: Depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
         return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
 
-    def exported(self, page: Callable[[], str], format: str) -> str | bytes:
-        """Return what goes into a file: the report with the pictures, or these alone where the file is an image."""
+    def image(self, format: ExportFormat) -> bytes | None:
+        """Return the pictures alone, where the file is one of an image; None where it is not."""
         if format == "png" or (format == "svg" and self.printed):
             from ..pictures.plot import to_file
 
-            return to_file(self.pictures, "png" if format == "png" else "svg")
+            return to_file(self.pictures, format)
+        return None
+
+    def added(self, text: str, format: ExportFormat) -> str:
+        """Return the report as a file has it, with the pictures in it."""
         if format == "html" and self.viewer is not None:
             from ..pictures.viewer import with_viewer
 
-            return with_viewer(page(), self.viewer())
-        return page() + (self.text("plain") if format == "plain" and self.printed else "")
+            return with_viewer(text, self.viewer())
+        return text + (self.text("plain") if format == "plain" and self.printed else "")
 
 
 def colours() -> "Depth":

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..render.clean import clean
+from ..text import printable
 
 Floats = npt.NDArray[np.float32]
 
@@ -22,7 +22,7 @@ class Side:
     """What stands at each place, such as a token; empty where places are numbered. Cleaned as it enters."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple(map(clean, self.labels)))
+        object.__setattr__(self, "labels", tuple(map(printable, self.labels)))
 
 
 @dataclass(frozen=True)

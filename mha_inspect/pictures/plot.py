@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..errors import InputError
-from ..render.clean import clean
+from ..text import printable
 from .colour import hex_table
 from .grid import Picture, Side
 from .terminal import number
@@ -71,13 +71,13 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     axes = [figure.add_subplot(high, wide, place + 1) for place in range(count)]
     shown = [_panel(picture, place, one) for place, one in enumerate(axes)]
     held = picture.range
-    label = clean(picture.title)
+    label = printable(picture.title)
     if picture.signed:
         label += f" (from {number(held.least)} to {number(held.most)})"
     figure.colorbar(shown[-1], ax=axes, label=_plain(label), shrink=min(0.9, 3 / high) if high > 1 else 0.9)
     told = [text for text, there in (("hatched: masked", held.masked), ("magenta: NaN", held.nan)) if there]
     told += ["white: inf"] if held.infinite else []
-    figure.supxlabel(_plain("   ".join([*told, *map(clean, picture.notes)])), fontsize="small")
+    figure.supxlabel(_plain("   ".join([*told, *map(printable, picture.notes)])), fontsize="small")
     return axes
 
 
@@ -110,7 +110,7 @@ def _panel(picture: Picture, place: int, axes: Axes) -> Any:
                 cmap=ListedColormap([colour]),
                 aspect=axes.get_aspect(),
             )
-    axes.set_title(_plain(clean(picture.panels[place])), fontsize="medium")
+    axes.set_title(_plain(printable(picture.panels[place])), fontsize="medium")
     axes.set_xlabel(_plain(picture.columns.name))
     axes.set_ylabel(_plain(picture.rows.name))
     _ticks(axes.xaxis, picture.columns, columns, 90)

@@ -10,9 +10,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..render import numbers
-from ..render.clean import cells, clean
 from ..render.wrapping import pieces
+from ..text import cells, fitting, plural, printable
 from .colour import INFINITE, NO_NUMBER, RAMP, Depth, codes
 from .grid import Floats, Picture, Side, reduced, steps
 
@@ -120,7 +119,7 @@ class _Page:
     def _band(self, first: int, found: npt.NDArray[np.int64], height: int, width: int) -> list[str]:
         room = (self.width - self._gutter + GAP) // self._beside - GAP
         across = max(found.shape[2] * self._zoom, min(self._widest_name, room))
-        cut = [_cut(clean(name), across) for name in self.picture.panels[first : first + len(found)]]
+        cut = [_cut(printable(name), across) for name in self.picture.panels[first : first + len(found)]]
         names = [name + " " * (across - cells(name)) for name in cut]
         edge = self._gutter - 1
         lines = [_right(f"{self.picture.rows.name} ↓", edge) + " " + (" " * GAP).join(names)]
@@ -138,7 +137,7 @@ class _Page:
 
     @cached_property
     def _widest_name(self) -> int:
-        return max(cells(clean(name)) for name in self.picture.panels)
+        return max(cells(printable(name)) for name in self.picture.panels)
 
     def _row_tick(self, line: int, row: int, height: int) -> str:
         labels = self.picture.rows.labels
@@ -188,7 +187,7 @@ class _Page:
     def _legend(self, height: int, width: int) -> list[str]:
         picture, held = self.picture, self.picture.range
         low, high = picture.scale
-        title, inked = clean(picture.title), self.depth != "none"
+        title, inked = printable(picture.title), self.depth != "none"
         if held.nan + held.infinite + held.masked == picture.values.size:
             parts = [f"{title}: no element is a finite number"]
         elif low == high:
@@ -206,7 +205,7 @@ class _Page:
         ):
             if count:
                 shown = f"{self._swatch(step)} {colour}" if inked else sign
-                parts.append(f"{shown}: {name}, {numbers.plural(count, 'element')}")
+                parts.append(f"{shown}: {name}, {plural(count, 'element')}")
         lines = self._filled(parts)
         notes = list(picture.notes)
         if (height, width) != (1, 1):
@@ -216,7 +215,7 @@ class _Page:
                 0,
                 f"Each cell is the largest of {height} × {width} elements {sides}: {rows:,} × {columns:,} do not fit.",
             )
-        return [*lines, *(line for note in notes for line in pieces(clean(note), self.width))]
+        return [*lines, *(line for note in notes for line in pieces(printable(note), self.width))]
 
     def _filled(self, parts: list[str]) -> list[str]:
         """Return the parts behind one another, on as many lines as that takes."""
@@ -289,14 +288,7 @@ def _downwards(names: list[str], zoom: int) -> list[str]:
 
 def _cut(text: str, room: int) -> str:
     """Return as much of the text as fits, and a sign where there was more."""
-    if cells(text) <= room:
-        return text
-    kept = ""
-    for character in text:
-        if cells(kept + character) > room - 1:
-            break
-        kept += character
-    return kept + "…"
+    return text if cells(text) <= room else text[: fitting(text, room - 1)] + "…"
 
 
 def _right(text: str, room: int) -> str:

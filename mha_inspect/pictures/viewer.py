@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..render.clean import clean
+from ..text import printable
 from .colour import hex_table
 from .grid import Picture, range_of, reduced
 from .terminal import number
@@ -107,19 +107,19 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
         if count
     ]
     return {
-        "stage": clean(picture.title),
-        "axes": [clean(picture.rows.name), clean(picture.columns.name)],
+        "stage": printable(picture.title),
+        "axes": [printable(picture.rows.name), printable(picture.columns.name)],
         "size": [rows, columns],
         "cells": [values.shape[1], values.shape[2]],
         "block": list(block),
         "bits": how.bits,
         "signed": picture.signed,
         "scale": list(picture.scale),
-        "heads": [clean(name) for name in picture.panels],
+        "heads": [printable(name) for name in picture.panels],
         "low": [one.least for one in ranges],
         "high": [one.most for one in ranges],
         "signs": signs,
-        "notes": [*notes, *map(clean, picture.notes)],
+        "notes": [*notes, *map(printable, picture.notes)],
         "data": base64.b64encode(codes.tobytes()).decode(),
     }
 
@@ -135,7 +135,7 @@ def held(attentions: Iterable[Attention], how: Mapping[str, Storage], first: Map
                     tokens[side.name] = list(side.labels)
         stages = [encoded(picture, how[picture.title]) for picture in attention.pictures]
         if stages:
-            shown.append({"name": clean(attention.name), "stages": stages})
+            shown.append({"name": printable(attention.name), "stages": stages})
     start = {"attention": 0, "stage": "weights", "head": 0, **first}
     colours = ["".join(hex_table(signed)) for signed in (False, True)]
     return {"attentions": shown, "tokens": tokens, "colours": colours, "first": start}

@@ -75,6 +75,15 @@ SVG_THEME = _theme(
 )
 
 
+def _codes(theme: TerminalTheme) -> list[str]:
+    colours = [theme.background_color, theme.foreground_color, *(theme.ansi_colors[n] for n in range(16))]
+    return [bytes(colour).hex() for colour in colours]
+
+
+_IN_THE_DARK = dict(reversed(list(zip(_codes(HTML_THEME), _codes(SVG_THEME), strict=True))))
+"""The colours of a page as they are where the reader's system is dark."""
+
+
 def to_table(document: Document, *, width: int | None, color: bool) -> str:
     """The page for a terminal of that width; without colour there is no escape sequence in it."""
     file = StringIO()
@@ -102,7 +111,10 @@ def to_svg(document: Document, *, width: int | None) -> str:
 
 def to_html(document: Document, *, width: int | None) -> str:
     """The page as one html file."""
-    return _recorder(document, width).export_html(theme=HTML_THEME, code_format=templates.HTML)
+    light = _recorder(document, width).export_html(theme=HTML_THEME, code_format=templates.HTML)
+    style = light[light.index("<style>") : light.index("</style>")].partition(">")[2]
+    dark = re.sub("#([0-9a-f]{6})", lambda colour: f"#{_IN_THE_DARK.get(colour[1], colour[1])}", style)
+    return light.replace("</style>", f"@media (prefers-color-scheme: dark) {{\n{dark}}}\n</style>", 1)
 
 
 def to_cell(document: Document) -> str:
