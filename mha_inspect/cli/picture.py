@@ -130,16 +130,11 @@ def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
     """Return each attention of a run whose tensors were kept."""
     from ..naming.canonical import contents_of
     from ..pictures.stages import Attended
+    from ..reports.trace import attention_names
 
-    count = len(trace.attentions)
     return [
-        Attended(
-            f"attention {place + 1} of {count}" + (f" in {one.module}" if one.module else "") if count > 1 else "",
-            one.num_heads,
-            one.num_kv_heads,
-            partial(contents_of, run, *run.attentions[place]),
-        )
-        for place, one in enumerate(trace.attentions)
+        Attended(name, one.num_heads, one.num_kv_heads, partial(contents_of, run, *found))
+        for name, one, found in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
     ]
 
 

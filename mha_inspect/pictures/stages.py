@@ -58,6 +58,24 @@ class Attended:
         )
 
 
+def canonical_contents(kept: Mapping[str, tuple[Tensor, str]], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return stages, each a tensor and its axes, in `CANONICAL_AXES`; without those of which an axis has no name.
+
+    `sizes` are those of the axes that may share a dimension with others.
+    """
+    from ..naming.canonical import canonical
+
+    lengths = {
+        name: size
+        for tensor, axes in kept.values()
+        if "(" not in axes and len(axes.split()) == tensor.dim()
+        for name, size in zip(axes.split(), tensor.shape, strict=True)
+        if name in ("batch", "query", "key")
+    }
+    contents = {stage: canonical(tensor, stage, axes, {**lengths, **sizes}) for stage, (tensor, axes) in kept.items()}
+    return {stage: tensor for stage, tensor in contents.items() if tensor is not None}
+
+
 def for_viewer(
     attended: Sequence[Attended],
     *,
@@ -127,9 +145,10 @@ def stage_picture(
     Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
     """
     if stage not in contents:
+        instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
         raise SpecError(
             f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
-            f"It has {', '.join(contents) or 'none'}."
+            + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
         )
     tensor = contents[stage]
     if not 0 <= batch_row < tensor.shape[0]:
