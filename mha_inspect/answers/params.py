@@ -24,6 +24,7 @@ from ..targets.device import resolve
 from ..targets.flag_inputs import make_inputs
 from ..targets.memory import require_memory
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import side_by_side
 
@@ -54,6 +55,7 @@ def params_spec(
     layer: str = "torch",
     per_head: bool = False,
     num_heads: tuple[int, ...] = (),
+    norms: bool = False,
 ) -> ParamsReport:
     """The parameters of a layer built from a spec.
 
@@ -64,6 +66,7 @@ def params_spec(
         layer: name in the registry of layers.
         per_head: whether to show each head's rows and columns, and to prove them by running.
         num_heads: several head counts are set side by side, with what changes between them.
+        norms: whether to measure each head's part of each matrix.
 
     Raises:
         SpecError: the layer is unknown, or a head count does not fit.
@@ -90,11 +93,17 @@ def params_spec(
         per_head_proof=proof,
         side_by_side=columns,
         changes=changes,
+        head_norms=head_norms(module, _parameters(module, known, Show(), per_head=True)) if norms else None,
     )
 
 
 def params(
-    module: nn.Module, *, own: Subject | None = None, show: Show | None = None, per_head: bool = False
+    module: nn.Module,
+    *,
+    own: Subject | None = None,
+    show: Show | None = None,
+    per_head: bool = False,
+    norms: bool = False,
 ) -> ParamsReport:
     """The parameters of any module.
 
@@ -105,6 +114,7 @@ def params(
             buffers and generators as they were.
         show: whether statistics and values are shown.
         per_head: whether to show each head's rows and columns.
+        norms: whether to measure each head's part of each matrix.
 
     Raises:
         InputError: the module has lazy parameters, which have no shape before its first call.
@@ -128,6 +138,7 @@ def params(
         total=_total(module, known),
         per_head_proof=_prove_module(module, known.roles) if per_head else None,
         notes=notes,
+        head_norms=head_norms(module, _parameters(module, known, Show(), per_head=True)) if norms else None,
     )
 
 

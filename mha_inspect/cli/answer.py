@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
     from .options import Options
-    from .picture import Drawn, Wanted
+    from .picture import Drawn
 
 
 # Windows reports a reader that is gone as EINVAL.
@@ -34,8 +34,13 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options, want: Wanted | None = None) -> Target | None:
+def prepare(options: Options, *, draws: bool = False, prints: bool = True) -> Target | None:
     """Return where --export goes, looked at before anything is computed; None where nothing is exported.
+
+    Args:
+        options: what was asked for.
+        draws: whether there is a picture.
+        prints: whether it was asked for by name, so that an .svg is one of it.
 
     Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, and `InputError`
     when nothing is there to make one with.
@@ -43,9 +48,9 @@ def prepare(options: Options, want: Wanted | None = None) -> Target | None:
     if options.export is None:
         return None
     target = Target.of(options.export)
-    if target.format == "png" and want is None:
+    if target.format == "png" and not draws:
         raise ExportError(f"{shown(target.asked)} is a picture, and none is drawn. Add --picture, or end it in .svg.")
-    if target.format == "png" or (target.format == "svg" and want is not None):
+    if target.format == "png" or (target.format == "svg" and draws and prints):
         from ..pictures.plot import require_matplotlib
 
         require_matplotlib(f"--export {shown(target.asked)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,7 +10,11 @@ from ..errors import ExitCode
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
+from .picture import Drawn, require_numbers
 from .target_argument import TargetArgument
+
+if TYPE_CHECKING:
+    from ..reports.params import ParamsReport
 
 app = typer.Typer(add_completion=False)
 
@@ -29,6 +33,9 @@ def params(
     per_head: Annotated[
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
     ] = False,
+    picture: Annotated[
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
+    ] = False,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
 
@@ -39,7 +46,7 @@ def params(
     trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
     """
     if target is not None:
-        return _of_target(target, options, per_head)
+        return _of_target(target, options, per_head, picture)
     options.require_no_target_settings("params")
     from . import specs
 
@@ -51,25 +58,38 @@ def params(
     run, show = specs.run(options), specs.show(options)
     from .answer import give, prepare
 
-    export = prepare(options)
+    require_numbers(options, picture)
+    export = prepare(options, draws=picture)
 
     from ..answers.params import params_spec
 
     resume()
     side_by_side = (first, *more) if more else ()
-    report = params_spec(spec, run, show, layer=options.layer, per_head=per_head, num_heads=side_by_side)
-    give(report, options, export)
+    settings: dict[str, Any] = {"per_head": per_head, "num_heads": side_by_side, "norms": picture}
+    report = params_spec(spec, run, show, layer=options.layer, **settings)
+    give(report, options, export, _drawn(report))
     return ExitCode.OK
 
 
-def _of_target(target: str, options: Options, per_head: bool) -> ExitCode:
+def _of_target(target: str, options: Options, per_head: bool, picture: bool) -> ExitCode:
     from . import specs
     from .answer import give, prepare
     from .target import check_target, params_target
 
     check_target(target, options, "params")
     specs.show(options)
-    export = prepare(options)
+    require_numbers(options, picture)
+    export = prepare(options, draws=picture)
     resume()
-    give(params_target(target, options, per_head=per_head), options, export)
+    report = params_target(target, options, per_head=per_head, norms=picture)
+    give(report, options, export, _drawn(report))
     return ExitCode.OK
+
+
+def _drawn(report: ParamsReport) -> Drawn | None:
+    """Return the picture of a report that has norms."""
+    if report.head_norms is None:
+        return None
+    from ..pictures.heads import norms_picture
+
+    return Drawn((norms_picture(report.head_norms),), printed=True)

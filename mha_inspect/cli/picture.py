@@ -91,11 +91,16 @@ def wanted(
         raise SpecError(
             "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
         )
-    if options.device == "meta":
-        if stage is None and ending == ".html":
-            return None
-        raise DeviceError("device meta has shapes and no numbers to draw. Try --device cpu.")
+    if options.device == "meta" and stage is None and ending == ".html":
+        return None
+    require_numbers(options, draws=True)
     return Wanted(stage or "weights", heads, batch_row, names, stage is not None)
+
+
+def require_numbers(options: Options, draws: bool) -> None:
+    """Raise `DeviceError` where something is to be drawn, and there are no numbers."""
+    if draws and options.device == "meta":
+        raise DeviceError("device meta has shapes and no numbers to draw. Try --device cpu.")
 
 
 def heads_of(typed: str) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ def called(call: Call) -> str:
     return f"The forward was called with {call.described}.{drawn}"
 
 
-def params_target(text: str, options: Options, *, per_head: bool) -> ParamsReport:
+def params_target(text: str, options: Options, *, per_head: bool, norms: bool = False) -> ParamsReport:
     """Build the target, and report its parameters: what they are for is read off one call of it.
 
     Where its inputs cannot be made, or its forward raises, the report says why, and has no roles. Raises as
@@ -147,11 +147,11 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         target = load(text, options)
         try:
-            report, why = _params_of_call(target, options, show, per_head), ""
+            report, why = _params_of_call(target, options, show, per_head, norms), ""
         except MhaInspectError as error:
             if options.input_shape or options.input or any(map(is_lazy, target.module.parameters())):
                 raise
-            report = params(target.module, show=show, per_head=per_head)
+            report = params(target.module, show=show, per_head=per_head, norms=norms)
             why = f"What they are for is read off a run, and there is none: {error}"
     for note in target.notes:
         tell(note)
@@ -163,7 +163,7 @@ def params_target(text: str, options: Options, *, per_head: bool) -> ParamsRepor
     )
 
 
-def _params_of_call(target: Target, options: Options, show: Show, per_head: bool) -> ParamsReport:
+def _params_of_call(target: Target, options: Options, show: Show, per_head: bool, norms: bool) -> ParamsReport:
     """Raises `MhaInspectError` where it cannot be called, or its forward raises."""
     from ..answers.params import params
     from ..targets.target import seed_everything
@@ -171,7 +171,7 @@ def _params_of_call(target: Target, options: Options, show: Show, per_head: bool
     call = call_of(target, options)
     seed_everything(options.seed)
     try:
-        return params(target.module, own=call.of(target.module), show=show, per_head=per_head)
+        return params(target.module, own=call.of(target.module), show=show, per_head=per_head, norms=norms)
     except Exception as error:
         raise explained(error, target, call) from error
 

@@ -71,7 +71,7 @@ def trace(
         check_target(target, options, "trace")
     from .answer import give, prepare
 
-    export = prepare(options, want)
+    export = prepare(options, draws=want is not None, prints=want is not None and want.asked)
 
     from ..answers.trace import traced_spec
     from .choice import choose

@@ -11,7 +11,6 @@ from ..text import MESSAGE, did_you_mean, shown
 OPTIONS_OF_ONE_COMMAND = {
     "--attention": "trace",
     "--module": "trace",
-    "--picture": "trace",
     "--head": "trace",
     "--batch-row": "trace",
     "--tokens": "trace",

@@ -50,6 +50,8 @@ class Picture:
     signed: bool = False
     """Whether zero is the middle of the colours, and not where they begin."""
     notes: tuple[str, ...] = ()
+    below: bool = False
+    """Whether panels stand below each other, to be compared column by column, and never side by side."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,12 +71,6 @@ class Picture:
             size = max(abs(self.range.least), abs(self.range.most))
             return -size, size
         return self.range.least, self.range.most
-
-    def chosen(self, panels: tuple[int, ...]) -> Picture:
-        """Return the picture of these panels alone."""
-        names = tuple(self.panels[place] for place in panels)
-        values = self.values[list(panels)]
-        return Picture(self.title, names, values, self.rows, self.columns, self.signed, self.notes)
 
 
 def range_of(values: Floats) -> Range:

@@ -58,7 +58,7 @@ def to_file(pictures: Sequence[Picture], format: Literal["png", "svg"]) -> bytes
 def size_of(picture: Picture) -> tuple[float, float]:
     """Return the inches of a figure that the picture looks well on."""
     count, rows, columns = picture.shape
-    wide = min(count, _BESIDE)
+    wide = 1 if picture.below else min(count, _BESIDE)
     width = 5.0 if count == 1 else _INCHES
     return wide * width + 1, -(-count // wide) * width * min(max(rows / columns, 0.3), 3) + 0.9
 
@@ -66,7 +66,7 @@ def size_of(picture: Picture) -> tuple[float, float]:
 def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     """Draw the picture on an empty figure, and return the axes of each panel."""
     count = picture.shape[0]
-    wide = min(count, _BESIDE)
+    wide = 1 if picture.below else min(count, _BESIDE)
     high = -(-count // wide)
     axes = [figure.add_subplot(high, wide, place + 1) for place in range(count)]
     shown = [_panel(picture, place, one) for place, one in enumerate(axes)]

@@ -72,7 +72,7 @@ class _Page:
         """Columns that a cell takes: two where the whole is small, or has names that want to be read."""
         count, rows, columns = self.picture.shape
         named = bool(self.picture.rows.labels or self.picture.columns.labels)
-        beside = 1 if named or self.depth == "none" else count
+        beside = 1 if named or self.depth == "none" or self.picture.below else count
         room = (self.width - self._gutter + GAP) // beside - GAP
         limit = 2 * LARGE if named else LARGE
         return 2 if max(rows, columns) <= limit and 2 * columns <= room else 1
@@ -81,6 +81,8 @@ class _Page:
     def _beside(self) -> int:
         """How many panels stand side by side."""
         count, _, columns = self.picture.shape
+        if self.picture.below:
+            return 1
         side = columns * self._zoom if self._zoom > 1 else min(columns, SIDE)
         side = max(side, self._widest_name)
         return max(min(count, (self.width - self._gutter + GAP) // (side + GAP)), 1)
