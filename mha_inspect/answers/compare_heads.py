@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..layers.building import blank
 from ..layers.registry import find_layer
 from ..layers.settings import check_settings, own_spec, spec_for
 from ..measure.stage_difference import size_of
-from ..record.subject import Forward, build_forward
+from ..record.subject import Forward, Subject, build_forward
 from ..reports.common import Environment, LayerInfo
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from ..targets.device import resolve
@@ -67,6 +67,7 @@ def compare_heads_spec(
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    see: Callable[[int, Subject], None] | None = None,
 ) -> CompareHeadsReport:
     """The same weights and the same input through several head counts.
 
@@ -80,6 +81,7 @@ def compare_heads_spec(
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
         focus: whether to measure what each head looks at.
+        see: is called with each head count and the subject that was compared.
 
     Raises:
         SpecError: the layer is unknown, a head count does not fit, or there would be nothing to compare.
@@ -95,6 +97,9 @@ def compare_heads_spec(
     require_fit(widest, inputs, run, layer, keep=False)
     comparison = _Comparison(specs, inputs, run, layer)
     rows = comparison.rows
+    if see is not None:
+        for forward in comparison.forwards:
+            see(forward.spec.num_heads, forward)
     learners = [layer_learner(forward) for forward in comparison.forwards] if gradients or steps else []
     return CompareHeadsReport(
         environment=Environment(torch=torch.__version__, device=run.device, dtype=spec.dtype, seed=spec.seed),

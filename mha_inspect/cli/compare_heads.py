@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,12 @@ from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, option, shares_options, size
+from .picture import Drawn, averaged, require_drawable
 from .target_argument import TargetArgument
 from .values import counts
+
+if TYPE_CHECKING:
+    from ..record.subject import Subject
 
 app = typer.Typer(add_completion=False)
 
@@ -58,6 +62,9 @@ def compare_heads(
     focus: Annotated[
         bool, option("--focus", PANEL, "Measure how many keys each head looks at, how far away, how differently.")
     ] = False,
+    picture: Annotated[
+        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.")
+    ] = False,
     fail_if: FailIf = None,
 ) -> ExitCode:
     """Run the same weights and the same input through several head counts, and say what differs, where and why.
@@ -72,9 +79,13 @@ def compare_heads(
     from . import specs
     from .answer import give, prepare
 
+    compared_subjects: list[tuple[int, Subject]] = []
+    if picture:
+        require_drawable(options)
+        extras["see"] = lambda count, own: compared_subjects.append((count, own))
     if target is not None:
         compared = _counts_of_target(options, target, counts("heads", heads))
-        export = prepare(options)
+        export = prepare(options, draws=picture)
         from .compare_heads_target import compare_heads_target
 
         resume()
@@ -89,13 +100,13 @@ def compare_heads(
 
         check_settings(LAYERS[options.layer], spec, inputs, run)
         specs.show(options)
-        export = prepare(options)
+        export = prepare(options, draws=picture)
 
         from ..answers.compare_heads import compare_heads_spec
 
         resume()
         report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, **extras)
-    give(report, options, export)
+    give(report, options, export, Drawn((averaged(compared_subjects),), printed=True) if picture else None)
     return exit_code(report.verdict, fail_if)
 
 

@@ -10,7 +10,7 @@ from ..errors import ExitCode
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, option, shares_options
-from .picture import Drawn, require_numbers
+from .picture import Drawn, require_drawable
 from .target_argument import TargetArgument
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def params(
     run, show = specs.run(options), specs.show(options)
     from .answer import give, prepare
 
-    require_numbers(options, picture)
+    if picture:
+        require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
 
     from ..answers.params import params_spec
@@ -78,7 +79,8 @@ def _of_target(target: str, options: Options, per_head: bool, picture: bool) -> 
 
     check_target(target, options, "params")
     specs.show(options)
-    require_numbers(options, picture)
+    if picture:
+        require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
     resume()
     report = params_target(target, options, per_head=per_head, norms=picture)

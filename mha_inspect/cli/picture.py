@@ -4,7 +4,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..pictures.colour import Depth
     from ..pictures.grid import Picture
     from ..pictures.stages import Attended
-    from ..record.subject import Run
+    from ..record.subject import Run, Subject
     from ..reports.trace import Trace
 
 PANEL = "Picture"
@@ -87,19 +87,23 @@ def wanted(
                     f"{flag} {shown(given)} says what a picture shows, and none is drawn. Add --picture weights."
                 )
         return None
-    if stage is not None and options.format == "json" and ending not in _DRAWN:
-        raise SpecError(
-            "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
-        )
     if options.device == "meta" and stage is None and ending == ".html":
         return None
-    require_numbers(options, draws=True)
+    require_drawable(options)
     return Wanted(stage or "weights", heads, batch_row, names, stage is not None)
 
 
-def require_numbers(options: Options, draws: bool) -> None:
-    """Raise `DeviceError` where something is to be drawn, and there are no numbers."""
-    if draws and options.device == "meta":
+def require_drawable(options: Options, *, in_json: bool = False) -> None:
+    """Let it pass where there are numbers to draw, and somewhere to draw them; `in_json` JSON has them too.
+
+    Raises `SpecError` or `DeviceError` otherwise.
+    """
+    ending = "" if options.export is None else options.export.suffix.lower()
+    if options.format == "json" and ending not in _DRAWN and not in_json:
+        raise SpecError(
+            "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
+        )
+    if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers to draw. Try --device cpu.")
 
 
@@ -178,6 +182,29 @@ def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Dr
         head=want.heads[0] if want.heads else 0,
     )
     return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
+
+
+def averaged(subjects: "Sequence[tuple[int, Subject]]") -> "Picture":
+    """Return the weights of each head count, averaged over the heads: of the first attention, where there are several.
+
+    Each subject is run once more, and that leaves no trace.
+    """
+    import torch
+
+    from ..naming.canonical import contents_of
+    from ..pictures.heads import counts_picture
+    from ..pictures.stages import Attended
+
+    counts = []
+    for count, own in subjects:
+        with torch.no_grad(), own.replaying(own.state()):
+            run = own.recorded(keep=True)
+        run = replace(run, wider=own.wider_run(run))
+        if not run.attentions:
+            raise SpecError("the weights cannot be drawn: no attention was found.")
+        several = f"attention 1 of {len(run.attentions)}" if len(run.attentions) > 1 else ""
+        counts.append((count, Attended(several, count, count, partial(contents_of, run, *run.attentions[0]))))
+    return counts_picture(counts)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from ..reports.params import HeadNorms
 from .grid import Picture, Side
 
 if TYPE_CHECKING:
-
     from .stages import Attended
 
 
@@ -57,4 +56,5 @@ def counts_picture(
         panels.append(np.where(masked.all(axis=0), np.float32(-np.inf), mean))
     names = tuple(f"{count} head{'' if count == 1 else 's'}" for count, _ in counts)
     title = "weights, averaged over the heads"
+    title += f", of {counts[0][1].name}" if counts[0][1].name else ""
     return Picture(title, names, np.stack(panels), first.rows, first.columns, notes=first.notes, below=True)

@@ -109,6 +109,28 @@ def _transformers() -> ModuleType:
     return transformers  # type: ignore[no-any-return]
 
 
+def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Return the ids of a text, `batch seq`, and what each stands for, by the tokenizer in `hf:DIRECTORY`.
+
+    Raises `InputError` where there is none, or it cannot be read.
+    """
+    place = Path(target.removeprefix("hf:"))
+    if not target.startswith("hf:") or not place.is_dir():
+        raise InputError(f"--text needs a tokenizer, and {shown(target)} has none: name a directory, as in hf:path/to.")
+    transformers = _transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(place), local_files_only=True, trust_remote_code=False
+        )
+        ids = tokenizer(text)["input_ids"]
+        names = tokenizer.convert_ids_to_tokens(ids)
+    except Exception as error:
+        raise InputError(f"{shown(target)} has no tokenizer that can be read: {in_one_line(error)}") from None
+    if not ids:
+        raise InputError(f"--text {shown(text)} has no tokens. Give some words.")
+    return torch.tensor([ids]), tuple(map(str, names))
+
+
 # -- the model --------------------------------------------------------------------------------------------------------
 
 

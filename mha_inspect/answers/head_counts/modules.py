@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from ...errors import SpecError
 from ...measure.stage_difference import compare_stage
 from ...naming.stages import STAGES
 from ...record.proof import draws
+from ...record.subject import Subject
 from ...reports.compare_heads import CompareHeadsReport, HeadCount
 from ...targets.spec import AttentionSpec
 from ..sides.module_run import ModuleRun, ModuleSide
@@ -45,6 +46,7 @@ def compare_modules(
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    see: Callable[[int, Subject], None] | None = None,
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
@@ -56,6 +58,7 @@ def compare_modules(
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
         focus: whether to measure what each head looks at.
+        see: is called with each head count and the subject that was compared.
 
     Raises:
         SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
@@ -67,6 +70,9 @@ def compare_modules(
     runs = [ModuleRun(one.side) for one in built]
     for one, run in zip(built, runs, strict=True):
         _require_comparable(one, run, runs[0])
+    if see is not None:
+        for one in built:
+            see(one.num_heads, one.side.own)
     specs = [_spec(one, run) for one, run in zip(built, runs, strict=True)]
     sight = sight_of_runs(runs)
     equal = claims(sight) if all(one.same for one in carried) else []
