@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -22,14 +22,12 @@ from .naming.canonical import own_axes
 from .naming.stages import STAGES
 from .record.copying import copy_module
 from .record.kept import Stages, keep_stages
-from .record.kernels import fused_kernels
-from .record.recorder import opened
 from .record.run import AttemptRecorder
 from .record.subject import Run, Subject
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.read import read_report
-from .reports.trace import Attention, Proof, Stage, Trace, attention_names
+from .reports.trace import Attention, Stage, Trace, attention_names
 from .targets.spec import Show
 
 if TYPE_CHECKING:
@@ -249,8 +247,8 @@ def load(path: str | PathLike[str]) -> LiveTrace:
 def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
     """Run `module(*args, **kwargs)` and report every attention in it, found by its dataflow.
 
-    The module is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the same
-    random numbers; outputs, gradients, buffers and generators are left as one call leaves them.
+    The module is run once, as it is. Where that run hides stages in fused kernels, each is opened beside its result;
+    outputs, gradients, buffers and generators are as one call leaves them.
 
     Args:
         module: any module.
@@ -359,7 +357,7 @@ def _require_module(value: object, asked: str) -> None:
     """Raise `TypeError` with what to do for what is no module."""
     if not isinstance(value, nn.Module):
         way_out = (
-            "Call it inside of a block instead: with mha_inspect.recording(open_up=True) as r."
+            "Call it inside of a block instead: with mha_inspect.recording() as r."
             if callable(value) and not isinstance(value, type)
             else "Give a module, such as MyAttention(64, 8)."
         )
@@ -373,31 +371,27 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             model(x)
         print(r.trace)
 
-    Nothing is run twice and nothing runs otherwise than without it. What a fused kernel hides therefore stays hidden;
-    `open_up=True` lets torch run attention step by step inside the block instead. A block that raises raises as ever,
-    and the trace has the failure, with its cause where the evidence shows one.
+    Nothing is run twice and nothing runs otherwise than without it: what a fused kernel hides is computed once more
+    beside it, and compared. A block that raises raises as ever, and the trace has the failure, with its cause where the
+    evidence shows one.
     """
 
-    def __init__(self, *, open_up: bool = False, keep: bool = False) -> None:
-        self._open_up = open_up
+    def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
-        self._stack = ExitStack()
         self._recorder = AttemptRecorder(keep=keep)
         self._seen: Run | None = None
         self._failed: tuple[Failure, int] | None = None
         self._stages: Stages = ()
 
     def __enter__(self) -> recording:
-        if self._open_up:
-            self._stack.enter_context(opened())
-        self._stack.enter_context(self._recorder)
+        self._recorder.__enter__()
         self._recorder.boundary = sys._getframe(1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._recorder.__exit__(kind, error, traceback)
         self._seen = Run(self._recorder.finish(), None)
         if isinstance(error, Exception):
             from .answers.failure.failure import block_failure
@@ -417,18 +411,14 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         if self._seen is None:
             raise ValueError("the recording is still under way: ask for its trace after the with block.")
         seen = self._seen
-        hidden = len(fused_kernels(seen.recording))
-        note = f"{hidden} attentions are hidden in fused kernels; recording(open_up=True) shows them" if hidden else ""
         import torch
 
         trace = report(
-            seen,
             seen,
             own_axes(seen),
             Show(),
             environment=Environment(torch.__version__, "", "", None),
             layer=LayerInfo("recording", {}),
-            proof=Proof(None, None, None, note or "nothing was run a second time"),
         )
         if self._failed is not None:
             failure, completed = self._failed

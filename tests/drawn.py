@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,12 @@ from einops import rearrange
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.naming.canonical import NamedAxes, name_axes
-from mha_inspect.record.subject import Forward, Run, build_forward
+from mha_inspect.naming.canonical import NamedAxes, own_axes
+from mha_inspect.record.subject import Run
+from mha_inspect.targets.load import Layer, load_layer
 from mha_inspect.targets.spec import InputSpec, RunSpec
 
 LOOPS = ("per-head", "narrow")
@@ -32,10 +33,10 @@ class Setting:
     inputs: dict[str, Any]
     run: dict[str, Any]
 
-    def build(self) -> Forward:
+    def build(self) -> Layer:
         """The forward pass, with biases that are not zero."""
         spec = spec_for(LAYERS[self.layer], **self.spec)
-        forward = build_forward(spec, InputSpec(**self.inputs), RunSpec(**self.run), self.layer)
+        forward = load_layer(spec, InputSpec(**self.inputs), RunSpec(**self.run), self.layer)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in forward.module.parameters():
@@ -93,7 +94,7 @@ class Case:
         self.setting = setting
         self.forward = setting.build()
         self.seen: Run = self.forward.recorded(keep=True)
-        self.axes: NamedAxes = name_axes(self.forward, self.seen)
+        self.axes: NamedAxes = own_axes(replace(self.seen, wider=self.forward.wider_run(self.seen)))
 
     @property
     def drops(self) -> bool:

@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_inspect.graph.attention import Graph, find_attentions
-from mha_inspect.layers import registry
+from mha_inspect.layers import catalog
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.recorder import opened, record
-from mha_inspect.record.subject import build_forward
+from mha_inspect.record.recorder import record
+from mha_inspect.record.xray import record_opened
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 B, N, E = 7, 11, 22
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
-    with torch.no_grad(), opened():
-        return record(function, *args, **kwargs)[0]
+    with torch.no_grad():
+        return record_opened(function, *args, **kwargs)[0]
 
 
 class Written(nn.Module):
@@ -153,10 +154,10 @@ def test_weights_made_of_parameters_are_weights() -> None:
     assert "output" in found.stages
 
 
-@pytest.mark.parametrize("layer", registry.LAYERS)
+@pytest.mark.parametrize("layer", catalog.LAYERS)
 def test_each_layer_of_ours_is_one_attention(layer: str) -> None:
     spec = AttentionSpec(embed_dim=15, num_heads=3)
-    forward = build_forward(spec, InputSpec(batch=7, seq_len=11), RunSpec(), layer)
+    forward = load_layer(spec, InputSpec(batch=7, seq_len=11), RunSpec(), layer)
     ((found, names),) = forward.recorded().attentions
     assert (names.num_heads, names.num_kv_heads, names.head_dim) == (3, 3, 5) or layer in ("narrow", "wide")
     assert names.of_stage("query") == "batch query embed"

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mha_inspect.answers.trace import trace_module, trace_spec
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.answers.trace import trace_module
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+from .built import trace_layer
 
 LOW = float("-inf")
 
@@ -155,7 +157,7 @@ def test_keys_of_the_layers_own_have_no_position(own, key_len):
     spec = AttentionSpec(embed_dim=22, num_heads=2, **own)
     for causal in (True, False):
         inputs = InputSpec(batch=3, seq_len=5, key_len=key_len, causal=causal, padding=(0, 1, 2))
-        (attention,) = trace_spec(spec, inputs, RunSpec()).attentions
+        (attention,) = trace_layer(spec, inputs, RunSpec()).attentions
         assert ("causal" in attention.kind) is causal
 
 
@@ -193,6 +195,6 @@ def test_self_is_one_tensor_and_cross_is_two():
 def test_built_layers(layer):
     kv_heads = {"num_kv_heads": 2} if "num_kv_heads" in LAYERS[layer].takes else {}
     spec = AttentionSpec(embed_dim=24, num_heads=4, **kv_heads)
-    trace = trace_spec(spec, InputSpec(batch=3, seq_len=5, causal=True), RunSpec(), layer=layer)
+    trace = trace_layer(spec, InputSpec(batch=3, seq_len=5, causal=True), RunSpec(), layer=layer)
     grouped = ("grouped",) if kv_heads else ()
     assert {attention.kind for attention in trace.attentions} == {("self", "causal", *grouped)}

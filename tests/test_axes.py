@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from mha_inspect.graph.attention import Graph, find_attentions
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.sizes import one_size_a_name
-from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.xray import record_opened
 
 B, N, M, E = 7, 11, 13, 15
 
 
 def named(module: nn.Module, *args: Tensor, **kwargs: object) -> tuple[AxisNames, dict[str, str], list[str]]:
     """The names of the only attention, by stage, and of what is returned."""
-    with torch.no_grad(), opened():
-        recording, _ = record(module, *args, **kwargs)
+    with torch.no_grad():
+        recording, _ = record_opened(module, *args, **kwargs)
     dimensions = Graph(recording).dimensions
     (found,) = find_attentions(recording)
     names = AxisNames(found, dimensions)

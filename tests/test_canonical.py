@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from einops import rearrange
 from torch import nn
 
-from mha_inspect.naming.canonical import canonical, name_axes, own_axes, sizes_of
+from mha_inspect.measure.stages import sizes_of
+from mha_inspect.naming.canonical import canonical, own_axes
 from mha_inspect.naming.stages import CANONICAL_AXES
-from mha_inspect.record.subject import Subject, build_forward
+from mha_inspect.record.subject import Subject
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SIZES = {"batch": 3, "heads": 10, "kv_heads": 5, "group": 2, "head_dim": 7, "query": 11, "key": 13, "embed": 17}
@@ -73,12 +77,12 @@ def test_a_number_is_the_size_of_this_run_and_not_of_the_one_that_axes_are_read_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec, inputs = AttentionSpec(embed_dim=22, num_heads=2), InputSpec(batch=3, seq_len=5)
-    forward = build_forward(spec, inputs, RunSpec(), "per-head")
+    forward = load_layer(spec, inputs, RunSpec(), "per-head")
     # Every layer of this class answers so, also the small one that names are read off.
     original = type(forward.module).forward
     monkeypatch.setattr(type(forward.module), "forward", lambda self, *a, **k: widened(original(self, *a, **k)))
     seen = forward.recorded()
-    axes = name_axes(forward, seen)
+    axes = own_axes(replace(seen, wider=forward.wider_run(seen)))
     assert seen.recording.outputs[0].tensor.shape == (3, 5, 26)
     assert axes.returned[0].endswith(" 26")
 
@@ -102,7 +106,7 @@ def test_a_run_is_named_from_itself_where_nothing_else_is_at_hand() -> None:
 
 def test_sizes_of_shared_heads() -> None:
     spec = AttentionSpec(embed_dim=60, num_heads=6, num_kv_heads=2)
-    forward = build_forward(spec, InputSpec(batch=3), RunSpec(), "grouped-query")
+    forward = load_layer(spec, InputSpec(batch=3), RunSpec(), "grouped-query")
     assert sizes_of(forward) == {"batch": 3, "heads": 6, "kv_heads": 2, "group": 3, "head_dim": 10}
 
 

@@ -11,10 +11,11 @@ import torch
 from mha_inspect.answers.diff import diff_spec
 from mha_inspect.answers.sides.shared_weights import within_slices
 from mha_inspect.errors import SpecError, WeightsError
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 from mha_inspect.reports.diff import DiffReport, StageRow
 from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.placing import arguments_of
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
@@ -39,7 +40,7 @@ def run(layer: str, weights=None, inputs: InputSpec = INPUTS, run: RunSpec | Non
     code = find_layer(layer).load()
     module = code.build(spec)
     load_weights(module, canonical_weights(spec) if weights is None else weights)
-    args, kwargs = code.arguments(make_inputs(spec, inputs, run), run)
+    args, kwargs = arguments_of(module, layer, make_inputs(spec, inputs, run), run)
     with torch.no_grad():
         return module(*args, **kwargs)[0]
 

@@ -9,15 +9,23 @@ import pytest
 import torch
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
-from mha_inspect.targets import fit
-from mha_inspect.targets.fit import need_of, require_fit
+from mha_inspect.targets.load import plan_layer
+from mha_inspect.targets.room import HELD, Room
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC, RUN = AttentionSpec(embed_dim=22, num_heads=2), RunSpec()
 
 
+def require_fit(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str, *, keep: bool) -> None:
+    Room(kept=keep, shapes_do=True).require(plan_layer(spec, inputs, run, layer))
+
+
+def need_of(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str, *, keep: bool) -> int:
+    return Room(kept=keep).need(plan_layer(spec, inputs, run, layer).on_meta(None), held=HELD)
+
+
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
-    monkeypatch.setattr(fit, "free_memory", lambda device: count)
+    monkeypatch.setattr("mha_inspect.targets.room.free_memory", lambda device: count)
     monkeypatch.setattr("mha_inspect.targets.memory.free_memory", lambda device: count)
 
 
@@ -78,7 +86,7 @@ def test_padding_does_not_stand_in_the_way_of_a_shorter_length(monkeypatch: pyte
 def test_what_is_far_from_it_is_not_looked_at(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     """Looking closely takes meta, and its import a second."""
     set_free(monkeypatch, free)
-    monkeypatch.setattr(fit, "need_of", lambda *args, **kwargs: pytest.fail("looked closely"))
+    monkeypatch.setattr(Room, "need", lambda *args, **kwargs: pytest.fail("looked closely"))
     require_fit(SPEC, InputSpec(seq_len=50), RUN, "torch", keep=True)
 
 
@@ -98,4 +106,4 @@ def test_more_is_needed_where_more_is_held() -> None:
     assert need_of(SPEC, inputs, RUN, "torch", keep=True) > plain
     assert need_of(SPEC, inputs, RunSpec(grad=True), "torch", keep=False) > plain
     scores = 2 * 3 * 100 * 100
-    assert plain > (4 + 8) * scores
+    assert plain > 4 * HELD * scores

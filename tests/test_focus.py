@@ -77,12 +77,12 @@ def test_the_report_measures_the_weights_that_the_layer_computes(layer):
 
 
 def test_the_report_is_that_of_torchs_own_weights():
-    from mha_inspect.record.subject import build_forward
+    from mha_inspect.targets.load import load_layer
     from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
     report = compare_heads((1, 5), embed_dim=30, batch=2, seq_len=7, focus=True)
     run = RunSpec(average_weights=False)
-    forward = build_forward(AttentionSpec(embed_dim=30, num_heads=5), InputSpec(batch=2, seq_len=7), run)
+    forward = load_layer(AttentionSpec(embed_dim=30, num_heads=5), InputSpec(batch=2, seq_len=7), run)
     with torch.no_grad():
         weights = forward.module(*forward.args, **forward.kwargs)[1].double()
     entropy = -(weights * weights.log()).sum(-1).mean(dim=(0, 2))

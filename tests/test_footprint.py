@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from mha_inspect.answers.trace import trace_spec
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.record.footprint import given_bytes, kept_bytes, peak_bytes
 from mha_inspect.record.recorder import record
-from mha_inspect.record.subject import build_forward
-from mha_inspect.targets.fit import need_of, rough_need
-from mha_inspect.targets.footprint import given_bytes, kept_bytes, peak_bytes
+from mha_inspect.targets.load import load_layer, plan_layer
+from mha_inspect.targets.room import Room, rough_need_of_layer
 from mha_inspect.targets.spec import InputSpec, RunSpec, Show
+
+from .built import trace_layer
 
 
 def test_lifetimes_by_hand() -> None:
@@ -78,7 +79,7 @@ INPUTS = InputSpec(batch=3, seq_len=67, causal=True)
 @pytest.mark.parametrize("layer", ["torch", "split-heads", "per-head", "wide"])
 def test_the_peak_of_a_run_is_what_torch_allocates(layer: str) -> None:
     """Between what a layer that drops its names needs, and as much again for those that hold on to them."""
-    forward = build_forward(spec_for(LAYERS[layer], embed_dim=96, num_heads=6), INPUTS, RunSpec(), layer)
+    forward = load_layer(spec_for(LAYERS[layer], embed_dim=96, num_heads=6), INPUTS, RunSpec(), layer)
     recording = forward.recorded().recording
     real = allocated(forward.recorded)
     assert 0.5 * real < peak_bytes(recording) <= real
@@ -90,9 +91,9 @@ def test_the_peak_of_a_run_is_what_torch_allocates(layer: str) -> None:
 def test_the_need_of_a_trace_is_what_torch_allocates(layer: str, keep: bool, grad: bool) -> None:
     """Not much less, or it would be killed; not more than twice, or what fits would be refused."""
     spec, run = spec_for(LAYERS[layer], embed_dim=96, num_heads=6), RunSpec(grad=grad)
-    need = need_of(spec, INPUTS, run, layer, keep=keep)
+    need = Room(kept=keep).need(plan_layer(spec, INPUTS, run, layer).on_meta(None))
     show = Show(stats=keep)
-    real = allocated(lambda: trace_spec(spec, INPUTS, run, show, layer=layer))
+    real = allocated(lambda: trace_layer(spec, INPUTS, run, show, layer=layer))
     assert 0.8 * real < need < 2.5 * real
 
 
@@ -105,5 +106,5 @@ def test_the_rough_estimate_is_on_the_safe_side(layer: str) -> None:
         ({"embed_dim": 96, "num_heads": 8}, {"batch": 13, "seq_len": 301, "key_len": 7}),
     ):
         spec, asked = spec_for(LAYERS[layer], **sizes), InputSpec(**inputs)
-        need = need_of(spec, asked, RunSpec(grad=True), layer, keep=True)
-        assert need < 8 * rough_need(spec, asked)
+        need = Room(kept=True).need(plan_layer(spec, asked, RunSpec(grad=True), layer).on_meta(None))
+        assert need < 8 * rough_need_of_layer(spec, asked)

@@ -12,7 +12,7 @@ from mha_inspect.answers.compare_heads import compare_heads
 from mha_inspect.answers.head_counts import runs
 from mha_inspect.answers.head_counts.runs import Place, at_place
 from mha_inspect.record.rounding import first_tensor
-from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, HEADS = 3, 7, 2
@@ -37,7 +37,7 @@ def test_few_queries_give_what_the_whole_gives_there(
     generator = torch.Generator().manual_seed(0)
     file = None if mask is None else saved(tmp_path / "mask.pt", torch.randn(mask, generator=generator))
     inputs = InputSpec(batch=BATCH, seq_len=QUERY, padding=(1, 3, 2), attn_mask=file)
-    forward = build_forward(AttentionSpec(embed_dim=22, num_heads=HEADS, **settings), inputs, RunSpec(), layer)
+    forward = load_layer(AttentionSpec(embed_dim=22, num_heads=HEADS, **settings), inputs, RunSpec(), layer)
     whole, part = (first_tensor(one.plain()) for one in (forward, at_place(forward, place)))
     if not forward.spec.batch_first:
         whole, part = whole.transpose(0, 1), part.transpose(0, 1)

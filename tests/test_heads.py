@@ -13,7 +13,7 @@ import torch
 from mha_inspect.answers.compare_heads import compare_heads
 from mha_inspect.errors import MhaInspectError, SpecError
 from mha_inspect.layers import torch_mha
-from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 EMBED = 30
@@ -24,7 +24,7 @@ def by_hand(heads: int, dtype: torch.dtype = torch.float32, **inputs) -> torch.T
     """torch's layer with this head count and the weights and inputs of the seed."""
     name = str(dtype).removeprefix("torch.")
     spec = AttentionSpec(embed_dim=EMBED, num_heads=heads, dtype=name)
-    forward = build_forward(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec())
+    forward = load_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec())
     with torch.no_grad():
         return forward.module(*forward.args, **forward.kwargs)[0]
 
@@ -73,7 +73,7 @@ def test_the_reason_says_what_was_found_with_its_numbers():
 def test_the_noise_floor_is_the_distance_from_the_same_run_in_float64(dtype):
     name = str(dtype).removeprefix("torch.")
     report = compare_heads((5, 3), **SIZES, dtype=name)
-    forward = build_forward(
+    forward = load_layer(
         AttentionSpec(embed_dim=EMBED, num_heads=5, dtype=name), InputSpec(batch=3, seq_len=7), RunSpec()
     )
     exact = copy.deepcopy(forward.module).double()

@@ -23,12 +23,11 @@ FILES = {
 
 BEFORE_TORCH = (
     "errors",
-    "text",
     "targets.spec",
     "record.ops",
     "naming.stages",
     "naming.formulas",
-    "layers.registry",
+    "layers.catalog",
     "layers.settings",
     "__main__",
     "",
@@ -83,7 +82,7 @@ def inside(module: str, *places: str) -> bool:
 
 def test_the_sources_are_read_right() -> None:
     assert {"record.ops"} <= own("record.recorder")
-    assert own("layers.registry") == {"errors", "text"}  # spec and inputs are for types only
+    assert own("layers.catalog") == {"errors", "text"}  # spec and inputs are for types only
     assert "torch" in imports("record.recorder", at_import=True)
     assert "torch" in imports("targets.memory")
     assert "torch" not in imports("targets.memory", at_import=True)
@@ -96,16 +95,14 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 RULES = {
     "errors": (),
-    "text": (),
-    "record.catalog": (),
     "record.ops": ("record.catalog",),
     "naming.stages": (),
     "targets.spec": ("errors",),
     "reports": ("reports", "errors"),
     "schemas": (),
-    "render": ("render", "reports", "errors", "text", "targets.spec", "naming.stages", "schemas", ""),
+    "render": ("render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
     "graph": ("graph", "record", "naming.stages", "errors"),
-    "layers": ("layers", "measure", "errors", "text", "targets", "reports"),
+    "layers": ("layers", "measure", "errors", "targets", "reports"),
 }
 """What a module, or all in a folder, may import from the package; nothing else."""
 

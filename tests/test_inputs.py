@@ -14,6 +14,7 @@ from torch import Tensor
 from mha_inspect.errors import InputError
 from mha_inspect.layers import torch_mha
 from mha_inspect.targets.flag_inputs import Inputs, make_inputs
+from mha_inspect.targets.placing import arguments_of
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=10, num_heads=2)
@@ -106,8 +107,9 @@ def test_padding_marks_the_last_keys() -> None:
 
 def nan_rows(spec: AttentionSpec, inputs: Inputs) -> list[tuple[int, int]]:
     """The oracle for fully masked rows: where torch's own slow path gives NaN."""
-    args, kwargs = torch_mha.arguments(inputs, RUN)
-    output = torch_mha.build(spec)(*args, **kwargs)[0]
+    layer = torch_mha.build(spec)
+    args, kwargs = arguments_of(layer, "torch", inputs, RUN)
+    output = layer(*args, **kwargs)[0]
     rows = output if not inputs.unbatched else output[None]
     return [tuple(place) for place in rows.isnan().any(-1).nonzero().tolist()]
 

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.answers.trace import trace_module, trace_spec
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.answers.trace import trace_module
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.record.kernels import describe, fused_kernels
 from mha_inspect.record.recorder import record
-from mha_inspect.record.subject import Run, build_forward
+from mha_inspect.record.subject import Run
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+from .built import trace_layer
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 
@@ -55,8 +58,8 @@ def test_the_kernel_is_the_one_that_torch_dispatches(name: str) -> None:
     layer, run = SETTINGS[name]
     spec = AttentionSpec(embed_dim=EMBED, num_heads=HEADS, **layer)
     inputs = InputSpec(batch=BATCH, seq_len=QUERY)
-    trace = trace_spec(spec, inputs, RunSpec(**run))
-    forward, oracle = build_forward(spec, inputs, RunSpec(**run)), Names()
+    trace = trace_layer(spec, inputs, RunSpec(**run))
+    forward, oracle = load_layer(spec, inputs, RunSpec(**run)), Names()
     with torch.set_grad_enabled(run.get("grad", False)), oracle:
         forward.module(*forward.args, **forward.kwargs)
     fused = [kernel for kernel in FUSED if kernel in oracle.names]
@@ -79,7 +82,7 @@ def test_the_kernel_is_the_one_that_torch_dispatches(name: str) -> None:
 
 @pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"torch"}))
 def test_layers_that_are_written_out_hide_nothing(layer: str) -> None:
-    trace = trace_spec(AttentionSpec(embed_dim=EMBED, num_heads=HEADS), InputSpec(), RunSpec(), layer=layer)
+    trace = trace_layer(AttentionSpec(embed_dim=EMBED, num_heads=HEADS), InputSpec(), RunSpec(), layer=layer)
     assert trace.path.opened == ()
     assert trace.path.reason is None
     assert not any(stage.opened for attention in trace.attentions for stage in attention.stages)

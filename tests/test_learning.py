@@ -14,10 +14,10 @@ from mha_inspect.answers.head_counts.learner import layer_learner
 from mha_inspect.answers.head_counts.training import LEARNING_RATE, train
 from mha_inspect.answers.head_counts.weights import carry, matrices
 from mha_inspect.errors import InputError, SpecError
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.measure.compare import same_bits
-from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 EMBED = 30
@@ -26,7 +26,7 @@ SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
 
 def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **inputs):
     spec = spec_for(LAYERS[layer], embed_dim=EMBED, num_heads=heads, dtype=dtype)
-    return build_forward(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
+    return load_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
 
 
 def loss_of(forward) -> float:
@@ -189,7 +189,7 @@ def test_weights_are_carried_as_matrices_and_blocks():
 
 def test_a_gradient_is_laid_out_as_the_weights_are():
     spec = AttentionSpec(embed_dim=EMBED, num_heads=3, kdim=11, vdim=13)
-    forward = build_forward(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
+    forward = load_layer(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
     gradient = gradient_of(layer_learner(forward)).parts
     assert {part: tuple(tensor.shape) for part, tensor in gradient.items() if part.startswith("W")} == {
         "W_q": (EMBED, EMBED),

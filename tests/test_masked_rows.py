@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mha_inspect.answers.trace import trace_spec
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.record.recorder import opened
-from mha_inspect.record.subject import build_forward
 from mha_inspect.reports.trace import MaskedRow
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+from .built import trace_layer
 
 SIZES = {"embed_dim": 22, "num_heads": 2}
 PADDED = {"batch": 3, "seq_len": 5, "padding": (0, 5, 2)}
 
 
-def contents(layer: str, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, *, open_up: bool) -> list[list[str]]:
+def contents(layer: str, spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> list[list[str]]:
     """The oracle: what each row of the output is, `batch query`, by running the layer."""
-    forward = build_forward(spec, inputs, run, layer)
-    with torch.set_grad_enabled(run.grad), opened() if open_up else nullcontext():
+    forward = load_layer(spec, inputs, run, layer)
+    with torch.set_grad_enabled(run.grad):
         output = forward.module(*forward.args, **forward.kwargs)[0].detach()
     output = output[None] if inputs.unbatched else output if spec.batch_first else output.transpose(0, 1)
     weights = read_weights(forward.module)
@@ -54,12 +53,11 @@ def test_each_row_is_what_comes_out_of_the_layer(layer: str, run: str) -> None:
         run_settings = {name: value for name, value in run_settings.items() if name != "need_weights"}
     spec = spec_for(LAYERS[layer], **SIZES, **settings)
     inputs, asked = InputSpec(**PADDED), RunSpec(**run_settings)
-    trace = trace_spec(spec, inputs, asked, layer=layer)
-    plain = contents(layer, spec, inputs, asked, open_up=False)
-    shown = contents(layer, spec, inputs, asked, open_up=True)
+    trace = trace_layer(spec, inputs, asked, layer=layer)
+    plain = contents(layer, spec, inputs, asked)
     assert [(row.batch, row.query) for row in trace.masked_rows] == [(1, query) for query in range(5)]
     for row in trace.masked_rows:
-        assert (row.plain, row.opened) == (plain[1][row.query], shown[1][row.query])
+        assert row.plain == row.opened == plain[1][row.query]
         assert row.stage == ("weights" if row.opened != "finite" else "")
     # What is true of the other rows: they are no one's business.
     assert {content for rows in (plain[0], plain[2]) for content in rows} == {"finite"}
@@ -70,11 +68,11 @@ def test_each_row_is_what_comes_out_of_the_layer(layer: str, run: str) -> None:
 def test_rows_are_found_in_every_layout(unbatched: bool, batch_first: bool) -> None:
     spec = AttentionSpec(**SIZES, batch_first=batch_first)
     inputs = InputSpec(seq_len=5, padding=(5,), unbatched=True) if unbatched else InputSpec(**PADDED)
-    trace = trace_spec(spec, inputs, RunSpec())
+    trace = trace_layer(spec, inputs, RunSpec())
     place = 0 if unbatched else 1
-    plain = contents("torch", spec, inputs, RunSpec(), open_up=False)[place]
+    plain = contents("torch", spec, inputs, RunSpec())[place]
     assert trace.masked_rows == tuple(
-        MaskedRow(place, query, "weights", "nan", plain[query])  # type: ignore[arg-type]
+        MaskedRow(place, query, "weights", plain[query], plain[query])  # type: ignore[arg-type]
         for query in range(5)
     )
 
@@ -85,14 +83,11 @@ def test_one_head_without_keys_is_enough(layer: str, tmp_path: Path) -> None:
     mask[2 * 2 + 1, 3] = True  # batch row 2, the second head, query 3
     torch.save(mask, tmp_path / "mask.pt")
     spec, inputs = AttentionSpec(**SIZES), InputSpec(batch=3, seq_len=5, attn_mask=tmp_path / "mask.pt")
-    trace = trace_spec(spec, inputs, RunSpec(), layer=layer)
-    plain = contents(layer, spec, inputs, RunSpec(), open_up=False)
-    shown = contents(layer, spec, inputs, RunSpec(), open_up=True)
-    assert shown[2][3] == "nan"
+    trace = trace_layer(spec, inputs, RunSpec(), layer=layer)
+    plain = contents(layer, spec, inputs, RunSpec())
     (row,) = trace.masked_rows
-    assert (row.batch, row.query, row.opened, row.plain) == (2, 3, shown[2][3], plain[2][3])
-    # A loop over heads shows the stages of the first: what becomes of the second is seen beside it.
-    assert row.stage == ("concat" if layer in ("per-head", "narrow") else "weights")
+    assert (row.batch, row.query, row.opened, row.plain) == (2, 3, plain[2][3], plain[2][3])
+    assert row.stage == "weights"
 
 
 def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,19 +104,19 @@ def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch_mha, "build", with_bias)
     spec, inputs, run = AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec(need_weights=False, grad=True)
-    trace = trace_spec(spec, inputs, run)
-    assert {row.plain for row in trace.masked_rows} == {contents("torch", spec, inputs, run, open_up=False)[1][0]}
+    trace = trace_layer(spec, inputs, run)
+    assert {row.plain for row in trace.masked_rows} == {contents("torch", spec, inputs, run)[1][0]}
     assert {row.opened for row in trace.masked_rows} == {"zero"}
 
 
 def test_nothing_is_said_where_no_row_is_without_keys() -> None:
-    trace = trace_spec(AttentionSpec(**SIZES), InputSpec(batch=3, seq_len=5, padding=(0, 4, 2)), RunSpec())
+    trace = trace_layer(AttentionSpec(**SIZES), InputSpec(batch=3, seq_len=5, padding=(0, 4, 2)), RunSpec())
     assert trace.masked_rows == ()
 
 
 def test_the_proof_says_that_only_these_rows_differ() -> None:
-    proof = trace_spec(AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec()).proof
-    rows = trace_spec(AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec()).masked_rows
+    proof = trace_layer(AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec()).proof
+    rows = trace_layer(AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec()).masked_rows
     differ = any(row.plain != row.opened for row in rows)
     assert proof.agrees is not differ
     assert proof.note == ("only the fully masked rows differ" if differ else "")

@@ -14,9 +14,10 @@ from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
-from mha_inspect.layers.registry import LAYERS
-from mha_inspect.record.subject import Subject, build_forward
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.record.subject import Subject
 from mha_inspect.reports.params import Parameter, ParamsReport
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
 
 from .foreign import styles
@@ -91,7 +92,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
     for settings in SETTINGS:
         spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
         try:
-            forward = build_forward(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+            forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
             continue  # a layer has no use for every setting
         found = params(forward.module, own=forward, per_head=True).parameters
@@ -106,7 +107,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
 
 
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
-    forward = build_forward(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
+    forward = load_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
     row = params(forward.module, own=forward).parameters[0]
     assert (row.axes, row.role) == ("head_dim 4", "W_q of head 0: it reads 4 of the 12 features")
 

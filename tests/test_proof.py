@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from mha_inspect.record.proof import prove
 from torch import nn
 
-from mha_inspect.answers.trace import trace_module, trace_spec
-from mha_inspect.record.proof import prove
+from mha_inspect.answers.trace import trace_module
 from mha_inspect.record.recorder import opened
 from mha_inspect.record.subject import Run, Subject
 from mha_inspect.reports.trace import Proof
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+from .built import trace_layer
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 SPEC = {"embed_dim": EMBED, "num_heads": HEADS}
@@ -26,7 +28,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def proof(run: dict[str, Any] | None = None, inputs: InputSpec = INPUTS, **spec: Any) -> Proof:
-    return trace_spec(AttentionSpec(**{**SPEC, **spec}), inputs, RunSpec(**(run or {}))).proof
+    return trace_layer(AttentionSpec(**{**SPEC, **spec}), inputs, RunSpec(**(run or {}))).proof
 
 
 class Fused(nn.Module):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import mha_inspect
-from mha_inspect.answers.trace import trace_spec
 from mha_inspect.errors import MhaInspectError
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.naming.pattern import rearrangement
 from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
+from .built import trace_layer
 from .foreign import styles
 from .foreign.test_styles import STYLES
 
@@ -68,7 +68,7 @@ def test_the_patterns_of_a_layer_are_valid(layer: str) -> None:
             given = {"batch": 7, "seq_len": 11, **inputs}
             try:
                 asked = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **spec}), InputSpec(**given)
-                found = trace_spec(*asked, RunSpec(), layer=layer)
+                found = trace_layer(*asked, RunSpec(), layer=layer)
             except MhaInspectError:
                 continue  # a layer has no use for every setting
             for attention in found.attentions:

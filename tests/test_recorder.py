@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
-from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.recorder import record
+from mha_inspect.record.xray import record_opened
 
 EMBED, HEADS, BATCH, QUERY = 22, 2, 3, 5
 
@@ -77,21 +78,21 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernels", [nullcontext, opened], ids=["plain", "opened"])
+@pytest.mark.parametrize("recorded_by", [record, record_opened], ids=["closed", "opened"])
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "fused"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_result_is_the_same_to_the_bit_also_the_second_time(
-    mode: str, kernels: Callable[[], AbstractContextManager[None]], need_weights: bool, layer: str
+    mode: str, recorded_by: Callable[..., Any], need_weights: bool, layer: str
 ) -> None:
     module = LAYERS[layer]()
     x = drawn(BATCH, QUERY, EMBED, dtype=next(module.parameters()).dtype)
-    with MODES[mode](), kernels():
+    with MODES[mode]():
         torch.manual_seed(7)
         plain = module(x, x, x, need_weights=need_weights)
         after = torch.get_rng_state()
         for _ in range(2):
             torch.manual_seed(7)
-            _, recorded = record(module, x, x, x, need_weights=need_weights)
+            _, recorded = recorded_by(module, x, x, x, need_weights=need_weights)
             assert same(plain, recorded)
             assert torch.equal(torch.get_rng_state(), after)
 
@@ -190,8 +191,8 @@ def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callabl
     try:
         with mode():
             before = settings()
-            with pytest.raises(RuntimeError, match="1000003") if raises else nullcontext(), opened():
-                record(layer, drawn(BATCH, QUERY, EMBED))
+            with pytest.raises(RuntimeError, match="1000003") if raises else nullcontext():
+                record_opened(layer, drawn(BATCH, QUERY, EMBED))
             assert settings() == before
         assert settings() == outside
     finally:

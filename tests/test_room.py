@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
-from mha_inspect.targets import building
-from mha_inspect.targets.building import with_room
 from mha_inspect.targets.drawing import Plan, draw
 from mha_inspect.targets.inputs import Asked
-from mha_inspect.targets.room import Room
+from mha_inspect.targets.load import plan_call
+from mha_inspect.targets.room import Room, _Guard, with_room
 from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target
 
@@ -59,7 +58,7 @@ def asked(length: int = LENGTH, **inputs) -> Asked:
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
-    for place in ("mha_inspect.targets.memory", "mha_inspect.targets.room", "mha_inspect.targets.building"):
+    for place in ("mha_inspect.targets.memory", "mha_inspect.targets.room"):
         monkeypatch.setattr(f"{place}.free_memory", lambda device: count)
 
 
@@ -74,7 +73,7 @@ def compare_room() -> Room:
 def refused(monkeypatch: pytest.MonkeyPatch, free: int, length: int = LENGTH, *, room: Room, kind=Attention) -> str:
     set_free(monkeypatch, free)
     with pytest.raises(DoesNotFitError) as error:
-        room.require(target(kind), asked(length))
+        room.require(plan_call(target(kind), asked(length)))
     assert error.value.exit_code == ExitCode.REFUSED
     return str(error.value)
 
@@ -91,17 +90,17 @@ def test_what_has_to_be_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert "free on cpu" in message
     assert "--device meta" in message
     set_free(monkeypatch, most)
-    trace_room().require(target(), asked())
+    trace_room().require(plan_call(target(), asked()))
 
 
 def test_the_module_itself_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Target(nn.Linear(DIM, 1000).eval(), "mine.py:Wide", {})
     given, made = BATCH * 5 * DIM * 4, BATCH * 5 * 1000 * 4
     set_free(monkeypatch, given + made)
-    trace_room().require(one, asked(5))
+    trace_room().require(plan_call(one, asked(5)))
     set_free(monkeypatch, given + made - 1)
     with pytest.raises(DoesNotFitError):
-        trace_room().require(one, asked(5))
+        trace_room().require(plan_call(one, asked(5)))
 
 
 def test_what_is_kept_is_kept_in_float64_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +109,7 @@ def test_what_is_kept_is_kept_in_float64_too(monkeypatch: pytest.MonkeyPatch) ->
     whole = 3 * (ROWS + 2 * SCORES + 5 * ROWS) + 2 * matrices
     assert "--device meta" not in refused(monkeypatch, whole - 4 * ROWS, room=compare_room())
     set_free(monkeypatch, whole + 12 * ROWS)
-    compare_room().require(target(), asked())
+    compare_room().require(plan_call(target(), asked()))
 
 
 @pytest.mark.parametrize("kind", [Attention, Masked])
@@ -118,7 +117,7 @@ def test_the_largest_seq_len_fits_and_the_next_does_not(monkeypatch: pytest.Monk
     message = refused(monkeypatch, 1 << 20, room=compare_room(), kind=kind)
     best = int(re.search(r"The largest seq_len that fits is (\d+)\.", message)[1])  # type: ignore[index]
     assert 1 < best < LENGTH
-    compare_room().require(target(kind), asked(best))
+    compare_room().require(plan_call(target(kind), asked(best)))
     refused(monkeypatch, 1 << 20, best + 1, room=compare_room(), kind=kind)
 
 
@@ -127,17 +126,17 @@ def test_what_is_held_of_the_targets_before_counts_as_well(monkeypatch: pytest.M
     each = ROWS + 2 * SCORES + 5 * ROWS
     set_free(monkeypatch, 4 * each + 20 * ROWS)
     room = compare_room()
-    room.require(target(), asked())
+    room.require(plan_call(target(), asked()))
     room.exact = False
-    room.require(target(), asked())
+    room.require(plan_call(target(), asked()))
     assert 4 * each <= room.taken <= 4 * each + 20 * ROWS
     with pytest.raises(DoesNotFitError, match=r"Attention on x float32 \[3, 211, 14\], with what it is compared with,"):
-        room.require(target(), asked())
+        room.require(plan_call(target(), asked()))
 
 
 def test_of_what_is_not_kept_the_largest_seq_len_leaves_some_room(monkeypatch: pytest.MonkeyPatch) -> None:
     best = int(re.search(r"fits is (\d+)\.", refused(monkeypatch, 1 << 20, room=trace_room()))[1])  # type: ignore[index]
-    trace_room().require(target(), asked(best + 1))
+    trace_room().require(plan_call(target(), asked(best + 1)))
 
 
 def test_where_nothing_fits_no_seq_len_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,17 +145,17 @@ def test_where_nothing_fits_no_seq_len_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_cannot_be_told_is_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 1000)
-    compare_room().require(target(Looking), asked())
+    compare_room().require(plan_call(target(Looking), asked()))
     set_free(monkeypatch, None)
-    compare_room().require(target(), asked())
+    compare_room().require(plan_call(target(), asked()))
 
 
 @pytest.mark.parametrize("free", [1 << 40])
 def test_what_is_far_from_it_is_not_looked_at(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Looking closely takes meta, and its import a second."""
     set_free(monkeypatch, free)
-    monkeypatch.setattr(Room, "_need", lambda *args, **kwargs: pytest.fail("looked closely"))
-    compare_room().require(target(), asked())
+    monkeypatch.setattr(Room, "need", lambda *args, **kwargs: pytest.fail("looked closely"))
+    compare_room().require(plan_call(target(), asked()))
 
 
 def test_the_module_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +163,7 @@ def test_the_module_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
     set_free(monkeypatch, 1 << 20)
     with pytest.raises(DoesNotFitError):
-        compare_room().require(one, asked())
+        compare_room().require(plan_call(one, asked()))
     assert all(torch.equal(before[name], tensor) for name, tensor in one.module.state_dict().items())
 
 
@@ -215,7 +214,7 @@ def test_an_input_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_bytes_are_counted_before_they_are_taken(call, size: int) -> None:
-    guard = building._Guard(8 * 1000)
+    guard = _Guard(8 * 1000)
     with guard:
         call()
     assert 1000 - guard.left == size

@@ -14,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.weights import read_weights
-from mha_inspect.naming.canonical import canonical, sizes_of
+from mha_inspect.measure.stages import sizes_of
+from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stage_facts import StageFacts, scale_text
-from mha_inspect.record.recorder import opened
 
 from .drawn import LOOPS, Case, Setting, settings_of
+from .torch_math import torch_math
 
 SOURCES = {"q_heads": "q_proj", "k_heads": "k_proj", "v_heads": "v_proj", "concat": "context"}
 
@@ -177,7 +178,7 @@ def test_memory_is_what_pointers_say(setting: Setting) -> None:
 def test_the_flops_of_all_stages_are_torchs_count(setting: Setting) -> None:
     case = Case(setting)
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), opened(), counter:
+    with torch.no_grad(), torch_math(), counter:
         case.forward.module(*case.forward.args, **case.forward.kwargs)
     facts = facts_of(case)
     assert sum(facts.flops(stage) for stage in case.axes.stages[0]) == counter.get_total_flops()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights
 from mha_inspect.targets.spec import AttentionSpec
 from mha_inspect.testing import assert_same_attention, assert_stage_shapes

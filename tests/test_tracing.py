@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mha_inspect.answers.trace import trace_spec
-from mha_inspect.naming.canonical import canonical, sizes_of
+from mha_inspect.measure.stages import sizes_of
+from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 
+from .built import trace_layer
 from .drawn import Case, Setting, dims_of, settings_of
 
 
@@ -58,7 +59,7 @@ def test_what_is_returned_has_the_axes_that_are_said(setting: Setting) -> None:
 @given(settings_of(("float32", "bfloat16", "float64")))
 def test_the_report_of_any_setting_is_proved(setting: Setting) -> None:
     forward = setting.build()
-    trace = trace_spec(forward.spec, InputSpec(**setting.inputs), forward.run, layer=setting.layer)
+    trace = trace_layer(forward.spec, InputSpec(**setting.inputs), forward.run, layer=setting.layer)
     assert trace.proof.agrees is True
     (attention,) = trace.attentions
     one_number = forward.inputs.query_len * (forward.inputs.key_len + forward.inputs.extra_keys) == 1
@@ -75,14 +76,14 @@ SPEC, INPUTS = AttentionSpec(embed_dim=22, num_heads=2), InputSpec(batch=3, seq_
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
-    trace = trace_spec(SPEC, INPUTS, RunSpec())
+    trace = trace_layer(SPEC, INPUTS, RunSpec())
     assert trace.ops is None
     stages = trace.attentions[0].stages
     assert all(thing.stats is None and thing.values is None for thing in (*stages, *trace.returns))
 
 
 def test_statistics_and_values_are_those_of_the_tensors() -> None:
-    trace = trace_spec(SPEC, INPUTS, RunSpec(), Show(stats=True, values=True, full_values=True))
+    trace = trace_layer(SPEC, INPUTS, RunSpec(), Show(stats=True, values=True, full_values=True))
     weights = next(stage for stage in trace.attentions[0].stages if stage.name == "weights")
     assert weights.values is not None
     assert weights.stats is not None
@@ -100,7 +101,7 @@ def test_statistics_and_values_are_those_of_the_tensors() -> None:
 
 
 def test_operations_name_the_stages_that_they_complete() -> None:
-    trace = trace_spec(SPEC, INPUTS, RunSpec(), Show(ops=True))
+    trace = trace_layer(SPEC, INPUTS, RunSpec(), Show(ops=True))
     assert trace.ops is not None
     assert [op.index for op in trace.ops] == list(range(len(trace.ops)))
     stages = {stage.name: stage for stage in trace.attentions[0].stages}
@@ -119,7 +120,7 @@ def test_operations_name_the_stages_that_they_complete() -> None:
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_an_operation_that_hands_a_stage_on_does_not_complete_it(need_weights: bool) -> None:
     """The math path expands its operands to the shape that they have: the same tensor comes out again."""
-    trace = trace_spec(SPEC, INPUTS, RunSpec(need_weights=need_weights), Show(ops=True))
+    trace = trace_layer(SPEC, INPUTS, RunSpec(need_weights=need_weights), Show(ops=True))
     assert trace.ops is not None
     completed = [op.stage for op in trace.ops if op.stage]
     assert len(completed) == len(set(completed))
@@ -131,8 +132,8 @@ def test_an_operation_that_hands_a_stage_on_does_not_complete_it(need_weights: b
 def test_meta_says_what_the_cpu_says_and_takes_no_memory() -> None:
     for layer, extra in (("torch", {}), ("torch", {"batch_first": False}), ("split-heads", {}), ("grouped-query", {})):
         spec = AttentionSpec(**{"embed_dim": 22, "num_heads": 2, **extra})
-        cpu = trace_spec(spec, INPUTS, RunSpec(need_weights=True), layer=layer)
-        meta = trace_spec(spec, INPUTS, RunSpec(device="meta"), layer=layer)
+        cpu = trace_layer(spec, INPUTS, RunSpec(need_weights=True), layer=layer)
+        meta = trace_layer(spec, INPUTS, RunSpec(device="meta"), layer=layer)
 
         def table(trace: object) -> list[tuple[object, ...]]:
             return [
@@ -143,7 +144,7 @@ def test_meta_says_what_the_cpu_says_and_takes_no_memory() -> None:
         assert table(cpu) == table(meta)
         assert [(r.name, r.shape, r.axes) for r in cpu.returns] == [(r.name, r.shape, r.axes) for r in meta.returns]
         assert meta.proof.agrees is None
-    big = trace_spec(
+    big = trace_layer(
         AttentionSpec(embed_dim=16384, num_heads=128), InputSpec(batch=4, seq_len=131072), RunSpec(device="meta")
     )
     scores = next(stage for stage in big.attentions[0].stages if stage.name == "scores")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import mha_inspect.record.subject
 from mha_inspect.answers.trace import traced
-from mha_inspect.naming.unit_sizes import without_ones
 from mha_inspect.record.subject import Subject
 from mha_inspect.reports.trace import Trace
 from mha_inspect.targets.spec import InputSpec, Show
@@ -38,7 +37,7 @@ def given(style: type, batch: int) -> Tensor:
 
 
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
-    own = Subject(module, (x,), {}, wider=None if wide is None else lambda other: Subject(other, (wide,), {}))
+    own = Subject(module, (x,), {}, without_ones=None if wide is None else lambda other: Subject(other, (wide,), {}))
     with torch.no_grad():
         return traced(own, Show(**show), keep=show.get("stats", False))[0]
 
@@ -113,7 +112,7 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 def test_a_large_run_is_not_made_twice(monkeypatch):
     monkeypatch.setattr(mha_inspect.record.subject, "_SMALL", 1 << 9)
     asked: list[nn.Module] = []
-    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, wider=lambda module: asked.append(module))  # type: ignore
+    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, without_ones=lambda module: asked.append(module))  # type: ignore
     traced(own, Show(), keep=False)
     assert not asked
     traced(replace(own, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False)
@@ -122,22 +121,22 @@ def test_a_large_run_is_not_made_twice(monkeypatch):
 
 def test_a_size_that_is_one_becomes_another():
     inputs = InputSpec(batch=1, seq_len=7)
-    assert without_ones(inputs) == replace(inputs, batch=2)
-    assert without_ones(replace(inputs, key_len=1)) == replace(inputs, batch=2, key_len=5)
-    assert without_ones(replace(inputs, batch=3, seq_len=1)) == replace(inputs, batch=3, seq_len=3)
-    assert without_ones(replace(inputs, batch=4)) is None
-    assert without_ones(replace(inputs, unbatched=True)) is None
+    assert inputs.without_ones() == replace(inputs, batch=2)
+    assert replace(inputs, key_len=1).without_ones() == replace(inputs, batch=2, key_len=5)
+    assert replace(inputs, batch=3, seq_len=1).without_ones() == replace(inputs, batch=3, seq_len=3)
+    assert replace(inputs, batch=4).without_ones() is None
+    assert replace(inputs, unbatched=True).without_ones() is None
 
 
 def test_only_inputs_that_were_drawn_are_drawn_anew(tmp_path):
     made = target("GPT")
-    wider = call(made, batch=1).wider
+    wider = call(made, batch=1).without_ones
     assert wider is not None
     assert wider(made.module).kwargs["idx"].shape == (2, 5)
-    assert call(made, batch=2).wider is None
-    assert call(made, shapes=("idx=1x5:int64",), batch=1).wider is None
+    assert call(made, batch=2).without_ones is None
+    assert call(made, shapes=("idx=1x5:int64",), batch=1).without_ones is None
     torch.save(torch.ones(1, 5, dtype=torch.int64), tmp_path / "idx.pt")
-    assert call(made, batch=1, input=tmp_path / "idx.pt").wider is None
+    assert call(made, batch=1, input=tmp_path / "idx.pt").without_ones is None
 
 
 SMALL = ("--embed-dim", "14", "--num-heads", "2", "--seq-len", "5")

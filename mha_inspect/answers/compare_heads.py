@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..layers.building import blank
-from ..layers.registry import find_layer
+from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec, spec_for
 from ..measure.stage_difference import size_of
-from ..record.subject import Forward, Subject, build_forward
+from ..record.subject import Subject
 from ..reports.common import Environment, LayerInfo
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
 from ..targets.device import resolve
-from ..targets.fit import require_fit
 from ..targets.flag_inputs import Inputs
+from ..targets.load import Layer, called_with, load_layer, plan_layer
+from ..targets.room import Room
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 from .head_counts.focus import compare_focus, layer_weights
 from .head_counts.gradients import compare_gradients
@@ -76,7 +77,7 @@ def compare_heads_spec(
         counts: head counts, the first being the baseline. One that is given again is run once.
         inputs: what goes in.
         run: device, and whether gradients are recorded.
-        layer: name in the registry of layers.
+        layer: name in the catalog of layers.
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
@@ -94,7 +95,7 @@ def compare_heads_spec(
     check_settings(find_layer(layer), specs[0], inputs, run)
     _require_numbers(spec, run)
     widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
-    require_fit(widest, inputs, run, layer, keep=False)
+    Room(exact=True).require(plan_layer(widest, inputs, run, layer))
     comparison = _Comparison(specs, inputs, run, layer)
     rows = comparison.rows
     if see is not None:
@@ -141,7 +142,7 @@ class _Comparison:
 
     def __init__(self, specs: Sequence[AttentionSpec], inputs: InputSpec, run: RunSpec, layer: str) -> None:
         self._specs = specs
-        forward = build_forward(specs[0], inputs, run, layer)
+        forward = load_layer(specs[0], inputs, run, layer)
         self._inputs: Inputs = forward.inputs
         self._baseline = HeadRun(forward)
         self._noise = Noise(self._baseline)
@@ -169,7 +170,7 @@ class _Comparison:
         return row
 
     @property
-    def forwards(self) -> list[Forward]:
+    def forwards(self) -> list[Layer]:
         """The layer of each head count, the baseline first."""
         return [run.forward for run in self._runs]
 
@@ -203,18 +204,17 @@ class _Comparison:
         return pair_rows([(run.num_heads, run.output) for run in self._runs], self._noise.of_output)
 
 
-def _with_heads(forward: Forward, spec: AttentionSpec, inputs: InputSpec) -> Forward:
+def _with_heads(forward: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     """The same inputs into a layer with another head count."""
     if forward.inputs.attn_mask is not None and forward.inputs.attn_mask.dim() == 3:
         # A mask for each head: the file has to fit this count of them.
-        return build_forward(spec, inputs, forward.run, forward.layer)
+        return load_layer(spec, inputs, forward.run, forward.layer)
     code = find_layer(forward.layer).load()
-    args, kwargs = code.arguments(forward.inputs, forward.run)
     with blank():
         module = code.build(spec, forward.run.device)
     if not copy_parameters(forward.module, module):
         module = code.build(spec, forward.run.device)
-    return replace(forward, spec=spec, module=module, args=args, kwargs=kwargs)
+    return called_with(module, spec, forward.run, forward.inputs, forward.layer)
 
 
 def _sources(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:

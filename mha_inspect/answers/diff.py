@@ -19,8 +19,8 @@ from ..reports.diff import (
     StageRow,
 )
 from ..targets.device import resolve
-from ..targets.fit import SAFE, need_of, rough_need
-from ..targets.memory import free_memory, largest, require_memory
+from ..targets.load import plan_layer
+from ..targets.room import Room
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from .sides.compared import (
     Rows,
@@ -56,7 +56,7 @@ def diff_spec(
     rounding error of the coarser of the two, measured against float64 in this run.
 
     Args:
-        left: name in the registry of layers.
+        left: name in the catalog of layers.
         right: likewise; the same name for one layer under two settings.
         spec: what both have, but for the settings below and those that a layer has no use for.
         inputs: likewise.
@@ -111,28 +111,10 @@ def _both(stage: str, left: LayerRun, right: LayerRun) -> list[Tensor | None]:
 
 
 def _require_fit(left: Side, right: Side) -> None:
-    """Raise `DoesNotFitError` where both sides, opened and in float64 and all kept, need more memory than is free."""
-    free = free_memory(left.run.device)
-    rough = sum(rough_need(side.spec, side.inputs) for side in (left, right))
-    if free is None or 2 * SAFE * rough < free:
-        return
-
-    def need(seq_len: int | None = None) -> int:
-        total = 0
-        for side in (left, right):
-            asked = side.inputs if seq_len is None else replace(side.inputs, seq_len=seq_len, padding=())
-            for spec in (side.spec, replace(side.spec, dtype="float64")):
-                total += need_of(spec, asked, side.run, side.kind.name, keep=True)
-        return total
-
-    whole = need()
-    if whole <= free:
-        return
-    fixed = any(side.inputs.input or side.inputs.attn_mask for side in (left, right))
-    best = 0 if fixed else largest(lambda seq_len: need(seq_len) <= free, left.inputs.seq_len)
-    way_out = f"The largest seq_len that fits is {best}." if best else "Try a smaller batch or embed_dim."
-    asked = f"embed_dim {left.spec.embed_dim}, batch {left.inputs.batch}, seq_len {left.inputs.seq_len}, on two sides"
-    require_memory(whole, left.run.device, asked, way_out)
+    """Raise `DoesNotFitError` where both sides, and each in float64 and all kept, need more memory than is free."""
+    room = Room(kept=True, exact=True)
+    for side in (left, right):
+        room.require(plan_layer(side.spec, side.inputs, side.run, side.kind.name))
 
 
 def _either_has(stage: str, left: LayerRun, right: LayerRun) -> bool:

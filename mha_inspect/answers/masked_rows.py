@@ -7,45 +7,115 @@ from typing import Literal
 
 import torch
 
-from ..naming.canonical import NamedAxes, canonical, canonical_stage, sizes_of
+from ..graph.attention import Attention
+from ..graph.evaluate import Replay, leaves_of
+from ..naming.axes import AxisNames
+from ..naming.canonical import canonical, contents_of, is_by_turn, own_axes, sizes_in
+from ..naming.kind import barred_by
 from ..record.rounding import first_tensor
-from ..record.subject import Forward, Run
+from ..record.subject import Run, Subject
 from ..reports.trace import MaskedRow
 
 Content = Literal["nan", "zero", "finite"]
+Rows = tuple[tuple[int, int], ...]
+"""(batch, query) of each."""
 _LOOKED_AT = ("scores", "masked_scores", "weights", "context", "concat", "output")
 
 
-def masked_rows(
-    forward: Forward, plain: Run, opened: Run, axes: NamedAxes, rows: Sequence[tuple[int, int]]
-) -> tuple[MaskedRow, ...]:
-    """What becomes of each fully masked row. `opened` must have been recorded with its tensors kept."""
-    if len(opened.attentions) != 1:
+def fully_masked_rows(own: Subject, seen: Run) -> tuple[Rows, ...]:
+    """Return for each attention the queries to which no key is left, in at least one head.
+
+    One such head is enough: W_o mixes its context into the whole row of the output. The content of the masks is
+    computed again. Where it cannot be, and on meta, there are none.
+    """
+    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+    known: dict[tuple[object, ...], Rows] = {}
+    rows = []
+    for found, names in seen.attentions:
+        # The layers of a model read the same masks.
+        reads = {t.id for one in found.branches or (found,) for op in one.masks for t in op.inputs if t.dtype == "bool"}
+        shape = found.stages["weights"].shape if "weights" in found.stages else None
+        sign = (frozenset(reads), shape) if reads else (found.score_product.op.index,)
+        if sign not in known:
+            known[sign] = _rows_of(seen, found, names, replay)
+        rows.append(known[sign])
+    return tuple(rows)
+
+
+def _rows_of(seen: Run, found: Attention, names: AxisNames, replay: Replay) -> Rows:
+    if "masked_scores" not in found.stages:
         return ()
-    (found, _), patterns, sizes = opened.attentions[0], axes.stages[0], sizes_of(forward)
-    stages = {
-        stage: value
-        for stage in _LOOKED_AT
-        if stage in found.stages
-        and (value := canonical_stage(opened, found, stage, patterns[stage], sizes)) is not None
-    }
-    zero_output = _output_of_zero(opened)
-    outputs = canonical(first_tensor(plain.returned).detach(), "output", axes.returned[0], sizes)
-    result = []
-    for batch, query in rows:
-        seen = {stage: _content(_row(value, stage, batch, query)) for stage, value in stages.items()}
-        first = next((stage for stage, content in seen.items() if content != "finite"), "")
-        output = None if outputs is None else outputs[batch, query]
-        at_end: Content = "finite" if output is None else _content(output)
-        if output is not None and at_end == "finite" and zero_output is not None and torch.equal(output, zero_output):
-            at_end = "zero"
-        # All heads side by side: of a layer that loops over them, context is the first head's.
-        result.append(MaskedRow(batch, query, first, seen.get("concat", seen.get("context", "finite")), at_end))
-    return tuple(result)
+    empty: torch.Tensor | None = None
+    by_turn = is_by_turn(found, names, "masked_scores")
+    for turn in (found.branches or (found,)) if by_turn else (found,):
+        barred = _barred(seen, turn, replay)
+        content = None
+        if barred is not None:
+            sizes = sizes_in(found, names, "masked_scores")
+            content = canonical(barred, "masked_scores", names.of_stage("masked_scores"), sizes)
+        if content is not None:
+            rows = content.all(dim=-1).any(dim=1)
+            empty = rows if empty is None else empty | rows
+    return () if empty is None else tuple((int(batch), int(query)) for batch, query in empty.nonzero().tolist())
+
+
+def _barred(seen: Run, found: Attention, replay: Replay) -> torch.Tensor | None:
+    """Return where the masks of an attention together leave no weight, as its masked scores are laid out.
+
+    None where no mask is known.
+    """
+    shape, whole = found.stages["masked_scores"].shape, None
+    for op in found.masks:
+        barred = barred_by(seen, found, op, replay)
+        if barred is None or barred.is_meta:
+            continue
+        try:
+            barred = barred.expand(op.output.shape).reshape(shape)
+        except RuntimeError:  # a mask of other axes than those of the scores
+            continue
+        whole = barred if whole is None else whole | barred
+    return whole
+
+
+def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
+    """Return what becomes of each fully masked row, in the first attention that has it.
+
+    The run must have been recorded with its tensors kept.
+    """
+    outputs = _output(first_tensor(seen.returned).detach(), own_axes(seen).returned[0], seen)
+    zero = _output_of_zero(seen) if len(seen.attentions) == 1 else None
+    made: dict[tuple[int, int], MaskedRow] = {}
+    for (found, names), own in zip(seen.attentions, rows, strict=True):
+        contents = contents_of(seen, found, names) if own else {}
+        stages = {stage: contents[stage] for stage in _LOOKED_AT if stage in contents}
+        for batch, query in own:
+            if (batch, query) in made:
+                continue
+            content = {stage: _content(_row(value, stage, batch, query)) for stage, value in stages.items()}
+            first = next((stage for stage, found_in in content.items() if found_in != "finite"), "")
+            inside = outputs is not None and batch < outputs.shape[0] and query < outputs.shape[1]
+            at_end: Content = "finite"
+            if inside and outputs is not None:
+                at_end = _content(outputs[batch, query])
+                if at_end == "finite" and zero is not None and torch.equal(outputs[batch, query], zero):
+                    at_end = "zero"
+            context = content.get("concat", content.get("context", "finite"))
+            made[batch, query] = MaskedRow(batch, query, first, context, at_end)
+    return tuple(made[row] for row in sorted(made))
+
+
+def _output(output: torch.Tensor, pattern: str, seen: Run) -> torch.Tensor | None:
+    """Return an output as `batch query embed`; None where its axes are others."""
+    found, names = seen.attentions[-1]
+    for stage in (stage for stage in ("output", "concat") if stage in found.stages):
+        content = canonical(output, stage, pattern, sizes_in(found, names, stage))
+        if content is not None:
+            return content
+    return None
 
 
 def _row(value: torch.Tensor, stage: str, batch: int, query: int) -> torch.Tensor:
-    """What belongs to one query: of `batch heads query ...`, or of `batch query ...`."""
+    """Return what belongs to one query: of `batch heads query ...`, or of `batch query ...`."""
     return value[batch, :, query] if stage in ("scores", "masked_scores", "weights", "context") else value[batch, query]
 
 
@@ -55,16 +125,16 @@ def _content(row: torch.Tensor) -> Content:
     return "zero" if not bool(row.any()) else "finite"
 
 
-def _output_of_zero(opened: Run) -> torch.Tensor | None:
-    """The output of a context of zeros: W_o's bias, or nothing where there is none."""
-    found = opened.attentions[0][0]
+def _output_of_zero(seen: Run) -> torch.Tensor | None:
+    """Return the output of a context of zeros: W_o's bias, or nothing where there is none."""
+    found = seen.attentions[0][0]
     op = found.projections.get("output")
     if op is None:
         return None
-    made = opened.recording.producer(opened.graph.after_call(op))
+    made = seen.recording.producer(seen.graph.after_call(op))
     for candidate in (op, made):
         for tensor in candidate.inputs if candidate is not None else ():
-            if len(tensor.shape) == 1 and opened.graph.is_weight(tensor):
-                bias: torch.Tensor = opened.recording.values[tensor.id]
+            if len(tensor.shape) == 1 and seen.graph.is_weight(tensor):
+                bias: torch.Tensor = seen.recording.values[tensor.id]
                 return bias
     return None

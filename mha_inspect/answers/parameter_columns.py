@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..layers.registry import LayerKind
+from ..layers.catalog import LayerKind
 from ..layers.roles import Role
 from ..reports.params import HeadCountColumn
 from ..targets.spec import AttentionSpec

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers import torch_mha
-from ..layers.registry import LayerKind, find_layer
+from ..layers.catalog import LayerKind, find_layer
 from ..layers.roles import Role
 from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
@@ -23,6 +23,7 @@ from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadPr
 from ..targets.device import resolve
 from ..targets.flag_inputs import make_inputs
 from ..targets.memory import require_memory
+from ..targets.placing import arguments_of
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .head_norms import head_norms
 from .head_proof import prove
@@ -63,7 +64,7 @@ def params_spec(
         spec: the layer's sizes and settings.
         run: for the device; on meta there are shapes and counts, and no content.
         show: whether statistics and values are shown.
-        layer: name in the registry of layers.
+        layer: name in the catalog of layers.
         per_head: whether to show each head's rows and columns, and to prove them by running.
         num_heads: several head counts are set side by side, with what changes between them.
         norms: whether to measure each head's part of each matrix.
@@ -83,7 +84,7 @@ def params_spec(
     proof = None
     if per_head and device.type != "meta":
         inputs = make_inputs(spec, InputSpec(), run)
-        proof = prove(module, known.roles, spec, inputs, code.arguments(inputs, run))
+        proof = prove(module, known.roles, spec, inputs, arguments_of(module, layer, inputs, run))
     columns, changes = side_by_side(kind, spec, device, num_heads) if len(num_heads) > 1 else (None, "")
     return ParamsReport(
         environment=Environment(torch=torch.__version__, device=str(device), dtype=spec.dtype, seed=spec.seed),
@@ -152,7 +153,7 @@ def _read_off(own: Subject, known: _Known) -> tuple[_Known, tuple[str, ...]]:
 
 
 def _known_layer(kind: LayerKind, spec: AttentionSpec) -> _Known:
-    """What the layer's own file declares; its line in the registry stands in for a formula that it does not."""
+    """What the layer's own file declares; its line in the catalog stands in for a formula that it does not."""
     code = kind.load()
     roles = getattr(code, "roles", None)
     formula = getattr(code, "formula", None)
@@ -195,7 +196,7 @@ def _prove_module(module: nn.Module, roles: Mapping[str, Role]) -> PerHeadProof 
         return None
     run = RunSpec(device=str(weight.device))
     inputs = make_inputs(spec, InputSpec(), run)
-    return prove(module, roles, spec, inputs, torch_mha.arguments(inputs, run))
+    return prove(module, roles, spec, inputs, arguments_of(module, "torch", inputs, run))
 
 
 def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) -> tuple[Parameter, ...]:

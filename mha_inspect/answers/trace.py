@@ -10,123 +10,77 @@ import torch
 from torch import nn
 
 from ..graph.attention import Attention
-from ..layers.registry import find_layer
-from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
-from ..naming.canonical import NamedAxes, name_axes, own_axes
+from ..naming.canonical import NamedAxes, own_axes
 from ..naming.kind import kinds_of
 from ..naming.linear import product_pairs
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
 from ..naming.unit_sizes import pairs_named_after
 from ..record.arguments import tensors_in
-from ..record.kernels import describe, fused_kernels, hidden_stages
 from ..record.ops import Op, TensorRef
-from ..record.proof import nothing_hidden, prove
 from ..record.run import record_until_failure
-from ..record.subject import Run, State, Subject, build_forward
+from ..record.subject import Run, State, Subject
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.products import ProductPair
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
-from ..targets.device import resolve
-from ..targets.fit import require_fit
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
-from .masked_rows import masked_rows
+from ..targets.spec import Show
+from .kernels import has_shape_only, is_hidden, path_of, proof_of
+from .masked_rows import fully_masked_rows, masked_rows
 
 
-def trace_spec(
-    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, show: Show | None = None, *, layer: str = "torch"
-) -> Trace:
-    """Build a layer, run it once as it is and once opened, and report every stage.
-
-    Raises as `traced_spec`.
-    """
-    return traced_spec(spec, inputs, run, show, layer=layer)[0]
-
-
-def traced_spec(
-    spec: AttentionSpec,
-    inputs: InputSpec,
-    run: RunSpec,
-    show: Show | None = None,
-    *,
-    layer: str = "torch",
-    keep: bool = False,
-) -> tuple[Trace, Run]:
-    """Return what `trace_spec` reports, and the run that the stages were read off, its tensors kept when asked for.
-
-    Raises:
-        SpecError: the layer is unknown, or has no use for a setting.
-        InputError: a file or a mask does not fit.
-        DeviceError: the device is not there or cannot run the dtype.
-        DoesNotFitError: the runs would need more memory than is free.
-    """
-    show = show or Show()
-    spec = own_spec(find_layer(layer), spec)
-    resolve(run.device, spec.dtype)
-    require_fit(spec, inputs, run, layer, keep=keep or show.stats or show.values)
-    forward = build_forward(spec, inputs, run, layer)
-    rows = forward.inputs.fully_masked_rows(spec.num_heads)
-    keep = (keep or show.stats or show.values or bool(rows)) and run.device != "meta"
-    plain = forward.recorded(open_up=False)
-    opened = forward.recorded(keep=keep)
-    axes = name_axes(forward, opened)
-    drops = spec.training and spec.dropout > 0
-    trace = report(
-        plain,
-        opened,
-        axes,
-        show,
-        kinds=kinds_of(opened, forward),
-        environment=Environment(torch.__version__, str(forward.inputs.query.device), spec.dtype, spec.seed),
-        layer=LayerInfo(layer, plain_fields(spec)),
-        proof=prove(forward, plain, opened, drops=drops, rows=rows),
-        masked=masked_rows(forward, plain, opened, axes, rows) if rows and keep else (),
-    )
-    return trace, opened
-
-
-def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
-    """Trace a module that was brought along: every attention in it, found by its dataflow.
-
-    The module is run once as it is. Where that run hides stages in fused kernels, it is run again opened, with the same
-    random numbers; buffers and generators are left as one call leaves them.
+def trace(own: Subject, show: Show | None = None) -> Trace:
+    """Run a subject, and report every attention in it, found by its dataflow.
 
     Raises `ForwardError` where the forward raises: its `trace` holds what was recorded up to there, with `failure`, and
     its `__cause__` is the error. Arguments that do not fit the forward's signature raise what Python raises.
     """
     show = show or Show()
-    return traced(Subject(module, args, kwargs), show, keep=show.stats or show.values)[0]
+    return traced(own, show, keep=show.stats or show.values)[0]
+
+
+def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
+    """Trace a module on these arguments, as `trace` does."""
+    return trace(Subject(module, args, kwargs), show)
 
 
 def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
-    """What `trace_module` reports, and the run that the stages were read off, its tensors kept when asked for."""
-    before = own.state()
-    plain = _run(own, before, show, keep)
-    hides = bool(fused_kernels(plain.recording))
-    opened = plain
-    if hides:
+    """Return what `trace` does, and the run that the stages were read off, its tensors kept when asked for.
+
+    The subject is run once, as it is. Where that run hides stages in fused kernels, each is opened beside its result;
+    what the run computes, buffers and generators are as one call leaves them.
+    """
+    with own.settings():
+        before = own.state()
+        seen = _run(own, before, show, keep)
+        seen = replace(seen, wider=own.wider_run(seen))
+        made = report(
+            seen,
+            own_axes(seen),
+            show,
+            kinds=kinds_of(seen, own),
+            environment=environment_of(own),
+            layer=layer_of(own),
+            masked=_masked_rows(own, before, seen, keep),
+        )
+    return replace(made, notes=(*made.notes, *own.notes)), seen
+
+
+def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[MaskedRow, ...]:
+    """What becomes of queries without keys: where there are any, one more run keeps what is made of them."""
+    rows = fully_masked_rows(own, seen)
+    if not any(rows):
+        return ()
+    if not keep:
         with own.replaying(before):
-            opened = own.recorded(keep=keep)
-    opened = replace(opened, wider=own.wider_run(opened))
-    plain = plain if hides else opened
-    trace = report(
-        plain,
-        opened,
-        own_axes(opened),
-        show,
-        kinds=kinds_of(opened, own),
-        environment=environment_of(own),
-        layer=layer_of(own.module),
-        proof=prove(own, plain, opened, drops=own.module.training) if hides else nothing_hidden(plain),
-    )
-    return trace, opened
+            seen = replace(own.recorded(keep=True), wider=seen.wider)
+    return masked_rows(rows, seen)
 
 
 def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
-    """The plain run. Raises `ForwardError` where the forward raises."""
+    """The run. Raises `ForwardError` where the forward raises."""
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
         return Run(attempt.recording, attempt.returned)
@@ -142,63 +96,54 @@ def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
 
 
 def environment_of(own: Subject) -> Environment:
-    """What the numbers of a module that was brought along are made with."""
+    """Return what the numbers of a subject are made with."""
     tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return Environment(
         torch.__version__,
         str(tensors[0].device) if tensors else "cpu",
         "" if floating is None else str(floating.dtype).removeprefix("torch."),
-        None,
+        own.seed,
     )
 
 
-def layer_of(module: nn.Module) -> LayerInfo:
-    """A module that was brought along, by its class."""
-    return LayerInfo(type(module).__name__, {})
+def layer_of(own: Subject) -> LayerInfo:
+    """Return what a subject is called, and what it was made with."""
+    return LayerInfo(own.label or type(own.module).__name__, dict(own.made_with))
 
 
 def report(
-    plain: Run,
-    opened: Run,
+    seen: Run,
     axes: NamedAxes,
     show: Show,
     *,
     environment: Environment,
     layer: LayerInfo,
-    proof: Proof,
+    proof: Proof | None = None,
     masked: tuple[MaskedRow, ...] = (),
     kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
-    """Two runs of one pass, as it is and opened, as plain data."""
-    content = _Content(opened, show)
-    hidden = hidden_stages(plain)
-    calls = _calls([found.module for found, _ in opened.attentions])
+    """A run as plain data; `proof` is given where there is none to read off it."""
+    content = _Content(seen, show)
+    calls = _calls([found.module for found, _ in seen.attentions])
     return Trace(
         environment=environment,
         layer=layer,
-        path=describe(plain),
+        path=path_of(seen),
         attentions=tuple(
             replace(
-                _attention(
-                    opened,
-                    found,
-                    names,
-                    axes.stages[place],
-                    hidden[place] if place < len(hidden) else frozenset(),
-                    content,
-                ),
+                _attention(seen, found, names, axes.stages[place], content),
                 kind=kinds[place] if place < len(kinds) else (),
                 call=calls[place],
             )
-            for place, (found, names) in enumerate(opened.attentions)
+            for place, (found, names) in enumerate(seen.attentions)
         ),
-        returns=_returns(opened, axes, content),
-        proof=proof,
+        returns=_returns(seen, axes, content),
+        proof=proof_of(seen) if proof is None else proof,
         masked_rows=masked,
-        notes=_of_rows(opened),
-        products=_products(opened),
-        ops=_op_lines(opened, axes) if show.ops else None,
+        notes=_of_rows(seen),
+        products=_products(seen),
+        ops=_op_lines(seen, axes) if show.ops else None,
     )
 
 
@@ -256,7 +201,6 @@ def _attention(
     found: Attention,
     names: AxisNames,
     axes: Mapping[str, str],
-    hidden: frozenset[str],
     content: _Content,
 ) -> AttentionReport:
     facts = StageFacts(seen.graph, found, dict(axes))
@@ -276,10 +220,11 @@ def _attention(
                 nbytes=tensor.nbytes,
                 flops=facts.flops(name),
                 memory=facts.memory(name),
-                opened=name in hidden,
-                op=None if op is None else OpRef(op.index, op.name, op.source),
+                opened=is_hidden(seen, name, tensor),
+                op=None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source),
                 stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
                 values=content.values(tensor),
+                shape_only=has_shape_only(seen, tensor),
             )
         )
     scale = found.scale
@@ -351,7 +296,7 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
     return tuple(
         OpLine(
             index=op.index,
-            name=op.name,
+            name=seen.recording.name_of(op),
             module=op.module,
             source=op.source,
             inputs=operands(op.inputs),

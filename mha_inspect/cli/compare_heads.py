@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ExitCode, SpecError
-from ..layers.registry import LAYERS
+from ..layers.catalog import LAYERS
 from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
-from .options import Options, option, shares_options, size
+from .options import Options, TargetArgument, option, shares_options, size
 from .picture import Drawn, averaged, require_drawable
-from .target_argument import TargetArgument
 from .values import counts
 
 if TYPE_CHECKING:
@@ -76,13 +75,13 @@ def compare_heads(
     if steps is not None and steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
-    from . import specs
+    from . import subject
     from .answer import give, prepare
 
-    compared_subjects: list[tuple[int, Subject]] = []
+    subjects: list[tuple[int, Subject]] = []
     if picture:
         require_drawable(options)
-        extras["see"] = lambda count, own: compared_subjects.append((count, own))
+        extras["see"] = lambda count, own: subjects.append((count, own))
     if target is not None:
         compared = _counts_of_target(options, target, counts("heads", heads))
         export = prepare(options, draws=picture)
@@ -93,27 +92,27 @@ def compare_heads(
     else:
         options.require_no_target_settings("compare-heads")
         compared = chosen_counts(options, counts("heads", heads))
-        spec, *_ = [specs.attention(options, count) for count in compared]
-        inputs, run = specs.inputs(options), specs.run(options)
+        spec, *_ = [subject.attention(options, count) for count in compared]
+        inputs, run = subject.inputs(options), subject.run(options)
 
         from ..layers.settings import check_settings
 
         check_settings(LAYERS[options.layer], spec, inputs, run)
-        specs.show(options)
+        subject.show(options)
         export = prepare(options, draws=picture)
 
         from ..answers.compare_heads import compare_heads_spec
 
         resume()
         report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, **extras)
-    give(report, options, export, Drawn((averaged(compared_subjects),), printed=True) if picture else None)
+    give(report, options, export, Drawn((averaged(subjects),), printed=True) if picture else None)
     return exit_code(report.verdict, fail_if)
 
 
 def _counts_of_target(options: Options, text: str, heads: tuple[int, ...]) -> tuple[int, ...]:
     """The head counts to build the target with. Raises `MhaInspectError` where it can be told that none will do."""
     from .compare_heads_target import check_counts
-    from .target import check_target
+    from .subject import check_target
 
     check_target(text, options, "compare-heads")
     if not heads and "embed_dim" not in options.given:
@@ -134,15 +133,15 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     Raises `SpecError` when fewer than two are left.
     """
     from ..targets.spec import divisors
-    from . import specs
+    from . import subject
 
-    named = specs.head_counts(options)
-    if named == specs.head_counts(Options(layer=options.layer)):
+    named = subject.head_counts(options)
+    if named == subject.head_counts(Options(layer=options.layer)):
         named = ()
     if not heads and len(named) > 1:
         heads = named
     elif not heads:
-        specs.attention(options, 1)
+        subject.attention(options, 1)
         usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
         heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
         heads = (*named, *heads)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
-from . import specs
+from . import subject
 from .options import Options
-from .target import call_of, called, load, tell, try_once
+from .subject import call_of, load_target, tell
 
 if TYPE_CHECKING:
     from ..reports.compare_heads import CompareHeadsReport
@@ -25,8 +25,8 @@ def check_counts(options: Options, counts: tuple[int, ...]) -> None:
     from ..targets.aliases import flag_of
     from ..targets.values import parse_settings
 
-    specs.inputs(options)
-    specs.show(options)
+    subject.inputs(options)
+    subject.show(options)
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
     fixed = next(
@@ -52,7 +52,9 @@ def compare_heads_target(
     from ..answers.head_counts.modules import Counted, compare_modules
     from ..answers.sides.module_run import ModuleSide
     from ..reports.common import LayerInfo
+    from ..targets.call import try_once
     from ..targets.importing import stdout_for_the_answer
+    from ..targets.load import subject_of
     from ..targets.room import Room
     from ..targets.same_inputs import with_the_same
 
@@ -61,19 +63,19 @@ def compare_heads_target(
     room = Room(kept=True, exact=True)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         for count in counts:
-            target = load(text, _with_heads(options, count))
+            target = load_target(text, _with_heads(options, count))
             _require_head_count(target)
             call = call_of(target, options, room)
             room.exact = False  # rounding is measured of the baseline alone
             if made:
                 call = with_the_same(call, target.module, made[0][1], made[0][0].module)
-            try_once(target, call, options, f" with num_heads {count}")
+            try_once(subject_of(target, call, options.seed), f" with num_heads {count}")
             made.append((target, call))
             own = call.of(target.module)
             side = ModuleSide("left", target.name, own, LayerInfo(target.name, target.passed), options.seed)
             built.append(Counted(count, side))
         report = compare_modules(built, **extras)
-    for note in (*made[0][0].notes, called(made[0][1])):
+    for note in (*made[0][0].notes, made[0][1].told):
         if note:
             tell(note)
     return report

@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from ..errors import ExitCode, SpecError
-from ..layers.registry import LAYERS
+from ..layers.catalog import LAYERS
 from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
-from .options import Options, option, shares_options
-from .target_argument import FORMS, is_target
+from .options import FORMS, Options, is_target, option, shares_options
 
 app = typer.Typer(add_completion=False)
 
@@ -114,16 +113,16 @@ def diff(
             raise SpecError(f"{flag} {shown(path)} names a module of a target, and that side is a layer. Drop it.")
     options.require_no_target_settings("trace")
     from ..answers.sides.settings import make_sides, parse_settings
-    from . import specs
+    from . import subject
 
     ours, theirs = parse_settings("--left-set", left_set or ()), parse_settings("--right-set", right_set or ())
     first, second = chosen_layers(options, left, right, several_settings=bool(ours or theirs))
     # The layer whose sizes are checked here is the one that both are, or else one that takes any.
     options.layer = first if first == second and first in LAYERS else "torch"
-    spec = specs.attention(options, specs.single_head_count(options, "diff"))
-    inputs, run = specs.inputs(options), specs.run(options)
+    spec = subject.attention(options, subject.single_head_count(options, "diff"))
+    inputs, run = subject.inputs(options), subject.run(options)
     make_sides(first, second, spec, inputs, run, ours, theirs)
-    specs.show(options)
+    subject.show(options)
     from .answer import give, prepare
 
     target = prepare(options)

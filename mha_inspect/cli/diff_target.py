@@ -7,12 +7,11 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
-from ..layers.registry import find_layer
+from ..layers.catalog import find_layer
 from ..text import shown
-from . import specs
-from .options import Options
-from .target import call_of, called, check_target, load, try_once
-from .target_argument import is_target
+from . import subject
+from .options import Options, is_target
+from .subject import call_of, check_target, load_target
 
 if TYPE_CHECKING:
     from ..answers.sides.module_run import ModuleSide
@@ -52,9 +51,9 @@ def check_sides(
             raise SpecError(
                 f"{flag} {shown(path)} names a module of a target, and that side is the layer {text}. Drop it."
             )
-    specs.single_head_count(options, "diff")
-    specs.inputs(options)
-    specs.show(options)
+    subject.single_head_count(options, "diff")
+    subject.inputs(options)
+    subject.show(options)
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
@@ -75,17 +74,19 @@ def diff_target(
     import torch
 
     from ..answers.module_diff import diff_modules
+    from ..targets.call import try_once
     from ..targets.importing import stdout_for_the_answer
+    from ..targets.load import subject_of
 
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         called_targets = _called_targets(options, texts, own, paths)
         for target, call in filter(None, called_targets):
-            try_once(target, call, options)
+            try_once(subject_of(target, call, options.seed))
         report = diff_modules(*_sides(options, texts, own, called_targets))
     said = [
         sentence
         for target, call in filter(None, called_targets)
-        for sentence in (*target.notes, called(call).replace("The forward", f"{target.name}.forward", 1))
+        for sentence in (*target.notes, call.told.replace("The forward", f"{target.name}.forward", 1))
         if sentence
     ]
     return replace(report, notes=(*report.notes, *dict.fromkeys(said)))
@@ -110,16 +111,16 @@ def _called_targets(
         if not is_target(texts[place]):
             continue
         if path is not None:
-            target = load(texts[place], options, own[place])
+            target = load_target(texts[place], options, own[place])
             made[place] = part_of(target, call_of(target, options), path)
         elif beside is not None and paths[1 - place] is not None:
-            target = load(
+            target = load_target(
                 texts[place], options, own[place], sizes=_sizes(_target_side(1 - place, *beside, options, ()))
             )
             target = with_arguments_of(target, beside[1])
             made[place] = (target, call_of(target, options, room))
         else:
-            target = load(texts[place], options, own[place])
+            target = load_target(texts[place], options, own[place])
             made[place] = (target, call_of(target, options, room))
     if len(made) == 2:
         # What a part is called with is at hand for the other one; what is drawn, for the right one.
@@ -172,10 +173,9 @@ def _layer_side(
     from ..answers.sides.module_run import ModuleSide
     from ..answers.sides.settings import parse_settings
     from ..layers.settings import check_settings
-    from ..naming.unit_sizes import without_ones
-    from ..record.subject import Forward, of_other_sizes
     from ..reports.common import LayerInfo
     from ..targets.flag_inputs import make_inputs
+    from ..targets.load import called_with
     from ..targets.same_inputs import layer_inputs
     from ..targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
@@ -194,25 +194,20 @@ def _layer_side(
     batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
     cross = key is not query
     asked = replace(
-        specs.inputs(options),
+        subject.inputs(options),
         input=None,
         batch=batch,
         seq_len=query_len,
         key_len=key.shape[-2] if cross else None,
         unbatched=unbatched,
     )
-    asked, run = replace(asked, **of(InputSpec)), replace(specs.run(options), **of(RunSpec))
+    asked, run = replace(asked, **of(InputSpec)), replace(subject.run(options), **of(RunSpec))
     check_settings(kind, spec, asked, run)
     made = make_inputs(spec, asked, run)
     moved = {id(t): t.to(device=made.query.device, dtype=made.query.dtype) for t in (query, key, value)}
     laid = {n: (t if spec.batch_first or unbatched else t.transpose(0, 1).contiguous()) for n, t in moved.items()}
     made = replace(made, query=laid[id(query)], key=laid[id(key)], value=laid[id(value)])
-    code = kind.load()
-    args, kwargs = code.arguments(made, run)
-    own_pass = Forward(code.build(spec, run.device), args, kwargs, layer=kind.name, spec=spec, run=run, inputs=made)
-    wide = without_ones(asked)
-    if wide is not None and side.own.wider is not None:
-        own_pass = replace(own_pass, wider=lambda module: of_other_sizes(own_pass, module, wide))
+    own_pass = called_with(kind.load().build(spec, run.device), spec, run, made, kind.name)
     label = kind.name + (f" with {', '.join(f'{n} {v}' for n, v in settings.items())}" if settings else "")
     plain = {n: v if isinstance(v, (bool, int, float, str)) or v is None else str(v) for n, v in settings.items()}
     info = LayerInfo(kind.name, plain_fields(spec))
@@ -241,7 +236,7 @@ def _spec(name: str, options: Options, side: ModuleSide, widths: tuple[int, ...]
     kind = find_layer(name)
     embed_dim, kdim, vdim = widths
     found = _sizes(side)
-    sizes: dict[str, Any] = {"num_heads": specs.single_head_count(options, "diff"), "bias": options.bias}
+    sizes: dict[str, Any] = {"num_heads": subject.single_head_count(options, "diff"), "bias": options.bias}
     sizes |= {flag: found[flag] for flag in sizes if flag in found and flag not in options.given}
     if "num_heads" in found:
         if found["num_kv_heads"] != found["num_heads"] and "num_kv_heads" in kind.takes:

@@ -7,15 +7,29 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
-from ..layers.registry import LAYERS
+from ..layers.catalog import LAYERS
 from ..text import shown
 from .values import completing, one_of, real_number, size_number, whole_number
+
+FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
+TargetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]",
+        help=f"A module of your own: {FORMS}. Importing it runs its code. "
+        "Without one, a layer is built from the options.",
+        show_default=False,
+        rich_help_panel="Target",
+    ),
+]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -207,6 +221,8 @@ class Options:
         """Those that somebody has set."""
         self.typed: frozenset[str] = frozenset()
         """Those that somebody has set on the command line, and not by a variable."""
+        self.ids: Tensor | None = None
+        """Ids of the tokens of a text, `batch seq`, that is the input of a target."""
         self.__dict__.update(values)
 
     def require_no_target_settings(self, command: str) -> None:
@@ -220,6 +236,11 @@ class Options:
                     f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, "
                     "as in mha-inspect trace path/to/file.py:Name."
                 )
+
+
+def is_target(text: str) -> bool:
+    """Return whether a text has the form of a target, and not that of a layer's name."""
+    return ":" in text or text.endswith(".py")
 
 
 @cache

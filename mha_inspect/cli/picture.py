@@ -5,6 +5,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,17 @@ TokensOption = Annotated[
         "What stands at each place, to label the axes: a file with one a line, or a comma list.",
         metavar="FILE|A,B,...",
         show_default="numbers",
+    ),
+]
+
+
+TextOption = Annotated[
+    str | None,
+    option(
+        "--text",
+        PANEL,
+        "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
+        show_default="none",
     ),
 ]
 
@@ -105,6 +117,28 @@ def require_drawable(options: Options, *, in_json: bool = False) -> None:
         )
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers to draw. Try --device cpu.")
+
+
+def check_text(target: str | None, options: Options) -> None:
+    """Raise `SpecError` where no tokenizer can be there for --text, or something else says what the input is."""
+    if target is None or not target.startswith("hf:"):
+        raise SpecError("--text needs a tokenizer: name a model with one, as in mha-inspect trace hf:DIRECTORY.")
+    for flag, name in (("--input", "input"), ("--seq-len", "seq_len"), ("--batch", "batch")):
+        if name in options.typed:
+            raise SpecError(f"--text and {flag} both say what goes in: drop one of the two.")
+
+
+def with_text(text: str, target: str | None, options: Options, want: Wanted | None) -> tuple[Options, Wanted | None]:
+    """Return the options with the ids of a text for the input, and what is drawn with its tokens as labels.
+
+    Raises `InputError` where there is no tokenizer.
+    """
+    from ..targets.hugging_face import tokenized
+
+    ids, names = tokenized(str(target), text)
+    changed = copy(options)
+    changed.ids, changed.seq_len, changed.batch = ids, ids.shape[1], 1
+    return changed, want if want is None or want.tokens else replace(want, tokens=names)
 
 
 def heads_of(typed: str) -> tuple[int, ...]:

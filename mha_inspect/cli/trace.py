@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ExitCode
-from ..layers.registry import LAYERS
+from ..errors import ExitCode, ForwardError, SpecError
+from ..text import did_you_mean, shown
 from .collection import resume
 from .help import GroupedCommand
-from .options import Options, option, shares_options, size
-from .picture import HeadOption, RowOption, StageOption, TokensOption, draw, wanted
-from .target_argument import TargetArgument
+from .options import Options, TargetArgument, option, shares_options, size
+from .picture import (
+    HeadOption,
+    RowOption,
+    StageOption,
+    TextOption,
+    TokensOption,
+    check_text,
+    draw,
+    wanted,
+    with_text,
+)
 
 if TYPE_CHECKING:
     from ..record.subject import Run
+    from ..reports.trace import Trace
 
 app = typer.Typer(add_completion=False)
 
@@ -26,6 +37,7 @@ mha-inspect trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12
 mha-inspect trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10"""
 
 PANEL = "Trace"
+_ITSELF = "The only one is in the layer itself: leave --module out."
 
 
 @app.command(cls=GroupedCommand, epilog=EPILOG)
@@ -44,6 +56,7 @@ def trace(
     head: HeadOption = "",
     batch_row: RowOption = 0,
     tokens: TokensOption = None,
+    text: TextOption = None,
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
@@ -53,38 +66,78 @@ def trace(
     the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
     its code.
     """
-    from . import specs
+    from . import subject
 
-    show = specs.show(options)
+    subject.check(target, options, "trace")
+    if text is not None:
+        check_text(target, options)
     want = wanted(options, picture, head, batch_row, tokens)
-    if target is None:
-        options.require_no_target_settings("trace")
-        spec = specs.attention(options, specs.single_head_count(options, "trace"))
-        inputs, run = specs.inputs(options), specs.run(options)
-
-        from ..layers.settings import check_settings
-
-        check_settings(LAYERS[options.layer], spec, inputs, run)
-    else:
-        from .target import check_target, trace_target
-
-        check_target(target, options, "trace")
     from .answer import give, prepare
 
     export = prepare(options, draws=want is not None, prints=want is not None and want.asked)
 
-    from ..answers.trace import traced_spec
-    from .choice import choose
+    # Before what was made by then is left alone by the collector: torch is most of it.
 
-    seen: Run | None
     resume()
-    if target is None:
-        report, seen = traced_spec(spec, inputs, run, show, layer=options.layer, keep=want is not None)
-    else:
-        report, seen = trace_target(target, options, keep=want is not None)
-    if seen is None:
+    if text is not None:
+        options, want = with_text(text, target, options, want)
+    report, run = _trace(target, options, keep=want is not None)
+    if run is None:
         give(report, options, export)
         return ExitCode.CONDITION
     report = choose(report, number, module)
-    give(report, options, export, None if want is None else draw(report, seen, want, export))
+    give(report, options, export, None if want is None else draw(report, run, want, export))
     return ExitCode.OK
+
+
+def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, Run | None]:
+    """Build what was asked for, run it, and report what it did; where its forward raises, as far as it came.
+
+    The run comes with it, its tensors kept when asked for; None where the forward raised.
+
+    Raises:
+        MhaInspectError: it cannot be built or called as asked.
+        TargetFailedError: the call did not fit its forward.
+    """
+    from ..answers.trace import traced
+    from ..targets.call import explained
+    from ..targets.room import Room
+    from . import subject
+
+    show = subject.show(options)
+    keep = keep or show.stats or show.values
+    with subject.running(options):
+        own = subject.load(target, options, Room(kept=keep, shapes_do=True))
+        try:
+            return traced(own, show, keep=keep)
+        except ForwardError as failed:
+            notes = (*failed.trace.notes, *own.notes, *filter(None, [own.hint]))
+            return replace(failed.trace, notes=notes), None
+        except Exception as error:
+            raise explained(error, own) from error
+
+
+def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
+    """Return the trace with those marked that are to be shown in full: the one of this number, or those of this module.
+
+    Raises `SpecError` when there is no such attention.
+    """
+    if attention is None and module is None:
+        return trace
+    count = len(trace.attentions)
+    paths = [one.module for one in trace.attentions]
+    if attention is not None and not 1 <= attention <= count:
+        there = "none was found" if not count else "there is only 1" if count == 1 else f"there are 1 to {count}"
+        raise SpecError(f"attention {attention} is not there: {there}. Without --attention all are listed.")
+    chosen = set(range(1, count + 1)) if attention is None else {attention}
+    if module is not None:
+        inside = {n for n, path in enumerate(paths, 1) if path == module or path.startswith(f"{module}.")}
+        if not inside:
+            listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if count > 4 else "")
+            where = f"Modules that have one: {listed or 'none'}." if listed or not count else _ITSELF
+            raise SpecError(f"module {shown(module)} has no attention. {where}{did_you_mean(module, paths)}")
+        chosen &= inside
+        if not chosen:
+            own = shown(paths[(attention or 1) - 1])
+            raise SpecError(f"attention {attention} is in module {own}, not in {shown(module)}.")
+    return replace(trace, chosen=tuple(sorted(chosen)))

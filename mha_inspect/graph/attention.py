@@ -126,12 +126,18 @@ class _Finder:
                 swapped = swapped or op.swaps_last_two
             elif self.graph.is_scale(op):
                 scales.append(self.graph.scale_of(op))
+            elif op.makes_result and self._is_scaled(op.inputs[0]):
+                pass
             elif transposed and not swapped and op.swaps_last_two:
                 swapped = True
             else:
                 break
             tensor = max(op.inputs, key=lambda t: t.numel) if self.graph.is_scale(op) else op.inputs[0]
         return tensor, multiply(scales)
+
+    def _is_scaled(self, tensor: TensorRef) -> bool:
+        op = self.recording.producer(tensor)
+        return op is not None and self.graph.is_scale(op)
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""

@@ -267,8 +267,8 @@ class Graph:
         if len(op.inputs) == 3:
             return True
         followers = [f for step in (op.output, self.after_call(op)) for f in self.recording.consumers.get(step.id, ())]
-        made = self.recording.producer(self.after_call(op))
-        return any(self._adds_bias(f) for f in ([made] if made is not None else []) + followers)
+        ends = [self.recording.producer(end) for end in (self.after_call(op), self.after_projection(op))]
+        return any(self._adds_bias(f) for f in (*ends, *followers) if f is not None)
 
     def _adds_bias(self, op: Op) -> bool:
         return (

@@ -1,1 +1,1 @@
-"""The attention layers that can be built, one file each, and their registry."""
+"""The attention layers that can be built, one file each, and their catalog."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,12 +11,10 @@ from torch import nn
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import projection
-from .masks import additive_mask, same_key_and_value
 from .roles import Role
 
 if TYPE_CHECKING:
-    from ..targets.flag_inputs import Inputs
-    from ..targets.spec import RunSpec
+    pass
 
 
 class BertSelfAttention(nn.Module):
@@ -80,20 +78,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """hidden_states, the additive mask that BERT extends, and the encoder's states where the keys are not the query's.
-
-    Raises `InputError` where key and value are not the same tensor.
-    """
-    states = same_key_and_value(inputs, "bert")
-    mask = additive_mask(inputs, blocked=torch.finfo(inputs.query.dtype).min)
-    return (inputs.query,), {
-        "attention_mask": mask,
-        "encoder_hidden_states": states,
-        "output_attentions": run.need_weights,
-    }
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -72,3 +72,10 @@ def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu"
             with seeded(spec.seed):
                 module = make()
     return module.to(device=device, dtype=getattr(torch, spec.dtype)).train(spec.training)
+
+
+def mask_of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
+    """The part of a merged mask that one head sees: `query key` or `batch query key`."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    return mask.select(-3, head if mask.size(-3) > 1 else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
@@ -12,12 +12,10 @@ from torch import nn
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import axis_of_width, formula_of_widths, output_projection, projection
-from .masks import merged_mask
 from .roles import Role
 
 if TYPE_CHECKING:
-    from ..targets.flag_inputs import Inputs
-    from ..targets.spec import RunSpec
+    pass
 
 
 class DotProductAttention(nn.Module):
@@ -92,11 +90,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         return layer
 
     return build_seeded(make, spec, device)
-
-
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """queries, keys, values and one mask for all."""
-    return (inputs.query, inputs.key, inputs.value), {"mask": merged_mask(inputs)}
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

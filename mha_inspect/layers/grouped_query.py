@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,12 +11,10 @@ from torch import nn
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import output_projection, projection
-from .masks import additive_mask, same_key_and_value
 from .roles import Role
 
 if TYPE_CHECKING:
-    from ..targets.flag_inputs import Inputs
-    from ..targets.spec import RunSpec
+    pass
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -129,19 +127,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """hidden_states, an additive mask, and the states that keys and values come from where they are not the query's.
-
-    Raises `InputError` where key and value are not the same tensor.
-    """
-    states = same_key_and_value(inputs, "grouped-query")
-    return (inputs.query,), {
-        "attention_mask": additive_mask(inputs),
-        "key_value_states": states,
-        "output_attentions": run.need_weights,
-    }
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..reports.layers import LayersReport, ListedLayer
-from .registry import LAYERS
+from .catalog import LAYERS
 from .settings import OPTIONAL
 
 LETTERS = {
@@ -18,7 +18,7 @@ LETTERS = {
 
 
 def list_layers() -> LayersReport:
-    """Every layer of the registry, in its order; only the letters that some formula has."""
+    """Every layer of the catalog, in its order; only the letters that some formula has."""
     formulas = "".join(kind.parameter_formula for kind in LAYERS.values())
     return LayersReport(
         layers=tuple(

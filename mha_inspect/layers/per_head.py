@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ..targets.spec import AttentionSpec
-from .building import build_seeded
+from .building import build_seeded, mask_of_head
 from .linear_roles import axis_of_width, formula_of_widths, one_head, output_projection
-from .masks import arguments_with_one_mask, mask_of_head
 from .roles import Role
 
 
@@ -76,9 +75,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-arguments = arguments_with_one_mask
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..errors import InputError
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import output_projection, projection
-from .masks import merged_mask
 from .roles import Role
 
 if TYPE_CHECKING:
-    from ..targets.flag_inputs import Inputs
-    from ..targets.spec import RunSpec
+    pass
 
 
 def scaled_dot_product_attention(
@@ -83,25 +80,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """q, k, v and a mask of ones and zeros.
-
-    Additive numbers are divided by the -1e9 that the layer multiplies with. Raises `InputError` where float16 cannot
-    hold what comes out.
-    """
-    mask = merged_mask(inputs)
-    if mask is not None and mask.dtype != torch.bool:
-        if inputs.query.dtype == torch.float16:
-            raise InputError(
-                "split-heads multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
-                "Give a boolean mask, or dtype float32."
-            )
-        mask = (mask.to(inputs.query.dtype) / -1e9).clamp(max=1.0)
-    if mask is not None:
-        mask = mask.to(inputs.query.dtype)
-    return (inputs.query, inputs.key, inputs.value), {"mask": mask}
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-from ..targets.flag_inputs import Inputs
-from ..targets.spec import DTYPES, AttentionSpec, RunSpec
+from ..targets.spec import DTYPES, AttentionSpec
 from .building import build_seeded
 from .linear_roles import axis_of_width
 from .roles import Part, Role, ranges, stacked
@@ -37,23 +33,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
         spec,
         device,
     )
-
-
-def arguments(inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of its forward: query, key and value, then masks and what to return."""
-    return (inputs.query, inputs.key, inputs.value), {
-        "key_padding_mask": _padding_like(inputs.key_padding_mask, inputs.attn_mask),
-        "need_weights": run.need_weights,
-        "attn_mask": inputs.attn_mask,
-        "average_attn_weights": run.average_weights,
-    }
-
-
-def _padding_like(padding: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-    """The padding mask in the attn_mask's kind: torch deprecates a boolean mask beside an additive one."""
-    if padding is None or attn_mask is None or attn_mask.dtype == torch.bool:
-        return padding
-    return torch.zeros_like(padding, dtype=attn_mask.dtype).masked_fill_(padding, float("-inf"))
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

@@ -8,7 +8,6 @@ from torch import nn
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
 from .linear_roles import output_projection, projection
-from .masks import arguments_with_one_mask
 from .roles import Role
 
 
@@ -66,9 +65,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-arguments = arguments_with_one_mask
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:

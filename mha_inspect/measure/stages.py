@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..graph.attention import Attention
-from ..naming.canonical import NamedAxes, canonical_stage, name_axes, sizes_of
+from ..naming.canonical import NamedAxes, canonical_stage, own_axes
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..record.copying import copy_module
 from ..record.rounding import cast_tensors
-from ..record.subject import Forward, Run
+from ..record.subject import Run
+from ..targets.load import Layer
 from ..targets.spec import DTYPES
 
 
@@ -32,7 +33,7 @@ class StageContents:
     A layer that loops over its heads has an attention for each: here their heads stand side by side, as one attention.
     """
 
-    def __init__(self, forward: Forward, seen: Run, known: Known | None = None) -> None:
+    def __init__(self, forward: Layer, seen: Run, known: Known | None = None) -> None:
         self.forward = forward
         self.seen = seen
         self._known = Known() if known is None else known
@@ -46,7 +47,7 @@ class StageContents:
         # What decides on names: whether heads share keys, the stages, and how many dimensions each has.
         kind = (spec.kv_heads == spec.num_heads, spec.kv_heads == 1 < spec.num_heads, *ranks)
         if kind not in known:
-            known[kind] = name_axes(self.forward, self.seen)
+            known[kind] = own_axes(replace(self.seen, wider=self.forward.wider_run(self.seen)))
         return known[kind]
 
     @cached_property
@@ -108,7 +109,19 @@ def _steps(seen: Run) -> Hashable:
     return tuple((op.name, *((t.id, len(t.shape)) for t in (*op.inputs, *op.outputs))) for op in ops)
 
 
-def exact_forward(forward: Forward, module: nn.Module | None = None) -> Forward:
+def sizes_of(forward: Layer) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in some layout."""
+    spec = forward.spec
+    return {
+        "batch": forward.inputs.batch,
+        "heads": spec.num_heads,
+        "kv_heads": spec.kv_heads,
+        "group": spec.num_heads // spec.kv_heads,
+        "head_dim": int(spec.head_dim),
+    }
+
+
+def exact_forward(forward: Layer, module: nn.Module | None = None) -> Layer:
     """The same layer, weights and inputs in float64, without gradients; on the CPU where the device has no float64.
 
     Dropout draws other elements in another dtype: a module in training mode is run in eval mode. `module` is what an
@@ -117,7 +130,7 @@ def exact_forward(forward: Forward, module: nn.Module | None = None) -> Forward:
     return in_dtype(forward, torch.float64, module)
 
 
-def in_dtype(forward: Forward, dtype: torch.dtype, module: nn.Module | None = None) -> Forward:
+def in_dtype(forward: Layer, dtype: torch.dtype, module: nn.Module | None = None) -> Layer:
     """The same layer, weights and inputs in another dtype, in eval mode, without gradients."""
     device = "cpu" if torch.device(forward.run.device).type == "mps" else forward.run.device
     if module is None:
@@ -128,4 +141,4 @@ def in_dtype(forward: Forward, dtype: torch.dtype, module: nn.Module | None = No
     name = next(name for name in DTYPES if getattr(torch, name) == dtype)
     spec = replace(forward.spec, dtype=name, training=False)
     run = replace(forward.run, device=device, grad=False)
-    return replace(forward, spec=spec, run=run, module=module, args=args, kwargs=kwargs)
+    return replace(forward, spec=spec, run=run, grad=False, module=module, args=args, kwargs=kwargs)

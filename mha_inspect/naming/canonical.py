@@ -9,11 +9,11 @@ import torch
 from einops import EinopsError, rearrange
 
 from ..graph.attention import Attention
-from ..record.subject import Forward, Run, tiny
+from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
 from .stages import CANONICAL_AXES
-from .unit_sizes import at_size, stages_at_size
+from .unit_sizes import at_size
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,6 @@ class NamedAxes:
     """For each attention, stage name to axes."""
     returned: tuple[str, ...]
     """Axes of each returned tensor, in order."""
-
-
-def name_axes(forward: Forward, seen: Run) -> NamedAxes:
-    """Name the axes of a run of this forward.
-
-    The names come from a run at small sizes, none of them one, as far as it has the same stages. Where it has not (the
-    control flow of a layer may hang on sizes) they come from the run itself.
-    """
-    small, own = tiny(forward).recorded(), own_axes(seen)
-    stages = own.stages
-    # A layer that loops over its heads has as many attentions as heads: those of the tiny run serve in turn.
-    for place, (axes, (found, _)) in enumerate(zip(stages, seen.attentions, strict=True)):
-        if not small.attentions:
-            break
-        axes.update(stages_at_size(found, small.attentions[place % len(small.attentions)]))
-    if len(small.recording.outputs) != len(seen.recording.outputs):
-        return NamedAxes(stages, own.returned)
-    returned = zip(own_axes(small).returned, seen.recording.outputs, strict=True)
-    return NamedAxes(stages, tuple(at_size(pattern, named.tensor.shape) for pattern, named in returned))
 
 
 def own_axes(seen: Run) -> NamedAxes:
@@ -61,18 +42,6 @@ def own_axes(seen: Run) -> NamedAxes:
 def _ranks(seen: Run) -> list[tuple[str, int]]:
     """What a run returned: names, and numbers of dimensions."""
     return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
-
-
-def sizes_of(forward: Forward) -> dict[str, int]:
-    """The sizes of the axes that share a dimension with others in some layout."""
-    spec = forward.spec
-    return {
-        "batch": forward.inputs.batch,
-        "heads": spec.num_heads,
-        "kv_heads": spec.kv_heads,
-        "group": spec.num_heads // spec.kv_heads,
-        "head_dim": int(spec.head_dim),
-    }
 
 
 def canonical_stage(
@@ -135,7 +104,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         value: laid out as `axes` says.
         stage: a stage of `stages.STAGES`.
         axes: an einops pattern.
-        sizes: of axes by name, as `sizes_of` gives them; those that the pattern does not have are passed over.
+        sizes: of axes by name, as `sizes_in` gives them; those that the pattern does not have are passed over.
 
     An axis that this implementation does not have (batch, when unbatched) has size 1.
     """

@@ -106,16 +106,10 @@ def _bars_the_future(
     seen: Run, op: Op, found: Attention, replay: Replay, lengths: tuple[int, int, int | None]
 ) -> bool | None:
     """Whether this operation bars every key behind the query's position; None where its mask is not known."""
-    others = [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
-    if op is found.score_product.op:
-        others = [op.inputs[0]]
-    try:
-        barred = _barred(op, others, replay)
-    except CannotReplayError:
-        return None
+    barred = barred_by(seen, found, op, replay)
     if barred is not None and barred.is_meta:
         # Without content there is only the operation that cuts a triangle out.
-        return any(_is_cut(seen, tensor) for tensor in others)
+        return any(_is_cut(seen, tensor) for tensor in _masks_of(seen, found, op))
     if barred is None or barred.dim() < 2:
         return None
     if _keys_before_queries(seen, op, found):
@@ -159,6 +153,21 @@ def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> b
     own = barred.diagonal(offset=shift, dim1=-2, dim2=-1)
     open_to_some = ~barred.all(dim=-2, keepdim=True)
     return bool((future & open_to_some).any()) and bool((barred | ~future).all()) and not bool(own.all())
+
+
+def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:
+    """Return where one of an attention's masks leaves no weight, in its own layout; None where that is not known."""
+    try:
+        return _barred(op, _masks_of(seen, found, op), replay)
+    except CannotReplayError:
+        return None
+
+
+def _masks_of(seen: Run, found: Attention, op: Op) -> list[TensorRef]:
+    """Return what an operation that masks scores reads besides them."""
+    if op is found.score_product.op:
+        return [op.inputs[0]]
+    return [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
 
 
 def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:

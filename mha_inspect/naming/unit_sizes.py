@@ -8,23 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..graph.attention import Attention
 from ..reports.products import Product, ProductPair
-from ..targets.spec import InputSpec
 from .axes import AxisNames
 
 Named = tuple[Attention, AxisNames]
-_INSTEAD_OF_ONE = {"batch": 2, "seq_len": 3, "key_len": 5}
-"""Small, and no two the same."""
-
-
-def without_ones(inputs: InputSpec) -> InputSpec | None:
-    """The same with another size in the place of each that is one; None where none is."""
-    own = {"batch": None if inputs.unbatched else inputs.batch, "seq_len": inputs.seq_len, "key_len": inputs.key_len}
-    sizes: dict[str, Any] = {name: _INSTEAD_OF_ONE[name] for name, size in own.items() if size == 1}
-    return replace(inputs, **sizes) if sizes else None
 
 
 def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...] = ()) -> str:
@@ -52,7 +41,7 @@ def stages_at_size(found: Attention, other: Named, *, others_are_kept: bool = Fa
 
 def named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
     """The attentions of a run with the names of those of another, where these are the same ones."""
-    if [_sign(*one) for one in own] != [_sign(*one) for one in others]:
+    if len(own) != len(others) or not all(map(_is_same, own, others)):
         return tuple(own)
     return tuple(
         (found, names.taking(stages_at_size(found, other, others_are_kept=True)))
@@ -60,9 +49,13 @@ def named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, .
     )
 
 
-def _sign(found: Attention, names: AxisNames) -> tuple[object, ...]:
-    """What two runs of one forward have alike in an attention."""
-    return found.module, len(found.branches), names.num_heads, names.num_kv_heads, names.head_dim
+def _is_same(own: Named, other: Named) -> bool:
+    """Whether an attention of one run is that of the other: a size of one may be another there."""
+    (found, names), (like, theirs) = own, other
+    sizes = ((names.num_heads, theirs.num_heads), (names.num_kv_heads, theirs.num_kv_heads))
+    if found.module != like.module or any(size not in (1, instead) for size, instead in sizes):
+        return False
+    return names.num_heads == 1 or len(found.branches) == len(like.branches)
 
 
 def pairs_named_after(own: Sequence[ProductPair], others: Sequence[ProductPair]) -> tuple[ProductPair, ...]:

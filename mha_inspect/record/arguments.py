@@ -35,3 +35,16 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         children = [(f.name, getattr(value, f.name)) for f in fields(value)]
     for key, child in children:
         yield from tensors_in(child, f"{name}.{key}" if name else key)
+
+
+def described(values: Mapping[str, Any]) -> str:
+    """Return arguments by name as text, a tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
+    return ", ".join(f"{name} {_described(value)}" for name, value in values.items())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_described, value))})"
+    return str(value)

@@ -1,10 +1,9 @@
-"""What is known of an operation of torch before it runs: the one table of what each does, and what its schema says."""
+"""What each operation of torch does: the one table, without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 Trait = Literal[
     "product",  # a matrix product
@@ -130,45 +129,3 @@ def axes_rule(base_name: str) -> str:
 def named(trait: Trait) -> frozenset[str]:
     """Return the names of the operations that have a trait."""
     return frozenset(name for name, (_, traits) in _OPERATIONS.items() if trait in traits)
-
-
-@dataclass(frozen=True)
-class About:
-    """What does not change from one use of an operation to the next."""
-
-    name: str
-    base_name: str
-    pointwise: bool
-    composite: bool
-    makes_views: bool
-    written: tuple[tuple[int, str], ...]
-    """Place and name of each argument that it writes into."""
-
-
-@cache
-def about(func: Any) -> About:
-    """Read it off an operation's schema, tags and kernels."""
-    import torch
-
-    name = str(func)
-    if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
-        return About(f"higher_order.{name}", name, pointwise=False, composite=False, makes_views=False, written=())
-
-    def has_kernel(operation: str, key: str) -> bool:
-        try:
-            return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
-        except RuntimeError:  # one that the dispatcher does not know: prim.device, asked of a fake tensor
-            return False
-
-    return About(
-        name=name,
-        base_name=name.split(".")[1],
-        pointwise=torch.Tag.pointwise in func.tags,
-        composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
-        makes_views=has_kernel(func.name(), "ADInplaceOrView"),
-        written=tuple(
-            (place, argument.name)
-            for place, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-    )

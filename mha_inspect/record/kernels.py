@@ -1,74 +1,388 @@
-"""How PyTorch runs an attention: the kernels of the plain forward, and which stages they hide."""
+"""The fused kernels of torch that can hide attention, and the steps of those whose inside cannot be watched.
+
+A kernel is one of three. A program over the dispatcher is watched where it runs (`REOPENED`). A leaf is computed once
+more beside its result, by the functions here, in operations that are recorded: `do` runs each of them. Anything else is
+named, with the reason why it is not opened.
+"""
 
 from __future__ import annotations
 
-from ..reports.trace import Path
-from .ops import Op, Recording
-from .subject import Run
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_A = torch.ops.aten
+Do = Callable[..., Any]
+"""Runs one operation of torch, and has it recorded."""
 
 _INSIDE_SDPA = frozenset({"scores", "masked_scores", "weights"})
-_INSIDE_LAYER = frozenset(
-    {"q_proj", "k_proj", "v_proj", "q_heads", "k_heads", "v_heads", "context", "concat"} | _INSIDE_SDPA
-)
+_INSIDE_LAYER = _INSIDE_SDPA | {"q_proj", "k_proj", "v_proj", "q_heads", "k_heads", "v_heads", "context", "concat"}
+MULTI_HEAD = "aten._native_multi_head_attention"
+REOPENED = (MULTI_HEAD, "aten._transformer_encoder_layer_fwd", "higher_order.flex_attention")
+"""Kernels that call the dispatcher for all that they do."""
 _FUSED: tuple[tuple[str, str, frozenset[str]], ...] = (
-    ("aten._native_multi_head_attention", "the fast path: the whole layer is one kernel", _INSIDE_LAYER),
+    (MULTI_HEAD, "the fast path: the whole layer is one kernel", _INSIDE_LAYER),
     ("aten._transformer_encoder_layer_fwd", "the fast path: the whole encoder layer is one kernel", _INSIDE_LAYER),
+    ("aten._triton_multi_head_attention", "the whole layer is one kernel", _INSIDE_LAYER),
     ("aten._scaled_dot_product", "fused attention: scores and weights never reach memory", _INSIDE_SDPA),
-    ("higher_order.flex_attention", "flex attention: one kernel, which cannot be opened", frozenset()),
+    ("aten._flash_attention_forward", "flash attention: scores and weights never reach memory", _INSIDE_SDPA),
+    ("aten._efficient_attention_forward", "efficient attention: scores and weights never reach memory", _INSIDE_SDPA),
+    ("aten._cudnn_attention_forward", "cuDNN's attention: scores and weights never reach memory", _INSIDE_SDPA),
+    ("aten._triton_scaled_dot_attention", "fused attention: scores and weights never reach memory", _INSIDE_SDPA),
+    ("torch_attn._varlen_attn", "attention over packed rows: scores and weights never reach memory", _INSIDE_SDPA),
+    ("higher_order.flex_attention", "flex attention: one kernel", _INSIDE_SDPA),
+    ("aten._transform_bias_rescale_qkv", "adds the bias, and splits queries, keys and values", frozenset()),
+    ("aten._masked_softmax", "masks the scores and takes the softmax", frozenset({"masked_scores"})),
 )
 """Start of a kernel's name, what it is, and the stages that it hides."""
+_ADDING = ("a product that adds the mask: the scores without it are never made", frozenset({"scores"}))
 
 
-_UNSAID = "torch names none; its fast path asks for biases"
-"""It goes on without a word where there is no in_proj_bias."""
+Way = Literal["", "reopen", "attention", "part", "adding", "unknown"]
+"""How a kernel is opened; empty for an operation that hides nothing."""
 
 
-def fused_kernels(recording: Recording) -> list[Op]:
-    """The operations that hide stages of an attention, in order."""
-    return [op for op in recording.ops if is_fused(op.name)]
+def way_of(name: str) -> Way:
+    """Return how an operation of this name is opened."""
+    if name.startswith(REOPENED):
+        return "" if name.endswith(".out") else "reopen"
+    if name in PARTS:
+        return "adding" if name.endswith("mm.default") else "part"
+    if name.startswith("aten._scaled_dot_product_attention_math.") or not is_fused(name):
+        return ""  # the first is a composite of operations that are seen
+    whole = ("aten._triton_multi", "aten._masked_softmax", "aten._transform_bias")
+    return "unknown" if name.startswith(whole) else "attention"
 
 
 def is_fused(name: str) -> bool:
     """Whether an operation of this name does several steps of attention in one."""
-    return any(name.startswith(fused) for fused, _, _ in _FUSED)
+    return name.startswith(tuple(start for start, _, _ in _FUSED)) and "backward" not in name
 
 
-def hidden_stages(plain: Run) -> list[frozenset[str]]:
-    """For each attention of the plain forward, in order, the stages that it hides."""
-    sites = [(op.index, _hides(op)) for op in fused_kernels(plain.recording)]
-    sites += [(found.softmax.index, frozenset()) for found, _ in plain.attentions]
-    return [hidden for _, hidden in sorted(sites, key=lambda site: site[0])]
+def title_of(name: str) -> str:
+    """What a kernel is, in one phrase."""
+    return next((title for start, title, _ in _FUSED if name.startswith(start)), _ADDING[0])
 
 
-def describe(plain: Run) -> Path:
-    """The kernels of the plain forward, why it is not the fast path in torch's own words, and what was opened."""
-    refusals = dict.fromkeys(reason for reason in plain.recording.fast_path_refusals if reason)
-    fast = any(op.name.startswith(_FUSED[0][0]) for op in plain.recording.ops)
-    if plain.recording.fast_path_refusals and not refusals and not fast:
-        refusals[_UNSAID] = None
-    return Path(
-        plain=_in_one_phrase(plain),
-        reason="; ".join(" ".join(reason.split()) for reason in refusals) or None,
-        opened=tuple(dict.fromkeys(_short(op) for op in fused_kernels(plain.recording))),
+def hidden_by(name: str) -> frozenset[str]:
+    """The stages of attention that a kernel hides."""
+    return next((hidden for start, _, hidden in _FUSED if name.startswith(start)), _ADDING[1])
+
+
+class NotOpenedError(Exception):
+    """A kernel does something that no steps here follow; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What an attention kernel was asked for: `... heads query head_dim`, `... heads key head_dim`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    causal: bool = False
+    from_end: bool = False
+    """Whether the last query looks at the last key, and not the first at the first."""
+    window: tuple[int, int] = (-1, -1)
+    """How many keys before and after a query's own place it may look at; -1 is all of them."""
+    starts: tuple[Tensor, Tensor] | None = None
+    """Where each sequence begins among packed queries and keys, and where the last one ends."""
+    slopes: Tensor | None = None
+    """What is taken off for each key of distance, by head."""
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """`... heads query key`."""
+        return (*self.query.shape[:-1], self.key.shape[-2])
+
+    @property
+    def is_plainly_causal(self) -> bool:
+        """Whether a lower triangle says who looks at whom."""
+        return self.causal and not (self.from_end or self.starts is not None or max(self.window) >= 0)
+
+    def distances(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """How far each key lies behind these queries' own places, and whether both are of one sequence: `query key`."""
+        count, keys = self.query.shape[-2], torch.arange(self.key.shape[-2], device=queries.device)
+        if self.starts is None:
+            own = queries + (len(keys) - count if self.from_end else 0)
+            return own[:, None] - keys, torch.ones((), dtype=torch.bool, device=queries.device)
+        first, second = (start.to(queries.device).long() for start in self.starts)
+        row, other = (torch.searchsorted(s[1:], at, right=True) for s, at in ((first, queries), (second, keys)))
+        # Aligned at the end, the last query of a sequence has the place of its last key.
+        shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
+        own = queries - first[row] + shift[row]
+        return own[:, None] - (keys - second[other]), row[:, None] == other
+
+    def allowed(self, queries: Tensor) -> Tensor | None:
+        """Which keys these queries may look at, biases aside: `query key`; None where it is all of them."""
+        if not self.causal and self.starts is None and max(self.window) < 0:
+            return None
+        distance, found = self.distances(queries)
+        before, after = self.window
+        found = found & (distance >= 0) if self.causal else found.expand(distance.shape)
+        found = found & (distance <= before) if before >= 0 else found
+        return found & (distance >= -after) if after >= 0 else found
+
+    def added(self, queries: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of these queries, in whatever shape goes with `... heads query key`."""
+        parts: list[Tensor] = []
+        if self.bias is not None:
+            rows = self.bias[..., queries, :] if self.bias.shape[-2] > 1 else self.bias
+            parts.append(torch.where(rows, 0.0, -torch.inf).to(dtype) if rows.dtype == torch.bool else rows.to(dtype))
+        if self.slopes is not None:
+            parts.append(-self.slopes[..., None, None].to(dtype) * self.distances(queries)[0].abs())
+        allowed = self.allowed(queries)
+        if allowed is not None:
+            parts.append(
+                torch.zeros(allowed.shape, dtype=dtype, device=queries.device).masked_fill(~allowed, -torch.inf)
+            )
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def of_head(self, place: tuple[int, ...], queries: Tensor, dtype: torch.dtype) -> Attention:
+        """The same of one head and these queries alone, in another dtype: what is added is a bias."""
+        added = self.added(queries, dtype)
+        if added is not None:
+            added = added.expand(*self.query.shape[:-2], *added.shape[-2:])[place][None]
+        group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
+        shared = (*place[:-1], place[-1] // group) if place else place
+        parts = (self.query[place][queries], self.key[shared], self.value[shared])
+        query, key, value = (part.to(dtype)[None] for part in parts)
+        return Attention(query, key, value, added, scale=self.scale)
+
+    def on_meta(self, stand_in: Callable[[Tensor], Tensor]) -> Attention:
+        """The same with tensors that have a shape alone."""
+        own = replace(self, query=stand_in(self.query), key=stand_in(self.key), value=stand_in(self.value))
+        return own if self.bias is None else replace(own, bias=stand_in(self.bias))
+
+
+def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by their names in its schema, defaults included."""
+    named = func._schema.arguments
+    found = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
+    return {**found, **{argument.name: value for argument, value in zip(named, args, strict=False)}, **kwargs}
+
+
+def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Attention, bool]:
+    """What an attention kernel was asked for, and whether its heads stand after its rows.
+
+    Raises `NotOpenedError` where it was asked for something that the steps do not follow.
+    """
+    got = bound(func, args, kwargs)
+    if func._overloadname == "quantized":
+        raise NotOpenedError("its operands are quantized")
+    for name in ("seqused_k", "seqlen_k", "block_table", "dropout_mask"):
+        if got.get(name) is not None:
+            raise NotOpenedError(f"it is given {name}")
+    name = str(func)
+    packed = got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))) is not None
+    rows_first = not name.startswith(("aten._scaled", "aten._triton")) and (packed or "cudnn" not in name)
+    query, key, value = (got[name] if name in got else got[name[0]] for name in ("query", "key", "value"))
+    if any(tensor.is_nested for tensor in (query, key, value)):
+        raise NotOpenedError("its rows have different lengths (nested tensors)")
+    starts = (got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))),)
+    starts += (got.get("cum_seq_k", got.get("cu_seqlens_k", got.get("cu_seq_k"))),)
+    if rows_first:
+        query, key, value = (tensor.transpose(-3, -2) for tensor in (query, key, value))
+    kind = got.get("custom_mask_type", 0)
+    window = _window(got)
+    if isinstance(got.get("window_size"), int) and got["window_size"] > 0:
+        raise NotOpenedError("it is given window_size")
+    return Attention(
+        query,
+        key,
+        value,
+        bias=next((got[n] for n in ("attn_mask", "attn_bias", "bias") if isinstance(got.get(n), Tensor)), None),
+        causal=bool(got.get("is_causal")) or kind in (1, 2),
+        from_end=kind == 2 or (rows_first and kind == 0),
+        window=window,
+        starts=None if starts[0] is None else (starts[0], starts[0] if starts[1] is None else starts[1]),
+        slopes=got.get("alibi_slopes"),
+        scale=1 / math.sqrt(query.shape[-1]) if got.get("scale") is None else float(got["scale"]),
+        dropout=float(got.get("dropout_p", 0.0)),
+    ), rows_first
+
+
+def _window(got: Mapping[str, Any]) -> tuple[int, int]:
+    given = got.get("window_size")
+    if isinstance(given, (list, tuple)):
+        return int(given[0]), int(given[1])
+    left, right = got.get("window_size_left"), got.get("window_size_right")
+    return -1 if left is None else int(left), -1 if right is None else int(right)
+
+
+# -- the steps --------------------------------------------------------------------------------------------------------
+
+
+def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation without recording it: the `do` of a proof."""
+    return func(*args, **kwargs)
+
+
+def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Tensor:
+    """softmax(q·kᵀ·scale + bias)·v, step by step; numbers of half precision are added up in float32, as kernels do.
+
+    With `finer` it is computed in that dtype.
+    """
+    query, key, value = asked.query, asked.key, asked.value
+    dtype = finer or (torch.float32 if query.dtype in (torch.half, torch.bfloat16) else query.dtype)
+    if dtype != query.dtype:
+        query, key, value = (do(_A._to_copy.default, tensor, dtype=dtype) for tensor in (query, key, value))
+    heads, own = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
+    if heads != own:
+        key, value = (_repeated(do, tensor, heads // own) for tensor in (key, value))
+    bias = _bias(do, asked, dtype)
+    query = do(_A.mul.Scalar, query, asked.scale)
+    scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
+    del query, key
+    if bias is None:
+        weights = do(_A._softmax.default, scores, -1, False)
+    else:
+        scores = do(_A.add.Tensor, scores, bias)
+        weights = do(_A._safe_softmax.default, scores, -1)
+    del scores, bias
+    return _product(do, weights, value)
+
+
+def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores, the lower triangle of a causal mask made in steps of its own."""
+    bias = asked.bias
+    if bias is not None and bias.dtype == torch.bool:
+        bias = _filled(do, bias, dtype)
+    elif bias is not None and bias.dtype != dtype:
+        bias = do(_A._to_copy.default, bias, dtype=dtype)
+    device = asked.query.device
+    if asked.is_plainly_causal:
+        whole = do(_A.ones.default, list(asked.scores_shape[-2:]), dtype=torch.bool, device=device)
+        causal = _filled(do, do(_A.tril.default, whole), dtype)
+        bias = causal if bias is None else do(_A.add.Tensor, bias, causal)
+    elif asked.causal or asked.slopes is not None or asked.starts is not None or max(asked.window) >= 0:
+        if device.type == "meta":
+            added = torch.empty(asked.scores_shape[-2:], dtype=dtype, device=device)
+        else:
+            queries = torch.arange(asked.query.shape[-2], device=device)
+            added = replace(asked, bias=None).added(queries, dtype)
+        bias = added if bias is None else do(_A.add.Tensor, bias, added)
+    return bias
+
+
+def _filled(do: Do, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zero where a query may look, and minus infinity elsewhere."""
+    zero, barred = (
+        do(_A.scalar_tensor.default, number, dtype=dtype, device=allowed.device) for number in (0.0, -torch.inf)
     )
+    made: Tensor = do(_A.where.self, allowed, zero, barred)
+    return made
 
 
-def _in_one_phrase(plain: Run) -> str:
-    phrases = [
-        f"{_short(op)} ({next(text for name, text, _ in _FUSED if op.name.startswith(name))})"
-        for op in fused_kernels(plain.recording)
-    ]
-    phrases += [
-        f"separate operations: {found.score_product.name}, {found.softmax.base_name.strip('_')}, "
-        f"{found.value_product.name}"
-        for found, _ in plain.attentions
-    ]
-    return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
+def _repeated(do: Do, tensor: Tensor, times: int) -> Tensor:
+    """`... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
+    shape = tensor.shape
+    wide = do(_A.expand.default, do(_A.unsqueeze.default, tensor, -3), [*shape[:-2], times, *shape[-2:]])
+    copied = do(_A.clone.default, wide, memory_format=torch.contiguous_format)
+    made: Tensor = do(_A._unsafe_view.default, copied, [*shape[:-3], shape[-3] * times, *shape[-2:]])
+    return made
 
 
-def _hides(op: Op) -> frozenset[str]:
-    return next((hidden for name, _, hidden in _FUSED if op.name.startswith(name)), frozenset())
+def _product(do: Do, left: Tensor, right: Tensor) -> Tensor:
+    """A product of matrices as torch makes it: one `bmm` over all that stands before them."""
+    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    made = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
+    shape = [*lead, left.shape[-2], right.shape[-1]]
+    found: Tensor = made if list(made.shape) == shape else do(_A._unsafe_view.default, made, shape)
+    return found
 
 
-def _short(op: Op) -> str:
-    return op.name.rpartition(".")[0]
+def _as_one(do: Do, tensor: Tensor, lead: torch.Size) -> Tensor:
+    """With everything before the matrices in one dimension, copied where strides do not allow a view of that."""
+    if tensor.shape[:-2] != lead:
+        tensor = do(_A.expand.default, tensor, [*lead, *tensor.shape[-2:]])
+    if len(lead) == 1:
+        return tensor
+    shape = [math.prod(lead), *tensor.shape[-2:]]
+    if _can_view(tensor, len(lead)):
+        viewed: Tensor = do(_A.view.default, tensor, shape)
+        return viewed
+    copied = do(_A.clone.default, tensor, memory_format=torch.contiguous_format)
+    made: Tensor = do(_A._unsafe_view.default, copied, shape)
+    return made
+
+
+def _can_view(tensor: Tensor, lead: int) -> bool:
+    """Whether the first dimensions run over memory as one."""
+    places = [(n, s) for n, s in zip(tensor.shape[:lead], tensor.stride()[:lead], strict=True) if n != 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(places))
+
+
+def split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """`batch query (qkv heads head_dim)` to three of `batch heads query head_dim`, the queries scaled."""
+    whole = do(_A.add.Tensor, qkv, bias)
+    batch, rows, width = qkv.shape
+    parts = do(_A.split.Tensor, whole, width // 3, -1)
+    by_head = [do(_A.view.default, part, [batch, rows, heads, width // 3 // heads]) for part in parts]
+    query, key, value = (do(_A.transpose.int, part, 1, 2) for part in by_head)
+    return do(_A.mul.Scalar, query, 1 / math.sqrt(width // 3 // heads)), key, value
+
+
+def masked_softmax(
+    do: Do, scores: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
+) -> tuple[Tensor, ...]:
+    """The softmax of `batch heads query key`; `mask` is `query key` (type 0), `batch key` (1), or as the scores (2)."""
+    if mask_type == 1:
+        mask = do(_A.unsqueeze.default, do(_A.unsqueeze.default, mask, 1), 1)
+    masked = do(_A.masked_fill.Scalar, scores, mask, -torch.inf)
+    return (do(_A._softmax.default, masked, -1 if dim is None else dim, False),)
+
+
+def adding_product(
+    do: Do, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> tuple[Tensor, ...]:
+    """`baddbmm` and `addmm`: beta · added + alpha · left · right."""
+    product = do(_A.bmm.default if left.dim() == 3 else _A.mm.default, left, right)
+    product = product if alpha == 1 else do(_A.mul.Scalar, product, alpha)
+    added = added if beta == 1 else do(_A.mul.Scalar, added, beta)
+    return (do(_A.add.Tensor, product, added),)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A leaf that is a part of an attention."""
+
+    steps: Callable[..., tuple[Tensor, ...]]
+    few: Callable[..., tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]]
+    """From its arguments to those of a few rows, and how to take these rows out of what comes of all."""
+
+
+def _few_projected(qkv: Tensor, bias: Tensor, heads: int) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
+    return (qkv[:1, :_FEW], bias, heads), lambda by_head: by_head[:1, :, :_FEW]
+
+
+def _few_scores(
+    scores: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
+) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
+    own = mask[:_FEW] if mask_type == 0 else mask[:1] if mask_type == 1 else mask[:1, :, :_FEW]
+    return (scores[:1, :, :_FEW], own, dim, mask_type), lambda weights: weights[:1, :, :_FEW]
+
+
+def _few_sums(added: Tensor, left: Tensor, right: Tensor) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
+    def few(tensor: Tensor) -> Tensor:
+        rows = tensor[..., :_FEW, :] if tensor.shape[-2] > 1 else tensor
+        return rows[:1] if rows.dim() == 3 else rows
+
+    return (few(added), few(left), right[:1] if right.dim() == 3 else right), few
+
+
+_FEW = 4
+PARTS: dict[str, Part] = {
+    "aten._transform_bias_rescale_qkv.default": Part(split_qkv, _few_projected),
+    "aten._masked_softmax.default": Part(masked_softmax, _few_scores),
+    "aten.baddbmm.default": Part(adding_product, _few_sums),
+    "aten.addmm.default": Part(adding_product, _few_sums),
+}

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .rounding import Rounding
 
 from . import catalog
 
 Kind = Literal["view", "copy", "write", "compute"]
 """What an operation does to memory: share it, move it elsewhere unchanged, write into what it was given, or compute."""
+
+
+RESULT = "kernel.result.default"
+"""An operation that never ran: it leads from the last step of a fused kernel to what the kernel itself has made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,9 @@ class Op:
     """Path of the innermost module whose forward was running; empty for the recorded module itself."""
     call: int
     """Operations with the same number came out of one call in Python: `matmul` becomes expand, view, bmm, view."""
+    kernel: int | None = None
+    """Place in `Recording.kernels` of the fused kernel that this is a step of, or that it is itself; else None. Of a
+    kernel that another one runs, the place of the other one."""
 
     @property
     def base_name(self) -> str:
@@ -73,6 +83,11 @@ class Op:
     def does(self, *traits: catalog.Trait) -> bool:
         """Return whether this has one of these traits; the table of them is `record.catalog`."""
         return catalog.does(self.base_name, *traits)
+
+    @property
+    def makes_result(self) -> bool:
+        """Whether this leads from the steps of a fused kernel to what the kernel itself has made."""
+        return self.name == RESULT
 
     @property
     def output(self) -> TensorRef:
@@ -90,6 +105,30 @@ class Op:
         if self.base_name == "permute":
             return [int(place) % rank for place in self.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
         return self.base_name == "t"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel that ran, and what is known of its inside."""
+
+    op: str
+    """Its name in torch: `aten._scaled_dot_product_flash_attention.default`."""
+    title: str
+    """What it is, in one phrase."""
+    hides: frozenset[str]
+    """The stages of attention that it hides from who runs it."""
+    opened: bool = True
+    """Whether its steps are in the recording."""
+    shapes_only: bool = False
+    """Whether the steps have shapes and no numbers, the scores being too many."""
+    check: Rounding | None = None
+    """How far its steps are from its result; None where that was not compared."""
+    drops: bool = False
+    """Whether it drops weights at random."""
+    note: str = ""
+    """Why it is not opened, or not compared; empty where it is."""
+    within: int | None = None
+    """Place of the kernel that ran it; None where it was not run by another."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +156,8 @@ class Recording:
     """TensorRef id to the index of the operation that made it; one that came from outside is not in it."""
     fast_path_refusals: tuple[str, ...] = ()
     """Why torch's multi-head attention did not take its fast path, in its own words, one a module; else empty."""
+    kernels: tuple[Kernel, ...] = ()
+    """Every fused kernel that ran, in order."""
     scalars: dict[int, float] = field(default_factory=dict)
     """TensorRef id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)
@@ -150,6 +191,10 @@ class Recording:
         """The operation that made this tensor; None where it came from outside."""
         index = self.producers.get(tensor.id)
         return None if index is None else self.ops[index]
+
+    def name_of(self, op: Op) -> str:
+        """The name in torch of what made an operation's outputs: a kernel, where it is the link to its result."""
+        return str(op.kwargs["kernel"]) if op.makes_result else op.name
 
     def tensors(self) -> Iterator[TensorRef]:
         """Every tensor that an operation wrote, in order."""

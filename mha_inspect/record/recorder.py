@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
+from threading import get_ident
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -19,14 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
-from .catalog import about, does
-from .ops import Kind, Named, Op, Recording, TensorRef
-from .source import ATTENTION_FORWARD, line_of
-from .storage import Storage, identity, owner_of
-from .turns import tell_turns_apart
+from .mode_stack import take_off
+from .ops import Kind, Named, Recording
+from .replay import Replay
+from .schema import About, about, known_as
+from .site import ModuleCall, Site
+from .source import ATTENTION_FORWARD
+from .storage import Look, look_at, weak_refs
 
 _MODULE_CALL = nn.Module._call_impl.__code__
-_PLAIN = frozenset({type(None), bool, int, float, complex, str})
+_Tensor = torch.Tensor
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
+_RUNNING: ContextVar[tuple[object, ...]] = ContextVar("recorders that were entered", default=())
+"""torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
+_NUMBERS, _MARKS = count(), count(2)
 
 
 def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
@@ -41,23 +50,6 @@ def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs:
     with recorder:
         returned = module(*args, **kwargs)
     return recorder.finish(returned), returned
-
-
-@contextmanager
-def opened() -> Iterator[None]:
-    """Let torch run attention step by step: neither the fused fast path nor a fused scaled-dot-product kernel.
-
-    Both settings are put back on the way out, also when the body raises.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 class Recorder(TorchDispatchMode):
@@ -79,110 +71,197 @@ class Recorder(TorchDispatchMode):
     def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
         super().__init__()
         self._keep = keep
-        self._ops: list[Op] = []
-        self._storages: dict[int, Storage] = {}
-        self._producers: dict[int, int] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._kept_in: dict[int, list[int]] = {}
+        self._log_entries: list[Any] = []
+        """Entries of operations; names with what is known under them; pairs of a stand-in and what it stands for."""
+        self._replay = Replay()
+        self._weak = weak_refs()
+        self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
         self._buffers: list[Named] = []
-        self._scalars: dict[int, float] = {}
-        self._paths: dict[int, str] = {}
+        self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
         self._refusals: dict[int, str] = {}
-        self._next_tensor = 0
-        self._next_storage = 0
-        self._call: tuple[list[Any], int] = ([], -1)
+        self._kept: dict[int, dict[Any, list[torch.Tensor]]] = {}
+        self._last_site: Site = []
+        self._mark = 1
+        self._key = f".recorder {next(_NUMBERS)}"
+        """The name of what is noted in the frame of each call of a module: it lives as long as the call."""
+        self._token = object()
+        self._thread: int | None = None
+        """The thread that entered it; None while it is not on."""
+        self._closed = False
         self.boundary: FrameType | None = None
         """The frame that the block stands in: whatever called that one did not ask for the operations."""
         self._asking: FrameType | None = None
-        """The frame that asked for the composite operation that is being taken apart."""
+        """The frame that asked for what is running, where that is not the one that torch came from: a composite
+        operation that is taken apart, a kernel that is opened."""
+        self._kernel: int | None = None
+        """Place of the fused kernel that what runs now belongs to."""
+        self._inside = False
+        """Whether a kernel's own code runs, below autograd, where composite operations arrive whole."""
         if root is not None:
             self._learn(root)
 
     def __enter__(self) -> Recorder:
+        """Start to record what this thread and context run. Raises `RecordingError` where it is on already."""
+        if self._thread is not None:
+            raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
         self.boundary = sys._getframe(1)
+        self._thread, self._closed = get_ident(), False
+        _RUNNING.set((*_RUNNING.get(), self._token))
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.boundary = None
-        super().__exit__(*exc)
+        """Stop to record. Raises `RecordingError` in a thread that did not enter it; nothing more is recorded then."""
+        self.boundary, self._closed = None, True
+        if self._thread != get_ident():
+            raise RecordingError(
+                "this recording was not entered in the thread that leaves it: torch records by thread. "
+                "Enter and leave it in one thread, around what runs there."
+            )
+        self._thread = None
+        _RUNNING.set(tuple(token for token in _RUNNING.get() if token is not self._token))
+        take_off(self)
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
         for path, module in root.named_modules():
             _require_eager(module, path)
-            self._paths.setdefault(id(module), path)
-        for name, parameter in root.named_parameters():
-            if not nn.parameter.is_lazy(parameter):
-                self._parameters.append(Named(name, self._read(parameter)))
-        self._buffers += [Named(name, self._read(buffer)) for name, buffer in root.named_buffers()]
+            if self._path(module) is None:
+                self._paths[id(module)] = ref(module), path
+        look, weak = self._look, self._weak
+        named = [(name, p) for name, p in root.named_parameters() if not nn.parameter.is_lazy(p)]
+        self._log_entries.append((self._parameters, [(name, look(p, weak)) for name, p in named]))
+        self._log_entries.append((self._buffers, [(name, look(buffer, weak)) for name, buffer in root.named_buffers()]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
-        self._inputs += [Named(name, self._read(tensor)) for name, tensor in tensors_in(arguments)]
+        looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(arguments)]
+        self._log_entries.append((self._inputs, looks))
 
     def finish(self, returned: Any = None) -> Recording:
-        """The recording up to here, with the names of what was returned."""
-        outputs = tuple(Named(name, self._read(tensor)) for name, tensor in tensors_in(returned))
+        """Return the recording up to here, with the names of what was returned."""
+        replay = self._catch_up()
+        looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(returned)]
+        outputs = tuple(replay.named(looks))
         return Recording(
-            ops=tuple(tell_turns_apart(self._ops)),
+            ops=replay.ops(),
             inputs=tuple(self._inputs),
             parameters=tuple(self._parameters),
             buffers=tuple(self._buffers),
-            scalars=self._scalars,
+            scalars=replay.scalars,
             outputs=outputs,
-            producers=self._producers,
+            producers=replay.producers,
             fast_path_refusals=tuple(self._refusals.values()),
-            values=self._values,
+            values=replay.release(),
         )
+
+    def _catch_up(self) -> Replay:
+        """Work out what was written down since the last time."""
+        replay, entries = self._replay, self._log_entries
+        self._log_entries = []
+        for entry in entries:
+            if isinstance(entry[0], About):
+                replay.add(entry)
+            elif isinstance(entry[0], list):
+                entry[0].extend(replay.named(entry[1]))
+            else:
+                replay.alias(*entry[1:])
+        return replay
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
-        kwargs = kwargs or {}
-        known = about(func)
+        if self._token not in _RUNNING.get() and (self._closed or get_ident() == self._thread):
+            return func(*args, **kwargs) if kwargs else func(*args)  # another task's, or after the end
+        known = self._known.get(id(func))
+        if known is None:
+            known = self._known[id(func)] = about(func)
+        if known.fused or self._inside:
+            answer = self._look_into(known, func, args, kwargs or {}, sys._getframe(1))
+            if answer is not NotImplemented:
+                return answer
         if known.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
-            return self._take_apart(func, args, kwargs, sys._getframe(1))
-        inputs: list[TensorRef] = []
-        plain_args = tuple([self._plain(arg, inputs) for arg in args])
-        plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()}
-        written = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
-        if written and self._keep:
-            self._preserve(written)
-        result = func(*args, **kwargs)
-        index = len(self._ops)
-        storages = {tensor.storage: tensor for tensor in inputs}
-        if isinstance(result, torch.Tensor):
-            outputs = [self._write(result, index, storages, bool(written))]
+            return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
+        # What is done here is done at each operation: no more than what would be gone later. `Replay` does the rest.
+        weak, look, plain = self._weak, self._look, self._plain
+        given = [
+            arg if type(arg) in _PLAIN else look(arg, weak) if isinstance(arg, _Tensor) else plain(arg) for arg in args
+        ]
+        if not kwargs:
+            named = written = None
+            if known.written:
+                written = self._about_to_write(known, args, {})
+            result = func(*args)
         else:
-            outputs = [self._write(tensor, index, storages, bool(written)) for _, tensor in tensors_in(result)]
-        if written:
-            left = [self._write(tensor, index, storages, True) for _, tensor in tensors_in(written)]
-            outputs = outputs or left
-        source, module, call = self._where(self._asking or sys._getframe(1))
-        kind: Kind = "copy" if does(known.base_name, "copies") else "compute"
-        if outputs and all(output.storage in storages for output in outputs):
-            kind = "write" if written else "view"
-        self._ops.append(
-            Op(
-                index=index,
-                name=known.name,
-                args=plain_args,
-                kwargs=plain_kwargs,
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-                kind=kind,
-                pointwise=known.pointwise,
-                source=source,
-                module=module,
-                call=call,
-            )
-        )
+            named = {name: plain(arg) for name, arg in kwargs.items()}
+            written = self._about_to_write(known, args, kwargs) if known.written else None
+            result = func(*args, **kwargs)
+        if isinstance(result, _Tensor):
+            made = [look(result, weak)]
+        else:
+            made = [look(tensor, weak) for _, tensor in tensors_in(result)]
+        left = None if written is None else [look(tensor, weak) for tensor in written]
+        entries = self._log_entries
+        place = len(entries)  # a module that is seen for the first time is told of after its first operation
+        site = self._site(self._asking or sys._getframe(1))
+        entries.insert(place, (known, given, named, made, left, site, self._mark, None, self._kernel))
         return result
+
+    def _log(
+        self,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        *,
+        kind: Kind | None = None,
+        written: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Write down an operation that has run already, under a name of its own.
+
+        `func` is what to look up about it; None for one that torch does not have. With `kind` given, what came out may
+        lie in memory that was known before; `written` is what it wrote into.
+        """
+        known = About(name, name.split(".")[1], False, False, False, ()) if func is None else known_as(func, name)
+        given = [self._plain(arg) for arg in args]
+        named = {key: self._plain(arg) for key, arg in kwargs.items()}
+        made = [self._look(tensor, self._weak) for _, tensor in tensors_in(result)]
+        left = None if written is None else [self._look(tensor, self._weak) for tensor in written]
+        entries, place = self._log_entries, len(self._log_entries)
+        site = self._site(self._asking or sys._getframe(1))
+        entries.insert(place, (known, given, named, made, left, site, self._mark, kind, self._kernel))
+
+    def _look_into(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Run what hides several steps in a way of its own; `NotImplemented` where it is recorded as any other."""
+        return NotImplemented
+
+    def _shadow(self, real: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on meta that the recording takes for this one."""
+        meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        self._log_entries.append((None, look_at(meta, self._weak), self._look(real, self._weak)))
+        return meta
+
+    def _new_call(self) -> None:
+        """Give what follows a call number of its own, though Python may stand where it stood; not in `_one_call`."""
+        if self._mark > 0:
+            self._mark = next(_MARKS)
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """Give all that runs in the body one call number, also where the same operations come over and over."""
+        outer = self._mark
+        self._mark = outer if outer < 0 else -next(_MARKS)
+        try:
+            yield
+        finally:
+            self._mark = outer if outer < 0 else next(_MARKS)
 
     def _take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Run a composite operation as what it consists of, all of it asked for by the one who asked for the whole."""
@@ -201,119 +280,99 @@ class Recorder(TorchDispatchMode):
             torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
             self._asking = asking
 
-    def _plain(self, value: Any, inputs: list[TensorRef]) -> Any:
-        """The argument as plain data; tensors in it are added to `inputs`."""
+    def _plain(self, value: Any) -> Any:
+        """Return an argument as it is written down: what is in `_PLAIN`, a look, a list of those, or text."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            tensor = self._read(value)
-            inputs.append(tensor)
-            return tensor
+            return self._look(value, self._weak)
         if isinstance(value, (list, tuple)):
-            return tuple([self._plain(item, inputs) for item in value])
+            return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _read(self, tensor: torch.Tensor) -> TensorRef:
-        """The identity of a tensor as it is now."""
-        address, key = identity(tensor)
-        storage = self._find(tensor, address)
-        if storage is None:
-            storage = self._add_storage(tensor, address, None)
-        seen = storage.seen.get(key)
-        if seen is not None and seen[1] == storage.version:
-            return seen[0]
-        # Written since through another view, or never seen: its content is what the last writer of this memory left.
-        return self._new(tensor, key, storage, storage.made_by)
+    def _look(self, tensor: torch.Tensor, weak: Any) -> Look:
+        """Return what identifies a tensor now, and where tensors are kept, the tensor."""
+        look = look_at(tensor, weak)
+        if not self._keep:
+            return look
+        views = self._kept.setdefault(id(look[0]), {})
+        held = views.get(look[1:5])
+        if held is None:
+            held = views[look[1:5]] = [tensor.detach()]
+        return (*look[:5], look[5] if len(look) > 5 else None, held)
 
-    def _write(self, tensor: torch.Tensor, index: int, inputs: Mapping[int, TensorRef], in_place: bool) -> TensorRef:
-        """The identity of a tensor that operation `index` has just returned; `inputs` are its own, by storage."""
-        address, key = identity(tensor)
-        storage = self._find(tensor, address)
-        if storage is None or not (storage.number in inputs or storage.made_by == index):
-            storage = self._add_storage(tensor, address, index)
-        elif in_place and storage.made_by != index:
-            storage.version += 1
-            storage.made_by = index
-        else:
-            seen = storage.seen.get(key)
-            if seen is not None and seen[1] == storage.version:
-                unchanged = seen[0] is inputs.get(storage.number)  # a view that changes nothing
-                if unchanged or self._producers.get(seen[0].id) == index:  # or what it wrote, returned as well
-                    return seen[0]
-        return self._new(tensor, key, storage, index)
-
-    def _find(self, tensor: torch.Tensor, address: int) -> Storage | None:
-        """What is known of the memory of a tensor."""
-        storage = self._storages.get(address)
-        reused = storage is not None and isinstance(storage.owner, ref) and storage.owner() is not tensor
-        return None if reused else storage
-
-    def _add_storage(self, tensor: torch.Tensor, address: int, made_by: int | None) -> Storage:
-        storage = self._storages[address] = Storage(self._next_storage, made_by, owner_of(tensor))
-        self._next_storage += 1
-        return storage
-
-    def _new(self, tensor: torch.Tensor, key: tuple[Any, ...], storage: Storage, made_by: int | None) -> TensorRef:
-        made = TensorRef(
-            id=self._next_tensor,
-            shape=key[1],
-            stride=key[2],
-            offset=key[0],
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            itemsize=tensor.element_size(),
-            storage=storage.number,
-        )
-        self._next_tensor += 1
-        storage.seen[key] = (made, storage.version)
-        if made_by is not None:
-            self._producers[made.id] = made_by
-        if not made.shape and tensor.device.type == "cpu" and tensor.dtype.is_floating_point:
-            with suppress(RuntimeError):  # a tensor without memory: a zero of forward-mode gradients, a fake one
-                self._scalars[made.id] = tensor.item()
+    def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
+        places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
+        written = [tensor for _, tensor in tensors_in(places)]
         if self._keep:
-            self._values[made.id] = tensor.detach()
-            self._kept_in.setdefault(storage.number, []).append(made.id)
-        return made
+            for tensor in written:
+                for held in self._kept.pop(id(look_at(tensor, self._weak)[0]), {}).values():
+                    held[0] = held[0].clone()
+        return written
 
-    def _preserve(self, written: Sequence[Any]) -> None:
-        """Copy the kept tensors whose memory is about to be written."""
-        for _, tensor in tensors_in(written):
-            storage = self._storages.get(identity(tensor)[0])
-            for kept in self._kept_in.pop(storage.number, []) if storage is not None else []:
-                self._values[kept] = self._values[kept].clone()
-
-    def _where(self, frame: FrameType | None) -> tuple[str, str, int]:
-        """The line that asked for the operation, the module it runs in, and the number of the call it belongs to."""
-        innermost, source, library, module = frame, "", "", None
-        stack: list[Any] = []
+    def _site(self, frame: FrameType | None) -> Site:
+        """Return where Python stands: the same list as last time where it stands there still."""
         boundary = self.boundary
+        site: Site = []
+        add = site.append
+        attention = None
         while frame is not None and frame is not boundary:
             code = frame.f_code
-            stack += (code, frame.f_lasti)
-            if not source:
-                line = line_of(frame)
-                if not line.library:
-                    source = line.text
-                elif not library:
-                    library = line.text
-            if code is _MODULE_CALL and module is None:
-                module = frame.f_locals["self"]
-            elif code is ATTENTION_FORWARD:
-                called = frame.f_locals
-                self._refusals[id(called["self"])] = called.get("why_not_fast_path", "")
+            add(code)
+            add(frame.f_lasti)
+            if code is _MODULE_CALL:
+                names = frame.f_locals
+                call = names.get(self._key)
+                if call is None:
+                    call = self._begin(frame, names)
+                add(call)
+                if attention is not None and call.refused_at != attention.f_lasti:
+                    call.refused_at = attention.f_lasti
+                    self._ask_for_refusal(attention)
+                attention = None
+                break
+            if code is ATTENTION_FORWARD:
+                attention = frame
             frame = frame.f_back
-        path = ""
-        if module is not None:
-            stack.append(id(module))
-            if id(module) not in self._paths:
-                self._learn(self._outermost(innermost))
-            path = self._paths.setdefault(id(module), "")  # one that is part of no other
-        if stack != self._call[0]:
-            self._call = (stack, self._call[1] + 1)
-        return source or library, path, self._call[1]
+        if attention is not None:  # called as a function, not as a module
+            self._ask_for_refusal(attention)
+        if site == self._last_site:
+            return self._last_site
+        self._last_site = site
+        return site
+
+    def _begin(self, frame: FrameType, names: dict[str, Any]) -> ModuleCall:
+        """Return a note of the call of a module, and leave it in the call's frame.
+
+        A frame has no identity that outlives it: its address is used again, and to hold it would hold its tensors.
+        """
+        module = names["self"]
+        path = self._path(module)
+        if path is None:
+            self._learn(self._outermost(frame))
+            path = self._path(module)
+            if path is None:  # one that is part of no other
+                path = ""
+                self._paths[id(module)] = ref(module), path
+        last = self._last_site
+        above = self._site(frame.f_back)
+        self._last_site = last
+        call = names[self._key] = ModuleCall(path, above)
+        return call
+
+    def _ask_for_refusal(self, frame: FrameType) -> None:
+        """Note why multi-head attention takes no fast path, in torch's own words."""
+        names = frame.f_locals
+        self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
+
+    def _path(self, module: object) -> str | None:
+        """Return the path of a module inside of the recorded one; None for one that is not known."""
+        known = self._paths.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
 
     def _outermost(self, frame: FrameType | None) -> nn.Module:
-        """The module whose call, of those that are running, began first."""
+        """Return the module whose call, of those that are running, began first."""
         found = None
         while frame is not None and frame is not self.boundary:
             found = frame if frame.f_code is _MODULE_CALL else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ DIFFERS_ABOVE = 10.0
 """A difference of more than this many times the noise floor is no rounding error."""
 SAME_UP_TO = 2.0
 """Two results that are each one noise floor away from the exact one are at most this many apart."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A difference beside a rounding error that was measured, and the verdict."""
+
+    difference: float
+    error: float
+    times: float
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, difference: float, error: float) -> Rounding:
+        """Judge a difference."""
+        return cls(difference, error, *judge(difference, error))
 
 
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:

@@ -12,19 +12,19 @@ from torch import nn
 
 from .arguments import argument_names
 from .ops import Recording, TensorRef
-from .recorder import Recorder
+from .xray import XRay
 
 
-class AttemptRecorder(Recorder):
+class AttemptRecorder(XRay):
     """A recorder that tells after the run what any tensor of it is."""
 
     def identify(self, tensor: torch.Tensor) -> TensorRef:
-        """What the recording calls this tensor."""
-        return self._read(tensor)
+        """Return what the recording calls this tensor."""
+        return self._catch_up().read(self._look(tensor, self._weak))
 
     def path_of(self, module: object) -> str:
-        """Path of a module inside the recorded one; empty for that one itself, and for any other."""
-        return self._paths.get(id(module), "")
+        """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
+        return self._path(module) or ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
 from torch import nn
@@ -76,17 +76,16 @@ class Line:
 
 
 _LINES: dict[tuple[int, int], tuple[Line, CodeType]] = {}
-"""By the code's address and the instruction in it: to hash code, and to find the line of an instruction, takes longer
-than the rest of what is noted of an operation. The code is held, so that no other comes to stand at its address."""
+"""By the code's address and the instruction in it, as to hash code takes longer. The code is held, so that no other
+comes to stand at its address."""
 
 
-def line_of(frame: FrameType) -> Line:
-    """The line that a frame is at."""
-    code = frame.f_code
-    known = _LINES.get((id(code), frame.f_lasti))
+def line_at(code: CodeType, instruction: int) -> Line:
+    """Return the line of an instruction, given as `f_lasti` of a frame tells it."""
+    known = _LINES.get((id(code), instruction))
     if known is None:
         place = place_of(code)
-        text = f"{place.file}:{frame.f_lineno}" if place.file else ""
-        known = (Line(text, place.library and not place.written_out), code)
-        _LINES[id(code), frame.f_lasti] = known
+        number = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
+        text = f"{place.file}:{number or code.co_firstlineno}" if place.file else ""
+        known = _LINES[id(code), instruction] = Line(text, place.library and not place.written_out), code
     return known[0]

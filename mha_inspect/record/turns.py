@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import groupby
-from operator import attrgetter
-
-from .ops import Op
 
 
-def tell_turns_apart(ops: Sequence[Op]) -> Iterator[Op]:
-    """The operations, those of each turn of `for w in ws: x = w @ x` with a call number of their own.
+def tell_turns_apart(calls: Sequence[int], names: Sequence[str], whole: frozenset[int] | set[int]) -> list[int]:
+    """Return the number of the call of each operation, those of each turn of `for w in ws: x = w @ x` their own.
 
     A call is told by where Python stands, and there it stands in every turn. What gives the turns away is that the same
-    operations come over and over.
+    operations come over and over. Calls in `whole` are known to be one.
     """
-    free = ops[-1].call + 1 if ops else 0
-    for _, group in groupby(ops, key=attrgetter("call")):
+    free = max(calls, default=-1) + 1
+    told = list(calls)
+    for call, group in groupby(range(len(calls)), key=calls.__getitem__):
         together = list(group)
-        if len(together) == 1:
-            yield together[0]
+        if len(together) == 1 or call in whole:
             continue
-        size = _period([op.name for op in together])
-        yield from together[:size]
+        size = _period([names[place] for place in together])
         for start in range(size, len(together), size):
-            yield from (replace(op, call=free) for op in together[start : start + size])
+            told[together[start] : together[start] + size] = [free] * size
             free += 1
+    return told
 
 
 def _period(names: Sequence[str]) -> int:
-    """The length of what is repeated from the first to the last name; all of it where nothing is."""
+    """Return the length of what is repeated from the first to the last name; all of it where nothing is."""
     whole = len(names)
     lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
     return next((size for size in lengths if names[size:] == names[:-size]), whole)

@@ -30,7 +30,7 @@ class LayerInfo:
     """The layer that was looked at."""
 
     name: str
-    """Name in the registry of layers, or the class of the user's module."""
+    """Name in the catalog of layers, or the class of the user's module."""
     spec: dict[str, Any]
     """Sizes and settings, as `spec.plain_fields` gives them; empty for a module that was brought along."""
 

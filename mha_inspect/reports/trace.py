@@ -22,7 +22,9 @@ class Path:
     reason: str | None
     """Why it is not the fast path, in torch's own words, or that it names none; None where it is, or there is none."""
     opened: tuple[str, ...]
-    """Operations of the plain run that hide stages, and that were opened to show them."""
+    """Operations of the run that hide stages, and that were opened to show them."""
+    not_opened: tuple[str, ...] = ()
+    """Operations of the run that hide stages and were not opened, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Stage:
     """None for an input."""
     stats: Stats | None = None
     values: Values | None = None
+    shape_only: bool = False
+    """Whether it was never made, there being too many scores: its shape is known, and no number."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,12 @@ class MaskedRow:
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether the opened stages compute what the plain forward computes."""
+    """Whether the steps of a fused kernel compute what the kernel computes: of all that ran, the one farthest off."""
 
     max_abs_difference: float | None
-    """Largest difference between the two outputs; None where there are no numbers (device meta)."""
+    """Largest difference between a kernel's result and its steps'; None where there are no numbers (device meta)."""
     noise_floor: float | None
-    """Largest rounding error of this computation in this dtype, measured against float64."""
+    """Largest rounding error of these steps in this dtype, measured against float64 of the kernel's own inputs."""
     agrees: bool | None
     """None where it was not measured."""
     note: str = ""

@@ -1,14 +1,18 @@
-"""The arguments of one forward, and what was decided about them."""
+"""The arguments of one forward, what was decided about them, and what the forward does wrong with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from ..errors import ExitCode, MhaInspectError
 from ..record.subject import Subject
+from .importing import in_one_line
+from .memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -25,28 +29,77 @@ class Call:
     """Names of those among them of whose shape nobody said anything."""
     origin: str = "drawn from the seed"
     """Where those come from."""
-    wider: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
+    without_ones: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
     """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
 
     def of(self, module: nn.Module) -> Subject:
         """The module with these arguments, ready to run."""
-        wider = self.wider
+        make = self.without_ones
         return Subject(
             module,
             self.args,
             self.kwargs,
-            wider=None if wider is None else lambda other: wider(other).of(other),
+            without_ones=None if make is None else lambda other: make(other).of(other),
         )
 
+    @property
+    def told(self) -> str:
+        """What the forward was called with, in a sentence; empty where it takes nothing."""
+        if not self.described:
+            return ""
+        were = "was" if len(self.drawn) == 1 else "were"
+        drawn = f" {', '.join(self.drawn)} {were} {self.origin}." if self.drawn else ""
+        return f"The forward was called with {self.described}.{drawn}"
 
-def described(values: Mapping[str, Any]) -> str:
-    """Arguments by name, a tensor as its dtype and shape."""
-    return ", ".join(f"{name} {_described(value)}" for name, value in values.items())
+    @property
+    def hint(self) -> str:
+        """How to call it with other inputs than those that were guessed; empty where none were."""
+        ways = [f"--input-shape {name}={self._shape(name)}" for name in self.guessed]
+        return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+
+    def _shape(self, name: str) -> str:
+        tensor: Any = self.kwargs.get(name, self.args[0] if self.args else None)
+        sizes = "x".join(map(str, tensor.shape))
+        return f"{sizes}:{str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_described, value))})"
-    return str(value)
+class TargetFailedError(MhaInspectError):
+    """The target's own forward raised."""
+
+    exit_code = ExitCode.CONDITION
+
+
+def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
+    """Return what to raise for an exception of a subject's forward; any other is a fault of ours and stays as it is.
+
+    `how` says how it was built.
+    """
+    if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
+        return error
+    hint = f" {own.hint}" if own.hint else ""
+    return TargetFailedError(
+        f"{own.label}{how} failed on {own.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
+    )
+
+
+def try_once(own: Subject, how: str = "") -> None:
+    """Run its forward once, and leave no trace of that: what it does wrong is told with the line that did it.
+
+    Raises `TargetFailedError`; `how` says how the target was built.
+    """
+    with torch.no_grad(), own.replaying(own.state()):
+        try:
+            own.plain()
+        except Exception as error:
+            raise explained(error, own, how) from error
+
+
+def _in_forward(error: BaseException) -> bool:
+    """Whether an exception came out of a module's forward, and not out of the program around it."""
+    code = nn.Module._call_impl.__code__
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code is code:
+            return True
+        step = step.tb_next
+    return False

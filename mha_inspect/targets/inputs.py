@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..naming.unit_sizes import without_ones
+from ..record.arguments import described
 from ..text import did_you_mean, shown
 from .aliases import ALIASES, Flags, dashed, plain
 from .arguments import signature_of
-from .call import Call, described
+from .call import Call
 from .drawing import Plan, draw
 from .files import read_tensors
 from .flag_inputs import INPUT_STREAM
@@ -54,15 +54,15 @@ def make_call(target: Target, asked: Asked) -> Call:
         InputError: an argument is needed that nothing tells, or a file does not fit.
         SpecError: a name is none of the forward's, or a flag is of no use to it.
     """
-    call, wider = _Maker(target, asked).call(), _without_ones(asked)
-    if wider is None:
+    call, other = _Maker(target, asked).call(), _without_ones(asked)
+    if other is None:
         return call
-    return replace(call, wider=lambda module: _Maker(replace(target, module=module), wider).call())
+    return replace(call, without_ones=lambda module: _Maker(replace(target, module=module), other).call())
 
 
 def _without_ones(asked: Asked) -> Asked | None:
     """The same with another size in the place of each that is one; None where none is, or inputs were given."""
-    inputs = None if asked.shapes or asked.inputs.input is not None else without_ones(asked.inputs)
+    inputs = None if asked.shapes or asked.inputs.input is not None else asked.inputs.without_ones()
     return None if inputs is None else replace(asked, inputs=inputs, ids=None)
 
 
@@ -124,7 +124,7 @@ class _Maker:
                 listed = ", ".join(self.parameters)
                 raise SpecError(
                     f"{flag} names {shown(key)}, which is no argument of {self._owner()}: {listed}."
-                    f"{did_you_mean(key, list(self.parameters))}"
+                    f"{did_you_mean(key, self.parameters)}"
                 )
             named[key] = value
         return named

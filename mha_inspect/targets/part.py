@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..record.arguments import described
 from ..record.subject import Subject
 from ..text import did_you_mean, shown
 from .arguments import signature_of
-from .call import Call, described
+from .call import Call
 from .names import kind_of
 from .target import Target
 

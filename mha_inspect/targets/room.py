@@ -1,36 +1,62 @@
-"""Refuse a forward that would not fit in memory before it is tried, where that is sure, and say what would.
+"""Refuse what would not fit in memory before it is tried, and say what would.
 
-Nothing is known of a target's code: its forward is run on meta, by a copy of it that has shapes and no memory. What
-cannot be told so is let pass.
+A constructor is stopped before it makes more than there is room for: where the system promises more memory than there
+is, such a process is killed without a word when it fills it. A forward is run on meta first, which has shapes and no
+memory. What cannot be told so is let pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from ..record.copying import copy_module
+from ..errors import DoesNotFitError
+from ..record.footprint import given_bytes, kept_bytes, peak_bytes
 from ..record.subject import Subject
-from .fit import SAFE
-from .footprint import given_bytes, kept_bytes, peak_bytes
-from .inputs import Asked, make_call
+from ..text import byte_size
 from .memory import free_memory, largest, require_memory
-from .target import Target
+from .spec import AttentionSpec, InputSpec
 
+_SAFE = 8
+"""A rough estimate that fits this many times is not looked at more closely."""
+HELD = 1.5
+"""What a forward's own names hold on to after its last use, measured over the layers: up to half as much again."""
 _HEADS = 64
 """More heads than most have."""
-_HELD = 1.5
-"""What a forward's own names hold on to after its last use, beside what has to be there."""
+_FACTORIES = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye", "normal"})
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is to be made, and where."""
+
+    on_meta: Callable[[int | None], Subject]
+    """Makes it without memory, at another seq_len where one is given."""
+    device: torch.device
+    rough: int
+    """More bytes than it takes, as far as that can be told without a look."""
+    asked: str = ""
+    """What is refused, as the sentence begins; empty: the forward by its arguments."""
+    seq_len: int = 0
+    """Length up to which another one is looked for; 0 where the inputs are given."""
+    there: int = 0
+    """Bytes of it that are there already."""
+    held: float = 1.0
+    """How much of what has to be there at one time is counted: of code that nobody knows, what is sure."""
+    smaller: str = "Try a smaller batch, length or model."
 
 
 @dataclass
 class Room:
-    """What a command holds of its targets' runs at one time, one target after the other."""
+    """What a command holds of its runs at one time, one after the other."""
 
     kept: bool = False
     """Whether every tensor of a run is kept, and not only what has to be there at one time."""
@@ -39,86 +65,145 @@ class Room:
     shapes_do: bool = False
     """Whether the command has an answer for shapes without numbers."""
     taken: int = 0
-    """Bytes that the targets before this one will take."""
+    """Bytes that the runs before this one will take."""
 
-    def require(self, target: Target, asked: Asked) -> None:
-        """Let it pass where the forward of one more target fits, or where that cannot be told.
+    def require(self, planned: Planned) -> None:
+        """Let it pass where one more run fits, or where that cannot be told.
 
         Importing what meta needs takes a second: it is spent only where a rough estimate comes near to what is free.
 
-        Args:
-            target: a module that was built.
-            asked: what its inputs are to be.
-
-        Raises:
-            DoesNotFitError: the tensors that have to be there at one time take more than is free.
+        Raises `DoesNotFitError` where it takes more than is free.
         """
-        first = next(target.module.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
-        free = free_memory(device)
-        if free is None or any(map(is_lazy, target.module.parameters())):
-            return
-        if _rough_need(target.module, asked) * SAFE < free:
+        free = free_memory(planned.device)
+        if free is None or (self.taken + planned.rough) * _SAFE < free:
             return
         try:
-            meta = replace(target, module=_on_meta(target.module))
-            need, described = self._need(meta, asked)
+            own = planned.on_meta(None)
+            need = self.need(own, planned.there, planned.held)
         except Exception:  # whatever somebody's code may raise where there are shapes and no numbers
             return
         self.taken += need
         if self.taken <= free:
             return
         share = need / self.taken
+
+        def fits(seq_len: int) -> bool:
+            return self.need(planned.on_meta(seq_len), planned.there, HELD) <= share * free
+
         best = 0
-        if not asked.shapes and asked.inputs.input is None and asked.inputs.attn_mask is None:
-
-            def fits(seq_len: int) -> bool:
-                inputs = replace(asked.inputs, seq_len=seq_len, padding=())
-                return self._need(meta, replace(asked, inputs=inputs), held=_HELD)[0] <= share * free
-
-            try:
-                best = largest(fits, asked.inputs.seq_len)
-            except Exception:  # a length that it cannot take
-                best = 0
-        way_out = f"The largest seq_len that fits is {best}." if best else "Try a smaller batch, length or model."
+        with suppress(Exception):  # a length that it cannot take
+            best = largest(fits, planned.seq_len)
+        way_out = f"The largest seq_len that fits is {best}." if best else planned.smaller
         way_out += " --device meta shows every shape without memory." if self.shapes_do else ""
         beside = ", with what it is compared with," if self.taken > need else ""
-        require_memory(self.taken, device, f"{target.name} on {described}{beside}", way_out)
+        asked = planned.asked or f"{own.label} on {own.described}"
+        require_memory(self.taken, planned.device, f"{asked}{beside}", way_out)
 
-    def _need(self, meta: Target, asked: Asked, *, held: float = 1.0) -> tuple[int, str]:
-        """Bytes that have to be there at one time beside the module itself, and what its forward was called with."""
-        with torch.device("meta"), torch.no_grad():
-            call = make_call(meta, asked)
-            recording = Subject(meta.module, call.args, call.kwargs).recorded().recording
-        own = sum(t.numel() * t.element_size() for t in (*meta.module.parameters(), *meta.module.buffers()))
+    def need(self, own: Subject, there: int = 0, held: float = HELD) -> int:
+        """Bytes that a run takes at its peak, beside those that are there: its subject is on meta."""
+        with torch.device("meta"):
+            recording = own.recorded().recording
         given = given_bytes(recording)
-        run = kept_bytes(recording) if self.kept else int(held * peak_bytes(recording))
-        first = next((p for p in meta.module.parameters() if p.is_floating_point()), None)
+        # What a backward pass would need is left behind by a run, as what is kept is.
+        run = kept_bytes(recording) if self.kept or own.grad else int(held * peak_bytes(recording))
+        first = next((p for p in own.module.parameters() if p.is_floating_point()), None)
         size = 8 if first is None else first.element_size()
         # In training mode, and of what is in float64 itself, it may do without.
-        exact = (given + run) * 8 // size if self.exact and size < 8 and not meta.module.training else 0
-        return max(0, given - own) + run + exact, call.described
+        exact = (given + run) * 8 // size if self.exact and size < 8 and not own.module.training else 0
+        return max(0, given - there) + run + exact
 
 
-def _rough_need(module: nn.Module, asked: Asked) -> int:
-    """More bytes than most modules take, by the sizes of their parameters and inputs."""
+def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
+    """More bytes than any layer of the catalog takes."""
+    keys = inputs.seq_len if inputs.key_len is None else inputs.key_len
+    heads = spec.num_heads * inputs.batch
+    width = max(spec.embed_dim, spec.num_heads * int(spec.head_dim), spec.key_width, spec.value_width)
+    scores = heads * inputs.seq_len * (keys + 2)
+    rows = inputs.batch * (inputs.seq_len + keys) * width
+    return 8 * (6 * scores + 16 * rows + 8 * width * max(width, spec.embed_dim))
+
+
+def rough_need_of_module(module: nn.Module, rows: int, length: int) -> int:
+    """More bytes than most modules take, by the sizes of their parameters, and of sequences of this length together."""
     parameters = list(module.parameters())
     held = sum(p.numel() * p.element_size() for p in parameters)
     # Not the number of tokens: the other side of an embedding is as wide as what runs through.
     width = max((sorted(p.shape)[-2] for p in parameters if p.dim() > 1), default=512)
     layers = sum(next(part.parameters(recurse=False), None) is not None for part in module.modules()) or 1
-    inputs = asked.inputs
-    length = max(inputs.seq_len, inputs.key_len or 0, *(max(shape.shape) for shape in asked.shapes.values()), 1)
-    rows = max(inputs.batch * length, *(prod(shape.shape) for shape in asked.shapes.values()), 1)
     return 3 * held + 8 * layers * (rows * length * _HEADS // 4 + rows * width * 4)
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory."""
-    held: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        held[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        held[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy_module(module, held)
+class _NearError(BaseException):
+    """A good part of the free memory has been asked for."""
+
+
+class _Guard(TorchFunctionMode):
+    """Counts the bytes of the tensors that are made, and stops before they are a good part of what is free."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.left = free // _SAFE
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _FACTORIES:
+            self.left -= _bytes_of(args, kwargs)
+            if self.left < 0:
+                raise _NearError
+        return func(*args, **kwargs)
+
+
+def _bytes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of what a function makes that is given sizes; 0 where they are not among its arguments."""
+    sizes = kwargs.get("size")
+    if sizes is None:
+        sizes = next((arg for arg in args if isinstance(arg, (tuple, list))), args)
+    if str(kwargs.get("device", "cpu")).startswith("meta") or not all(type(size) is int for size in sizes):
+        return 0
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return prod(sizes) * int(dtype.itemsize)
+
+
+def with_room(build: Callable[[], Any], called: str) -> Any:
+    """Return what `build` returns.
+
+    It is run until it has asked for a good part of the free memory. Then it is run on meta, which tells what its
+    parameters take, and once more from the start; it has to seed what it draws from.
+
+    Raises `DoesNotFitError` where the parameters alone take more than is free.
+    """
+    free = free_memory("cpu")
+    if free is None:
+        return build()
+    try:
+        with _Guard(free):
+            return build()
+    except _NearError:
+        pass
+    need = _bytes_on_meta(build)
+    if need is not None and need > free:
+        raise DoesNotFitError(
+            f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
+            "--device meta shows every shape without memory."
+        )
+    return build()
+
+
+def _bytes_on_meta(build: Callable[[], Any]) -> int | None:
+    """Bytes of the parameters and buffers; None where it cannot be built without memory."""
+    try:
+        with torch.device("meta"):
+            module = build()
+    except Exception:  # whatever somebody's constructor may raise where there are shapes and no numbers
+        return None
+    if not isinstance(module, nn.Module):
+        return None
+    return held_bytes(module)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers that have a shape."""
+    made = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in made)

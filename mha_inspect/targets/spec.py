@@ -5,7 +5,7 @@ Nothing here imports torch, so that a contradiction among flags is answered at o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +168,14 @@ class InputSpec:
                 f"padding has {len(self.padding)} numbers for batch {self.batch}: "
                 "give one number, or one per row of the batch."
             )
+
+    def without_ones(self) -> InputSpec | None:
+        """Return the same with another size in the place of each that is one; None where none is."""
+        own = {"batch": None if self.unbatched else self.batch, "seq_len": self.seq_len, "key_len": self.key_len}
+        # Small, and no two the same.
+        instead = (("batch", 2), ("seq_len", 3), ("key_len", 5))
+        sizes: dict[str, Any] = {name: size for name, size in instead if own[name] == 1}
+        return replace(self, **sizes) if sizes else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,23 +6,22 @@ A target is a class, a function that returns a module, or a module. Loading one 
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
+from ..record.subject import seed_everything
 from ..text import shown
 from .aliases import Flags, dashed
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
-from .building import with_room
 from .device import resolve
 from .importing import in_one_line, load_object
 from .memory import is_out_of_memory
+from .room import with_room
 from .values import convert
 
 HUGGING_FACE = "hf:"
@@ -89,13 +88,6 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
     else:
         target = _load_python(text, settings, spec)
     return _placed(target, spec)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every generator that a constructor may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _placed(target: Target, spec: TargetSpec) -> Target:

@@ -8,7 +8,7 @@ import torch
 
 from mha_inspect.answers.compare_heads import compare_heads_spec
 from mha_inspect.record.rounding import float64_output
-from mha_inspect.record.subject import build_forward
+from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 _COUNTS = (1, 2, 4, 8, 16)
@@ -16,7 +16,7 @@ _COUNTS = (1, 2, 4, 8, 16)
 
 def test_compare_heads(side_by_side):
     spec, inputs, run = AttentionSpec(embed_dim=512, num_heads=1), InputSpec(batch=8, seq_len=512), RunSpec()
-    plain = [build_forward(replace(spec, num_heads=count), inputs, run) for count in _COUNTS]
+    plain = [load_layer(replace(spec, num_heads=count), inputs, run) for count in _COUNTS]
 
     def theirs() -> None:
         with torch.no_grad():

@@ -18,7 +18,7 @@ LONG_PRODUCT = """
 import sys, types
 from mha_inspect.__main__ import main
 
-def trace_spec(*args, **kwargs):
+def trace(*args, **kwargs):
     import torch
     matrix = torch.ones(4096, 4096, dtype=torch.int64)
     print("begins", file=sys.stderr, flush=True)
@@ -26,7 +26,7 @@ def trace_spec(*args, **kwargs):
     print("ended", file=sys.stderr, flush=True)
 
 tracing = types.ModuleType("mha_inspect.answers.trace")
-tracing.trace_spec = trace_spec
+tracing.trace = trace
 sys.modules["mha_inspect.answers.trace"] = tracing
 sys.argv = ["mha-inspect", "trace"]
 sys.exit(main())

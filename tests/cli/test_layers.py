@@ -1,4 +1,4 @@
-"""`mha-inspect layers`: every layer with what the registry knows of it, and without torch."""
+"""`mha-inspect layers`: every layer with what the catalog knows of it, and without torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import jsonschema
 import pytest
 
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.listing import LETTERS
-from mha_inspect.layers.registry import LAYERS
 from mha_inspect.naming.formulas import symbols
 from mha_inspect.schemas import load_schema
 from mha_inspect.targets.spec import AttentionSpec

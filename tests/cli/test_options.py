@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 from typer.main import get_command
 
-from mha_inspect.cli import compare_heads, diff, options, params, specs, trace, voice
+from mha_inspect.cli import compare_heads, diff, options, params, subject, trace, voice
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
 from mha_inspect.targets.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
@@ -25,10 +25,10 @@ def parameters(command: str) -> dict[str, object]:
 
 def test_bare_options_are_the_specs_defaults():
     bare = Options()
-    assert specs.attention(bare, specs.single_head_count(bare, "trace")) == AttentionSpec()
-    assert specs.inputs(bare) == InputSpec()
-    assert specs.run(bare) == RunSpec()
-    assert specs.show(bare) == Show()
+    assert subject.attention(bare, subject.single_head_count(bare, "trace")) == AttentionSpec()
+    assert subject.inputs(bare) == InputSpec()
+    assert subject.run(bare) == RunSpec()
+    assert subject.show(bare) == Show()
     assert options.DTYPES == DTYPES
 
 
@@ -61,9 +61,9 @@ def test_each_flag_reaches_its_spec(flags, made, expected):
     ctx = get_command(trace.app).make_context("trace", flags.split())
     given = Options(**ctx.params)
     spec = (
-        specs.attention(given, specs.single_head_count(given, "trace"))
+        subject.attention(given, subject.single_head_count(given, "trace"))
         if made == "attention"
-        else getattr(specs, made)(given)
+        else getattr(subject, made)(given)
     )
     default = {"attention": AttentionSpec(), "inputs": InputSpec(), "run": RunSpec(), "show": Show()}[made]
     assert {name: getattr(spec, name) for name in expected} == expected
@@ -73,8 +73,8 @@ def test_each_flag_reaches_its_spec(flags, made, expected):
 
 
 def test_an_export_that_a_machine_reads_holds_every_value():
-    assert specs.show(Options(values=True, export=Path("a.json"))).full_values
-    assert not specs.show(Options(values=True, export=Path("a.txt"))).full_values
+    assert subject.show(Options(values=True, export=Path("a.json"))).full_values
+    assert not subject.show(Options(values=True, export=Path("a.txt"))).full_values
 
 
 def test_the_shared_options_are_the_same_in_every_command():
@@ -105,7 +105,7 @@ def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
 def test_options_of_one_command_are_told_where_they_belong():
     own = {
         parameter.opts[0]: command
-        for command in ("diff", "trace", "params", "compare-heads")  # --fail-if is told of the last that has it
+        for command in ("diff", "params", "compare-heads", "trace")  # what several have is told of the last of them
         for name, parameter in parameters(command).items()
         if name not in SHARED and parameter.opts[0].startswith("--") and name != "help"
     }

@@ -13,8 +13,8 @@ from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params
 from mha_inspect.graph.attention import find_attentions
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.record.recorder import opened, record
 from mha_inspect.record.subject import Pass
+from mha_inspect.record.xray import record_opened
 
 from .truth import Shown, assert_close, assert_true, attentions
 
@@ -177,8 +177,8 @@ def test_the_fused_kernels_hold_the_same_attentions(kind: str) -> None:
 
 def test_a_model_without_softmax_has_no_attention() -> None:
     config = transformers.AutoConfig.for_model("fnet", **TEXT, hidden_size=30, intermediate_size=32)
-    with torch.no_grad(), opened():
-        recording, _ = record(transformers.AutoModel.from_config(config).eval(), torch.randint(5, 90, (2, 7)))
+    with torch.no_grad():
+        recording, _ = record_opened(transformers.AutoModel.from_config(config).eval(), torch.randint(5, 90, (2, 7)))
     assert find_attentions(recording) == []
 
 

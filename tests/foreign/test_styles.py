@@ -75,11 +75,9 @@ def test_another_source_of_keys_has_its_own_length(name: str) -> None:
     assert attention.sizes()["key"] == 13
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in STYLES if not name.startswith(("Fused", "GroupedF", "LoopC", "Unf"))]
-)
-def test_a_style_is_found_with_gradients_and_without_opening(name: str) -> None:
-    (attention,) = find(name, grad=True, open_up=False)
+@pytest.mark.parametrize("name", [name for name in STYLES if not name.startswith(("LoopC", "Unf"))])
+def test_a_style_is_found_with_gradients(name: str) -> None:
+    (attention,) = find(name, grad=True)
     assert_true(attention, dropped=name == "Dropped")
 
 

@@ -13,7 +13,7 @@ from mha_inspect.graph.attention import Attention, Graph, find_attentions
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.recorder import opened, record
+from mha_inspect.record.xray import record_opened
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,10 @@ class Shown:
         return value.double()
 
 
-def attentions(module: Any, *args: Any, open_up: bool = True, grad: bool = False, **kwargs: Any) -> list[Shown]:
+def attentions(module: Any, *args: Any, grad: bool = False, **kwargs: Any) -> list[Shown]:
     """Run and record a forward, and find what is in it."""
     with torch.set_grad_enabled(grad):
-        if open_up:
-            with opened():
-                recording, _ = record(module, *args, keep=True, **kwargs)
-        else:
-            recording, _ = record(module, *args, keep=True, **kwargs)
+        recording, _ = record_opened(module, *args, keep=True, **kwargs)
     graph = Graph(recording)
     return [Shown(found, AxisNames(found, graph.dimensions), recording) for found in find_attentions(recording)]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.targets.flag_inputs import Inputs, make_inputs
+from mha_inspect.targets.placing import arguments_of
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
@@ -36,7 +37,7 @@ class Bench:
 
     def run(self, name: str, layer: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and weights of every head."""
-        args, kwargs = find_layer(name).load().arguments(inputs, RunSpec(average_weights=False))
+        args, kwargs = arguments_of(layer, name, inputs, RunSpec(average_weights=False))
         with torch.no_grad():
             output, weights = layer(*args, **kwargs)
         return output, weights

@@ -123,11 +123,13 @@ def test_narrow_is_torch_with_zeros_outside_of_the_blocks(bench, case):
 
 @pytest.mark.parametrize("name", [*SAME, "bert", "narrow"])
 def test_weights_come_only_where_they_are_asked_for(bench, name):
-    from mha_inspect.layers.registry import find_layer
+    from mha_inspect.layers.catalog import find_layer
+    from mha_inspect.targets.placing import arguments_of
     from mha_inspect.targets.spec import RunSpec
 
-    args, kwargs = find_layer(name).load().arguments(bench.inputs(), RunSpec(need_weights=False))
-    output, weights = bench.build(name)(*args, **kwargs)
+    layer = bench.build(name)
+    args, kwargs = arguments_of(layer, name, bench.inputs(), RunSpec(need_weights=False))
+    output, weights = layer(*args, **kwargs)
     assert output.shape == (BATCH, QUERY, HEADS * HEAD_DIM)
     assert (weights is None) == ("need_weights" in find_layer(name).takes)
 

@@ -10,11 +10,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mha_inspect.errors import SpecError
+from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
-from mha_inspect.layers.registry import LAYERS, find_layer
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
 from mha_inspect.naming.formulas import evaluate, symbols
 from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.placing import arguments_of
 from mha_inspect.targets.spec import InputSpec, RunSpec
 
 OURS = [name for name in LAYERS if name != "torch"]
@@ -69,7 +70,7 @@ def test_a_width_of_its_own_has_a_name_of_its_own(bench, name, linear):
         assert roles(bench.spec(name, kdim=13, vdim=17))[linear.format(letter)].axes.endswith(own)
 
 
-def test_the_registrys_formula_is_the_one_of_the_default_layer():
+def test_the_catalogs_formula_is_the_one_of_the_default_layer():
     for kind in LAYERS.values():
         assert kind.load().formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
 
@@ -106,8 +107,9 @@ def test_on_meta_the_shapes_are_the_same(bench, name):
 def test_on_meta_it_runs_with_every_mask(bench, name):
     kind, spec, run = find_layer(name), bench.spec(name), RunSpec(device="meta")
     inputs = make_inputs(spec, InputSpec(batch=2, seq_len=7, key_len=5, causal=True, padding=(1,)), run)
-    args, kwargs = kind.load().arguments(inputs, run)
-    assert kind.load().build(spec, "meta")(*args, **kwargs)[0].shape == (2, 7, 33)
+    layer = kind.load().build(spec, "meta")
+    args, kwargs = arguments_of(layer, name, inputs, run)
+    assert layer(*args, **kwargs)[0].shape == (2, 7, 33)
 
 
 ASKED = {
@@ -153,9 +155,10 @@ def test_what_is_taken_is_heard(bench, name, setting):
         spec = bench.spec(name, embed_dim=32, num_heads=4, training=setting == "dropout", **sizes)
         inputs = make_inputs(spec, InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched"), RunSpec())
         need_weights = not (asked and setting == "need_weights")
-        args, kwargs = kind.load().arguments(inputs, RunSpec(need_weights=need_weights))
+        layer = kind.load().build(spec)
+        args, kwargs = arguments_of(layer, name, inputs, RunSpec(need_weights=need_weights))
         torch.manual_seed(1)
-        output, weights = kind.load().build(spec)(*args, **kwargs)
+        output, weights = layer(*args, **kwargs)
         return [output] if weights is None else [output, weights]
 
     heard, plain = run(True), run(False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mha_inspect.errors import InputError
-from mha_inspect.layers.masks import mask_of_head, merged_mask
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.building import mask_of_head
 from mha_inspect.layers.weights import canonical_weights, load_weights
+from mha_inspect.targets.placing import arguments_of, merged_mask
 from mha_inspect.targets.spec import RunSpec
 
 from .conftest import BATCH, HEADS, KEY, QUERY
@@ -62,7 +62,7 @@ def test_masked_weights_are_zero_in_every_dtype(bench, name, dtype):
 def test_split_heads_refuses_an_additive_mask_that_float16_cannot_hold(bench):
     inputs = bench.inputs(bench.spec(dtype="float16"), mask=torch.zeros(QUERY, QUERY, dtype=torch.float16))
     with pytest.raises(InputError, match="float16 has no numbers small enough"):
-        find_layer("split-heads").load().arguments(inputs, RunSpec())
+        arguments_of(bench.build("split-heads", dtype="float16"), "split-heads", inputs, RunSpec())
 
 
 @pytest.mark.parametrize("name", ["bert", "grouped-query"])
@@ -70,7 +70,7 @@ def test_hidden_states_cannot_be_a_key_and_a_value(bench, name):
     inputs = bench.inputs(key_len=KEY)
     apart = replace(inputs, value=inputs.value.clone())
     with pytest.raises(InputError, match=f"{name} makes keys and values from the same hidden states"):
-        find_layer(name).load().arguments(apart, RunSpec())
+        arguments_of(bench.build(name), name, apart, RunSpec())
 
 
 def test_each_head_gets_its_own_mask(bench):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mha_inspect.layers.registry import find_layer
+from mha_inspect.layers.catalog import find_layer
 from mha_inspect.targets.spec import AttentionSpec
 
 from .conftest import BATCH, HEAD_DIM, HEADS, KEY, QUERY

@@ -9,11 +9,12 @@ import pytest
 from mha_inspect.answers.compare_heads import compare_heads_spec
 from mha_inspect.answers.diff import diff_spec
 from mha_inspect.answers.params import params_spec
-from mha_inspect.answers.trace import trace_spec
 from mha_inspect.errors import SpecError
-from mha_inspect.layers.registry import LAYERS
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+
+from ..built import trace_layer
 
 
 def test_a_derived_head_dim_follows_a_new_head_count():
@@ -65,7 +66,7 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
     plain = AttentionSpec(embed_dim=30, num_heads=5)
     own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
     masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
-    assert trace_spec(plain, masked, run, layer=layer) == trace_spec(own, masked, run, layer=layer)
+    assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
     assert diff_spec(layer, layer, plain, masked, run).verdict == "same"
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from mha_inspect.layers import torch_mha
 from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.placing import arguments_of
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)
@@ -76,7 +77,7 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
         mask = torch.zeros(5, 5).masked_fill(inputs.attn_mask, float("-inf"))
         inputs = replace(inputs, attn_mask=mask)
     layer = torch_mha.build(SPEC)
-    args, kwargs = torch_mha.arguments(inputs, RunSpec(average_weights=False))
+    args, kwargs = arguments_of(layer, "torch", inputs, RunSpec(average_weights=False))
     output, weights = layer(*args, **kwargs)
     expected, expected_weights = layer(*args, attn_mask=both.repeat_interleave(2, 0), average_attn_weights=False)
     torch.testing.assert_close(output, expected)
@@ -88,7 +89,7 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
 def test_weights_are_returned_as_the_run_asks() -> None:
     inputs = make_inputs(SPEC, InputSpec(batch=3, seq_len=5), RunSpec())
     layer = torch_mha.build(SPEC)
-    args, kwargs = torch_mha.arguments(inputs, RunSpec(need_weights=False))
+    args, kwargs = arguments_of(layer, "torch", inputs, RunSpec(need_weights=False))
     assert layer(*args, **kwargs)[1] is None
-    args, kwargs = torch_mha.arguments(inputs, RunSpec())
+    args, kwargs = arguments_of(layer, "torch", inputs, RunSpec())
     assert layer(*args, **kwargs)[1].shape == (3, 5, 5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mha_inspect.errors import ExitCode, WeightsError
-from mha_inspect.layers.registry import LAYERS, find_layer
+from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 

@@ -25,7 +25,9 @@ def seen():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
     mask = nn.Transformer.generate_square_subsequent_mask(7)
-    return mha_inspect.trace(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 12), mask=mask, keep=True)
+    return mha_inspect.trace(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 12), mask=mask, keep=True
+    )
 
 
 def test_a_picture_of_one_head(seen):

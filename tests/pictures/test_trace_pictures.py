@@ -16,10 +16,10 @@ from .read_back import MASKED, inkless, panels
 
 def weights_of_torch(num_heads: int, length: int, batch: int, *, causal: bool) -> torch.Tensor:
     """What `nn.MultiheadAttention` returns for the layer and inputs of the flags: `batch heads query key`."""
-    from mha_inspect.record.subject import build_forward
+    from mha_inspect.targets.load import load_layer
     from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
-    forward = build_forward(
+    forward = load_layer(
         AttentionSpec(embed_dim=30, num_heads=num_heads),
         InputSpec(batch=batch, seq_len=length, causal=causal),
         RunSpec(),
@@ -90,7 +90,7 @@ def test_several_attentions(invoke, tmp_path):
     )
     line = ("trace", f"{file}:Two", "--input-shape", "x=2x5x8", "--picture", "scores")
     assert "scores of attention 1 of 2 in a" in invoke(*line).out
-    assert "Attentions 2 to 2" in invoke(*line).out
+    assert "Attention 2 is drawn with --attention N" in invoke(*line).out
     assert "scores of attention 2 of 2 in b" in invoke(*line, "--attention", "2").out
     assert invoke(*line, "--module", "b").out.count("scores of attention") == 1
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from ...errors import ForwardError
 from ...naming.canonical import own_axes
-from ...record.kernels import fused_kernels, is_fused
+from ...record.kernels import is_fused
 from ...record.ops import Recording, TensorRef
-from ...record.recorder import opened
 from ...record.run import Attempt, AttemptRecorder, record_until_failure
 from ...record.subject import Run, State, Subject
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
@@ -67,10 +66,9 @@ def is_not_the_forwards(error: Exception) -> bool:
 def trace_failure(own: Subject, before: State, attempt: Attempt, show: Show) -> Trace:
     """Report a run that raised.
 
-    What the call that raised was given is read off the traceback. Where that does not tell it, or a fused kernel hides
-    stages of an attention before it, the module is run once more, from the state before that run, with attention opened
-    and the calls of torch watched. Where that run does not end on the same line with the same kind of error, what is
-    reported is the first one's alone.
+    What the call that raised was given is read off the traceback. Where that does not tell it, or a fused kernel raised
+    it, the module is run once more, from the state before that run, with the calls of torch watched. Where that run
+    does not end on the same line with the same kind of error, what is reported is the first one's alone.
 
     Args:
         own: the module and its arguments.
@@ -83,7 +81,7 @@ def trace_failure(own: Subject, before: State, attempt: Attempt, show: Show) -> 
     reading = read_call(error, attempt.recorder, attempt.recording.ops)
     seen = Run(attempt.recording, None)
     try:
-        if reading.told and not _hides_stages(attempt.recording, error):
+        if reading.told and not is_fused(dispatched(error)):
             failure, reached = _examine(error, seen, Evidence(error, reading, attempt.recorder))
         else:
             seen, failure, reached = _run_again(own, before, attempt, error)
@@ -91,12 +89,11 @@ def trace_failure(own: Subject, before: State, attempt: Attempt, show: Show) -> 
         # Each of these leads to a traceback, and a traceback to this frame.
         del reading, error
     trace = report(
-        Run(attempt.recording, None),
         seen,
         own_axes(seen),
         replace(show, stats=False, values=False),
         environment=environment_of(own),
-        layer=layer_of(own.module),
+        layer=layer_of(own),
         proof=Proof(None, None, None, "the forward did not return"),
     )
     return replace(trace, attentions=trace.attentions[: len(reached.others)], failure=failure)
@@ -118,13 +115,9 @@ def block_failure(error: Exception, recording: Recording, recorder: AttemptRecor
         del reading, evidence, error
 
 
-def _hides_stages(recording: Recording, error: Exception) -> bool:
-    return bool(fused_kernels(recording)) or is_fused(dispatched(error))
-
-
 def _run_again(own: Subject, before: State, attempt: Attempt, error: Exception) -> tuple[Run, Failure, Reached]:
     witness = Witness()
-    with own.replaying(before), opened():
+    with own.replaying(before):
         again = record_until_failure(own.module, own.args, own.kwargs, watching=witness)
     try:
         call = witness.took(again.error) if again.error is not None else None

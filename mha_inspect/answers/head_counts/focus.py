@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import RecordingError
 from ...measure.stages import StageContents
-from ...record.subject import Forward
 from ...reports.compare_heads import Focus, HeadFocus, HeadsFocus
+from ...targets.load import Layer
 from ..sides.module_run import ModuleRun
 
 
@@ -35,7 +35,7 @@ def compare_focus(every: Iterable[HeadWeights]) -> Focus:
     return Focus(tuple(counts), _answer(counts))
 
 
-def layer_weights(forward: Forward) -> HeadWeights:
+def layer_weights(forward: Layer) -> HeadWeights:
     """The weights of a layer that was built from flags.
 
     Raises `RecordingError` where they could not be found, or their axes not be named.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...measure.stages import in_dtype
 from ...record.rounding import first_tensor
-from ...record.subject import Forward, Subject
+from ...record.subject import Subject
+from ...targets.load import Layer
 from ..sides.module_run import ModuleSide
 from .weights import matrices
 
@@ -85,7 +86,7 @@ class Learner:
         return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
 
 
-def layer_learner(forward: Forward) -> Learner:
+def layer_learner(forward: Layer) -> Learner:
     """A layer that was built from flags: its parts are its matrices and biases, whatever parameters keep them."""
     masked = forward.inputs.fully_masked_rows(forward.spec.num_heads)
     return Learner(

@@ -12,10 +12,10 @@ from torch import nn
 from ...errors import SpecError
 from ...measure.stage_difference import compare_stage
 from ...naming.stages import STAGES
-from ...record.proof import draws
 from ...record.subject import Subject
 from ...reports.compare_heads import CompareHeadsReport, HeadCount
 from ...targets.spec import AttentionSpec
+from ..kernels import drops_at_random
 from ..sides.module_run import ModuleRun, ModuleSide
 from .focus import compare_focus, module_weights
 from .gradients import compare_gradients
@@ -127,7 +127,7 @@ def _carry(baseline: nn.Module, module: nn.Module) -> Carried:
 
 
 def _require_comparable(one: Counted, run: ModuleRun, base: ModuleRun) -> None:
-    if any(map(draws, run.plain.recording.ops)):
+    if drops_at_random(run.opened):
         raise SpecError(
             f"{one.side.label} drops elements at random in training mode, others for every head count: the outputs "
             "would differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."

@@ -8,14 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...layers.registry import find_layer
 from ...measure.stage_difference import compare_stage, stage_noise
 from ...measure.stages import Known, StageContents, in_dtype
 from ...naming.stages import STAGES
 from ...record.rounding import first_tensor, rounding_error
-from ...record.subject import Forward
 from ...reports.common import Verdict
 from ...targets.flag_inputs import Inputs
+from ...targets.load import Layer, called_with
 
 QUERIES = 32
 """Queries that are looked at. A query's attention knows nothing of the others, so a few show what all of them do."""
@@ -38,7 +37,7 @@ class Place:
 class HeadRun:
     """One head count: its plain run, and looks inside as they are asked for."""
 
-    def __init__(self, forward: Forward, like: HeadRun | None = None) -> None:
+    def __init__(self, forward: Layer, like: HeadRun | None = None) -> None:
         """`like` is another head count of the same layer."""
         self.forward = forward
         self.known: Known = Known() if like is None else like.known
@@ -73,7 +72,7 @@ class HeadRun:
         self._looks.clear()
 
 
-def at_place(forward: Forward, place: Place) -> Forward:
+def at_place(forward: Layer, place: Place) -> Layer:
     """The same layer with the queries of one place, the keys of that sequence, and the masks that belong to them."""
     inputs = forward.inputs
     stop = min(place.start + QUERIES, inputs.query_len)
@@ -110,8 +109,7 @@ def at_place(forward: Forward, place: Place) -> Forward:
         query_len=stop - place.start,
         key_len=keys,
     )
-    args, kwargs = find_layer(forward.layer).load().arguments(few, forward.run)
-    return replace(forward, args=args, kwargs=kwargs, inputs=few)
+    return called_with(forward.module, forward.spec, forward.run, few, forward.layer)
 
 
 class Noise:
@@ -127,7 +125,7 @@ class Noise:
         self._others: dict[Place, StageContents] = {}
 
     @cached_property
-    def _other(self) -> Forward:
+    def _other(self) -> Layer:
         """The whole run in the dtype that is measured against."""
         return in_dtype(self._baseline.forward, torch.float32 if self._in_float64 else torch.float64)
 

@@ -1,4 +1,4 @@
-"""One side of a diff that is any module: run as it is, opened, and in float64, every attention in canonical axes."""
+"""One side of a diff that is any module: run as it is, and in float64, every attention in canonical axes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...errors import InputError
 from ...measure.stage_difference import stage_noise
 from ...naming.canonical import canonical, contents_of, own_axes
 from ...record.copying import copy_module
-from ...record.kernels import describe, hidden_stages
 from ...record.rounding import cast_tensors, first_tensor
 from ...record.subject import Run, Subject
 from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, SideName, StageSide
 from ...reports.trace import OpRef
 from ...targets.memory import is_out_of_memory
+from ..kernels import is_hidden, path_of
 from ..trace import environment_of
 from .compared import ComparedRun, Rows, masked_queries, without
 
@@ -69,25 +69,20 @@ class ModuleRun(ComparedRun):
         self.side = side
         self._start = side.own.state()
 
-    def _run(self, own: Subject, *, open_up: bool = True, keep: bool = False) -> Run:
+    def _run(self, own: Subject) -> Run:
         """One run that leaves the module and the generators as they were, its random numbers those of the seed."""
         with self.side.own.replaying(self._start), torch.no_grad():
             torch.manual_seed(self.side.seed)
-            return own.recorded(open_up=open_up, keep=keep)
-
-    @cached_property
-    def plain(self) -> Run:
-        """As PyTorch runs it."""
-        return self._run(self.side.own, open_up=False)
+            return own.recorded(keep=True)
 
     @cached_property
     def opened(self) -> Run:
-        """Step by step, with every tensor kept."""
+        """The run, with every tensor kept."""
         return replace(self._alone, wider=self._wider)
 
     @cached_property
     def _alone(self) -> Run:
-        return self._run(self.side.own, keep=True)
+        return self._run(self.side.own)
 
     @cached_property
     def _wider(self) -> Run | None:
@@ -114,7 +109,7 @@ class ModuleRun(ComparedRun):
     def _in(self, dtype: torch.dtype) -> Run:
         own = self.side.in_dtype(dtype)
         try:
-            return replace(self._run(own, keep=True), wider=self._wider)
+            return replace(self._run(own), wider=self._wider)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -156,7 +151,7 @@ class ModuleRun(ComparedRun):
     @cached_property
     def output(self) -> Tensor:
         """What the plain forward returns first, in canonical axes where they are known."""
-        return _output(self.opened, self.plain.returned)
+        return _output(self.opened, self.opened.returned)
 
     @property
     def rows(self) -> tuple[int, int] | None:
@@ -177,14 +172,13 @@ class ModuleRun(ComparedRun):
         found, names = self.opened.attentions[place]
         tensor = found.stages[stage]
         op = self.opened.recording.producer(tensor)
-        hidden = hidden_stages(self.plain)
         shared = stage in ("query", "key", "value", "concat", "output")
         return StageSide(
             shape=tensor.shape,
             axes=names.of_stage(stage),
             dtype=tensor.dtype,
-            opened=place < len(hidden) and stage in hidden[place],
-            op=None if op is None else OpRef(op.index, op.name, op.source),
+            opened=is_hidden(self.opened, stage, tensor),
+            op=None if op is None else OpRef(op.index, self.opened.recording.name_of(op), op.source),
             count=len(found.branches) if found.branches and not shared else 1,
         )
 
@@ -199,9 +193,9 @@ class ModuleRun(ComparedRun):
             environment=Environment(environment.torch, environment.device, side.dtype, side.seed),
             layer=side.layer,
             settings=side.settings,
-            path=describe(self.plain),
+            path=path_of(self.opened),
             numel=sum(parameter.numel() for parameter in side.own.module.parameters()),
-            output_shape=tuple(first_tensor(self.plain.returned).shape),
+            output_shape=tuple(first_tensor(self.opened.returned).shape),
             rounding_error=error,
         )
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...errors import WeightsError
 from ...layers.weights import AttentionWeights, read_weights
 from ...record.copying import copy_module
-from ...record.subject import Forward
 from ...reports.diff import ParameterPair, ParameterPlace, SharedWeights
+from ...targets.load import Layer
 from .found_weights import FoundWeights, find_weights
 from .module_run import ModuleRun, ModuleSide
 from .shared_weights import load_what_fits
@@ -29,11 +29,11 @@ def share(left: ModuleSide, right: ModuleSide) -> SharedWeights:
     if _agree(source.own.module, other.own.module):
         other.own.module.load_state_dict(source.own.module.state_dict())
         return SharedWeights(True, "one state dict in both: names and shapes agree.", (), None)
-    if isinstance(source.own, Forward):
+    if isinstance(source.own, Layer):
         source, other = other, source
     try:
         try:
-            if isinstance(other.own, Forward):
+            if isinstance(other.own, Layer):
                 return _into_layer(source, other, other.own)
             return _into_target(source, other)
         except WeightsError:
@@ -51,7 +51,7 @@ def in_the_fuller(layer: ModuleSide, fuller: ModuleSide) -> ModuleSide | None:
 
     None as well where the layer's numbers cannot be written there.
     """
-    if not isinstance(layer.own, Forward) or isinstance(fuller.own, Forward):
+    if not isinstance(layer.own, Layer) or isinstance(fuller.own, Layer):
         return None
     copied = replace(fuller, own=replace(fuller.own, module=copy_module(fuller.own.module)))
     try:
@@ -86,7 +86,7 @@ def _weights_of(side: ModuleSide) -> list[FoundWeights]:
         raise WeightsError(f"{side.label}: {error}") from None
 
 
-def _into_layer(source: ModuleSide, other: ModuleSide, layer: Forward) -> SharedWeights:
+def _into_layer(source: ModuleSide, other: ModuleSide, layer: Layer) -> SharedWeights:
     found = _weights_of(source)
     if len(found) > 1:
         raise WeightsError(f"{source.label} has {len(found)} attentions, and {other.label} holds one.")

@@ -1,4 +1,4 @@
-"""One side of a diff, run: as it is, opened, and in float64, to measure its rounding against."""
+"""One side of a diff, run: as it is, and in float64, to measure its rounding against."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ...layers.weights import AttentionWeights
 from ...measure.stage_difference import stage_noise
-from ...measure.stages import StageContents, exact_forward, in_dtype
-from ...naming.canonical import canonical, sizes_of
+from ...measure.stages import StageContents, exact_forward, in_dtype, sizes_of
+from ...naming.canonical import canonical
 from ...naming.stages import CANONICAL_AXES
-from ...record.kernels import describe, hidden_stages
 from ...record.rounding import first_tensor
-from ...record.subject import Forward, Run, build_forward
 from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, StageSide
 from ...reports.trace import OpRef
+from ...targets.load import Layer, load_layer
 from ...targets.spec import DtypeName, plain_fields
+from ..kernels import is_hidden, path_of
 from .compared import ComparedRun, Rows, without
 from .settings import Side
 from .shared_weights import load_what_fits
@@ -33,7 +33,7 @@ class LayerRun(ComparedRun):
 
     def __init__(self, side: Side, weights: AttentionWeights, finer: DtypeName) -> None:
         self.side = side
-        self.forward = build_forward(side.spec, side.inputs, side.run, side.kind.name)
+        self.forward = load_layer(side.spec, side.inputs, side.run, side.kind.name)
         self.left_out = load_what_fits(self.forward.module, weights, side.label)
         self._weights = weights
         self._finer = finer
@@ -44,13 +44,8 @@ class LayerRun(ComparedRun):
         return self.side.spec.training and self.side.spec.dropout > 0
 
     @cached_property
-    def plain(self) -> Run:
-        """As PyTorch runs it."""
-        return self.forward.recorded(open_up=False)
-
-    @cached_property
     def opened(self) -> StageContents:
-        """Step by step, with every stage kept."""
+        """The run, with every stage kept."""
         return StageContents(self.forward, self.forward.recorded(keep=True))
 
     @cached_property
@@ -59,7 +54,7 @@ class LayerRun(ComparedRun):
         source = self.forward
         if self._finer != self.side.spec.dtype:
             spec = replace(self.side.spec, dtype=self._finer)
-            source = build_forward(spec, self.side.inputs, self.side.run, self.side.kind.name)
+            source = load_layer(spec, self.side.inputs, self.side.run, self.side.kind.name)
             load_what_fits(source.module, self._weights, self.side.label)
         return _kept(exact_forward(source))
 
@@ -93,7 +88,7 @@ class LayerRun(ComparedRun):
     @cached_property
     def output(self) -> Tensor:
         """What the plain forward returns, in canonical axes where they are known."""
-        return _in_canonical_axes(self.opened, first_tensor(self.plain.returned).detach())
+        return _in_canonical_axes(self.opened, first_tensor(self.opened.seen.returned).detach())
 
     @property
     def rows(self) -> tuple[int, int] | None:
@@ -111,13 +106,12 @@ class LayerRun(ComparedRun):
         tensor = found.stages[stage]
         op = contents.seen.recording.producer(tensor)
         joined = "heads" in CANONICAL_AXES[stage].split() or stage in ("q_proj", "k_proj", "v_proj")
-        hidden = hidden_stages(self.plain)
         return StageSide(
             shape=tensor.shape,
             axes=contents.axes.stages[0][stage],
             dtype=tensor.dtype,
-            opened=bool(hidden) and stage in hidden[0],
-            op=None if op is None else OpRef(op.index, op.name, op.source),
+            opened=is_hidden(contents.seen, stage, tensor),
+            op=None if op is None else OpRef(op.index, contents.seen.recording.name_of(op), op.source),
             count=len(contents.parts) if contents.by_head and joined else 1,
         )
 
@@ -133,14 +127,14 @@ class LayerRun(ComparedRun):
             ),
             layer=LayerInfo(side.kind.name, plain_fields(side.spec)),
             settings={name: _plain(value) for name, value in side.settings.items()},
-            path=describe(self.plain),
+            path=path_of(self.opened.seen),
             numel=sum(parameter.numel() for parameter in self.forward.module.parameters()),
-            output_shape=tuple(first_tensor(self.plain.returned).shape),
+            output_shape=tuple(first_tensor(self.opened.seen.returned).shape),
             rounding_error=error,
         )
 
 
-def _kept(forward: Forward) -> StageContents:
+def _kept(forward: Layer) -> StageContents:
     return StageContents(forward, forward.recorded(keep=True))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
-from ...layers.registry import LayerKind, find_layer
+from ...layers.catalog import LayerKind, find_layer
 from ...layers.settings import OPTIONAL, check_settings, own_spec
 from ...reports.diff import SideName
 from ...targets.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from ..errors import SpecError
 from ..text import did_you_mean
@@ -16,8 +16,15 @@ from ..text import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..targets.flag_inputs import Inputs
-    from ..targets.spec import AttentionSpec, RunSpec
+    from ..targets.spec import AttentionSpec
+
+MaskStyle = Literal["apart", "boolean", "additive", "lowest", "ones"]
+"""How a layer takes its masks.
+
+`apart`: attn_mask and key_padding_mask, each boolean or added to the scores. All others take one mask: `boolean` (True:
+not allowed) or additive as it was given, `additive` with -inf, `lowest` with the lowest number of the dtype, `ones`
+where a query may not look, to be multiplied by -1e9.
+"""
 
 
 class LayerModule(Protocol):
@@ -29,9 +36,6 @@ class LayerModule(Protocol):
         Its parameters are drawn from spec.seed on the CPU and then moved, so that they are the same on every device; on
         `meta` they have shapes and no content.
         """
-
-    def arguments(self, inputs: Inputs, run: RunSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments of its forward for these inputs."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class LayerKind:
     """Where this style comes from."""
     module: str
     """Module under mha_inspect.layers that builds it."""
+    masks: MaskStyle = "boolean"
     takes: frozenset[str] = frozenset()
     """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
     whole_heads: bool = False
@@ -70,6 +75,7 @@ LAYERS: dict[str, LayerKind] = {
             split="query batch (heads head_dim) -> (batch heads) query head_dim",
             origin="PyTorch",
             module="torch_mha",
+            masks="apart",
             takes=frozenset(
                 {
                     "kdim",
@@ -90,6 +96,7 @@ LAYERS: dict[str, LayerKind] = {
             split="batch seq (heads head_dim) -> batch heads seq head_dim",
             origin="TensorFlow's transformer tutorial",
             module="split_heads",
+            masks="ones",
         ),
         LayerKind(
             name="fold-heads",
@@ -107,6 +114,7 @@ LAYERS: dict[str, LayerKind] = {
             split="... seq (heads head_dim) -> ... heads seq head_dim",
             origin="BERT, BertSelfAttention in Hugging Face transformers",
             module="bert",
+            masks="lowest",
             takes=frozenset({"dropout", "unbatched", "need_weights"}),
         ),
         LayerKind(
@@ -125,6 +133,7 @@ LAYERS: dict[str, LayerKind] = {
             split="batch seq (heads head_dim) -> batch heads seq head_dim, key and value heads repeated",
             origin="LLaMA",
             module="grouped_query",
+            masks="additive",
             takes=frozenset({"num_kv_heads", "head_dim", "rope", "dropout", "need_weights"}),
         ),
         LayerKind(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..record.ops import Recording, TensorRef
+from .ops import Recording, TensorRef
 
 
 def peak_bytes(recording: Recording) -> int:

@@ -1,0 +1,259 @@
+"""What the options ask to be run: a layer of the catalog or a target, its inputs, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError
+from ..layers.catalog import LAYERS
+from ..layers.settings import check_settings, spec_for
+from ..targets.aliases import Flags
+from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..text import shown
+from .options import FORMS, Options, is_target
+from .values import counts
+
+if TYPE_CHECKING:
+    from ..record.subject import Subject
+    from ..targets.call import Call
+    from ..targets.inputs import Asked
+    from ..targets.room import Room
+    from ..targets.target import Target
+
+_SEEDS = range(0, 2**64)
+
+
+def head_counts(options: Options) -> tuple[int, ...]:
+    """The numbers of --num-heads: one, or several.
+
+    Raises `SpecError` when there is none, or one that is not a whole number.
+    """
+    typed = counts("num_heads", options.num_heads)
+    if not typed:
+        raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
+    return typed
+
+
+def single_head_count(options: Options, command: str) -> int:
+    """The one number of --num-heads.
+
+    Raises `SpecError` that names the commands which take a list, when it is a list.
+    """
+    first, *more = head_counts(options)
+    if more:
+        raise SpecError(
+            f"num_heads {options.num_heads} is a list, and {command} takes one number, as in --num-heads {first}. "
+            f"Several: `mha-inspect params --num-heads {options.num_heads}`, `mha-inspect compare-heads --heads "
+            f"{options.num_heads}`."
+        )
+    return first
+
+
+def attention(options: Options, num_heads: int) -> AttentionSpec:
+    """The layer that was asked for, with this head count.
+
+    Raises `SpecError` when its sizes contradict each other.
+    """
+    return spec_for(
+        LAYERS[options.layer],
+        embed_dim=options.embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        rope=options.rope,
+        kdim=options.kdim,
+        vdim=options.vdim,
+        bias=options.bias,
+        add_bias_kv=options.add_bias_kv,
+        add_zero_attn=options.add_zero_attn,
+        dropout=options.dropout,
+        batch_first=options.batch_first,
+        training=options.train,
+        dtype=options.dtype,
+        seed=seed(options),
+    )
+
+
+def seed(options: Options) -> int:
+    """The seed of parameters and inputs. Raises `SpecError` for one that no generator takes."""
+    if options.seed not in _SEEDS:
+        raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
+    return options.seed
+
+
+def inputs(options: Options) -> InputSpec:
+    """What goes into the layer.
+
+    Raises `SpecError` when its sizes contradict each other.
+    """
+    return InputSpec(
+        batch=options.batch,
+        seq_len=options.seq_len,
+        key_len=options.key_len,
+        unbatched=options.unbatched,
+        causal=options.causal,
+        padding=counts("padding", options.padding),
+        attn_mask=options.attn_mask,
+        input=options.input,
+    )
+
+
+def run(options: Options) -> RunSpec:
+    """How the layer is run."""
+    return RunSpec(
+        device=options.device,
+        grad=options.grad,
+        need_weights=options.need_weights,
+        average_weights=options.average_weights,
+    )
+
+
+def show(options: Options) -> Show:
+    """What the report holds beyond names, shapes and axes.
+
+    Raises `SpecError` for a precision or a number of edge items that cannot be.
+    """
+    if not 0 <= options.precision <= 17:
+        raise SpecError(
+            f"precision {options.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
+        )
+    if options.edge_items < 1:
+        raise SpecError(f"edge_items {options.edge_items} shows nothing: it must be 1 or more. Try --edge-items 3.")
+    for_a_machine = options.format == "json" or (
+        options.export is not None and options.export.suffix.lower() == ".json"
+    )
+    return Show(
+        ops=options.ops,
+        stats=options.stats,
+        values=options.values,
+        full_values=options.values and for_a_machine,
+        precision=options.precision,
+        edge_items=options.edge_items,
+    )
+
+
+def flags(options: Options) -> Flags:
+    """What is set, and by whom, for a target whose constructor may take some of it.
+
+    Raises `SpecError` when --num-heads is a list.
+    """
+    named = ["embed_dim", "num_kv_heads", "head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv"]
+    named += ["add_zero_attn", "dropout", "batch_first"]
+    values = {name: getattr(options, name) for name in named}
+    values |= {
+        "num_heads": single_head_count(options, "a target"),
+        "causal": options.causal,
+        "seq_len": options.seq_len,
+    }
+    values |= {"need_weights": options.need_weights, "average_weights": options.average_weights}
+    return Flags(values, options.given, options.typed)
+
+
+def check(text: str | None, options: Options, command: str) -> None:
+    """Look at everything that can be judged of a layer or a target before torch is imported.
+
+    Raises `MhaInspectError` when the text is no target, or options contradict it or each other.
+    """
+    show(options)
+    if text is not None:
+        check_target(text, options, command)
+        return
+    options.require_no_target_settings(command)
+    spec = attention(options, single_head_count(options, command))
+    check_settings(LAYERS[options.layer], spec, inputs(options), run(options))
+
+
+def check_target(text: str, options: Options, command: str, *, beside_layer: bool = False) -> None:
+    """Look at everything that can be judged of a target; with `beside_layer` --layer names another side.
+
+    Raises `MhaInspectError` when the text is no target, or options contradict it.
+    """
+    from ..targets.importing import split_target
+    from ..targets.shapes import parse_shapes
+    from ..targets.values import parse_settings
+
+    if not is_target(text):
+        way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
+        raise SpecError(
+            f"{shown(text)} is not a target: write {FORMS}. Sizes go by name, as in --embed-dim 512.{way_out}"
+        )
+    if not text.startswith("hf:"):
+        split_target(text)
+    if "layer" in options.typed and not beside_layer:
+        raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers: drop one of them.")
+    seed(options)
+    parse_settings(options.settings or [])
+    parse_shapes(options.input_shape or [])
+    flags(options)
+
+
+@contextmanager
+def running(options: Options) -> Iterator[None]:
+    """Build and run targets inside: what they print goes to stderr, and gradients are as asked."""
+    import torch
+
+    from ..targets.importing import stdout_for_the_answer
+
+    with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+        yield
+
+
+def load(text: str | None, options: Options, room: Room | None = None) -> Subject:
+    """Build a layer or a target, and make its inputs.
+
+    Raises `MhaInspectError` where it cannot be built or called as asked, or does not fit into the room.
+    """
+    from ..targets.load import call_target, load_layer, subject_of
+
+    if text is None:
+        spec = attention(options, single_head_count(options, "trace"))
+        return load_layer(spec, inputs(options), run(options), options.layer, room)
+    target = load_target(text, options)
+    return subject_of(target, call_target(target, asked(options), room), options.seed, options.grad)
+
+
+def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:
+    """Build a target as the options say, and with settings of its own that come before those of --set.
+
+    `sizes` stand in for those options that nobody has given.
+    """
+    from ..targets.target import TargetSpec
+    from ..targets.target import load_target as build
+    from ..targets.values import parse_settings
+
+    set_flags = flags(options)
+    unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in set_flags.given}
+    spec = TargetSpec(
+        flags=replace(set_flags, values={**set_flags.values, **unsaid}),
+        dtype=options.dtype if "dtype" in options.given else None,
+        device=options.device,
+        training=options.train,
+        seed=options.seed,
+    )
+    return build(text, parse_settings([*(options.settings or []), *own]), spec)
+
+
+def asked(options: Options) -> Asked:
+    """Return what the options say of a target's inputs."""
+    from ..targets.inputs import Asked
+    from ..targets.shapes import parse_shapes
+
+    shapes = parse_shapes(options.input_shape or [])
+    return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
+
+
+def call_of(target: Target, options: Options, room: Room | None = None) -> Call:
+    """Make the arguments of a target's forward, as `targets.load.call_target` does."""
+    from ..targets.load import call_target
+
+    return call_target(target, asked(options), room)
+
+
+def tell(note: str) -> None:
+    """Say on stderr what was decided on somebody's behalf."""
+    from .failure import say
+
+    say(note)

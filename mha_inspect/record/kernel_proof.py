@@ -1,0 +1,82 @@
+"""Hold a fused kernel, and the steps that stand for it, against float64 of its own inputs: a few rows are enough."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import Attention, Part, attention, run
+from .rounding import Rounding, max_difference, rounding_error
+
+_ROWS = 4
+_STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+"""Rounding of float64 in units of float32's, in which it is measured: there is nothing finer."""
+
+
+def check_attention(asked: Attention, given: Tensor, made: Tensor | None) -> Rounding:
+    """How far a kernel's result is from its steps', `... heads query head_dim`, beside the rounding of a few rows.
+
+    The rows are those of one head, where the two are farthest apart. Without `made` (steps that have shapes alone) a
+    few rows of the first head are computed, and compared.
+    """
+    count = given.shape[-2]
+    place = _worst(given, made) if made is not None else (0,) * (given.dim() - 2) + (count - 1, 0)
+    rows = sorted({place[-2], *range(0, count, max(1, count // _ROWS))})[:_ROWS] if count else []
+    rows = sorted({*rows, place[-2]})
+    queries, head = torch.tensor(rows, device=given.device), place[:-2]
+    real = given[head][queries]
+    dtype = torch.float32 if given.dtype != torch.float64 else torch.float64
+    if made is None:
+        own = attention(run, asked.of_head(head, queries, dtype))[0].to(given.dtype)
+    else:
+        own = made[head][queries]
+    exact = attention(run, asked.of_head(head, queries, torch.float64))[0]
+    difference = max_difference(given if made is not None else real, made if made is not None else own)
+    if given.dtype == torch.float64:
+        coarse = attention(run, asked.of_head(head, queries, torch.float32))[0]
+        return Rounding.of(difference, rounding_error(coarse, exact) * _STEP)
+    return Rounding.of(difference, _error(own, exact))
+
+
+def check_part(
+    part: Part,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: tuple[Tensor, ...],
+    made: tuple[Tensor, ...] | None,
+) -> Rounding:
+    """How far what a leaf gives is from what its steps give, beside the rounding of a few rows."""
+    some, few = part.few(*args, **kwargs)
+    exact = part.steps(run, *map(_double, some))
+    own = part.steps(run, *some) if made is None else tuple(map(few, made))
+    if made is None:
+        difference = max(max_difference(few(one), other) for one, other in zip(given, own, strict=True))
+    else:
+        difference = max(max_difference(one, other) for one, other in zip(given, made, strict=True))
+    if given[0].dtype == torch.float64:
+        coarse = part.steps(run, *(_double(arg, torch.float32) for arg in some))
+        return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * _STEP)
+    return Rounding.of(difference, max(map(_error, own, exact)))
+
+
+def _double(value: Any, dtype: torch.dtype = torch.float64) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _error(own: Tensor, exact: Tensor) -> float:
+    """The largest rounding error, which to store the largest number alone may make half a step."""
+    largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
+    return max(rounding_error(own, exact), float(largest) * torch.finfo(own.dtype).eps / 2)
+
+
+def _worst(given: Tensor, made: Tensor) -> tuple[int, ...]:
+    """Where two tensors are farthest apart."""
+    apart = (given - made).abs()
+    largest = float(apart.max())
+    if not math.isfinite(largest):
+        same = (given == made) | (given.isnan() & made.isnan())
+        apart = apart.nan_to_num(nan=math.inf).masked_fill(same, 0.0)
+    return tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))

@@ -1,0 +1,191 @@
+"""Work out what was written down while a forward ran: which tensor is which, what made it, and who asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .catalog import does
+from .ops import Kind, Named, Op, TensorRef
+from .schema import About
+from .site import Site, place_of_site
+from .storage import Look
+from .turns import tell_turns_apart
+
+Entry = tuple[
+    About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None, int | None
+]
+"""An operation: what it is, its arguments with a `Look` for each tensor and a list for each sequence, by place and by
+name; what came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known,
+and the kernel that it is a step of."""
+
+
+class _Storage:
+    """What is known of one piece of memory: which tensors look at it, and how often it was written."""
+
+    __slots__ = ("made_by", "number", "owner", "seen", "version")
+
+    def __init__(self, number: int, made_by: int | None, owner: Any) -> None:
+        self.number = number
+        self.owner = owner
+        """The weak reference that tells it from others, held so that no other comes to have its id."""
+        self.made_by = made_by
+        """The operation that wrote it last; None where it came from outside."""
+        self.version = 0
+        self.seen: dict[tuple[Any, ...], tuple[TensorRef, int]] = {}
+        """Offset, shape, stride and dtype, to the tensor and the version at which it was seen."""
+
+
+class Replay:
+    """Goes through what was written down, in order."""
+
+    def __init__(self) -> None:
+        self.producers: dict[int, int] = {}
+        self.scalars: dict[int, float] = {}
+        self.values: dict[int, Any] = {}
+        self._held: dict[int, list[Any]] = {}
+        self._storages: dict[int, _Storage] = {}
+        self._num_storages = 0
+        self._num_tensors = 0
+        self._rows: list[tuple[Any, ...]] = []
+        self._calls: list[int] = []
+        self._whole: set[int] = set()
+        self._last: tuple[Any, int, tuple[str, str]] = (None, 0, ("", ""))
+        self._names: dict[Any, str] = {}
+
+    def read(self, look: Look) -> TensorRef:
+        """Return the tensor that was looked at."""
+        storage = self._storages.get(id(look[0]))
+        if storage is None:
+            storage = self._add_storage(look, None)
+        key = look[1:5]
+        seen = storage.seen.get(key)
+        if seen is not None and seen[1] == storage.version:
+            return seen[0]
+        # Written since through another view, or never seen: its content is what the last writer of this memory left.
+        return self._new(look, key, storage, storage.made_by)
+
+    def alias(self, look: Look, real: Look) -> None:
+        """Take the first tensor, which nothing was done with so far, for the second."""
+        storage = self._add_storage(look, None)
+        storage.seen[look[1:5]] = self.read(real), 0
+
+    def add(self, entry: Entry) -> None:
+        """Take in one operation."""
+        known, args, kwargs, made, written, site, mark, kind, kernel = entry
+        index = len(self._rows)
+        inputs: list[TensorRef] = []
+        plain_args = tuple([self._plain(arg, inputs) for arg in args])
+        plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()} if kwargs else {}
+        given = {tensor.storage: tensor for tensor in inputs}
+        in_place, told = written is not None, kind is not None
+        outputs = [self._write(look, index, given, in_place, told) for look in made]
+        if written is not None:
+            left = [self._write(look, index, given, True, told) for look in written]
+            outputs = outputs or left
+        if kind is None:
+            kind = "copy" if does(known.base_name, "copies") else "compute"
+            if outputs and all(output.storage in given for output in outputs):
+                kind = "view" if written is None else "write"
+        last_site, last_mark, place = self._last
+        same = site is last_site
+        if not same:
+            place = place_of_site(site)
+        if same and mark == last_mark:
+            call = self._calls[-1]
+        else:
+            call = self._calls[-1] + 1 if self._calls else 0
+            self._last = site, mark, place
+        self._calls.append(call)
+        if mark < 0:
+            self._whole.add(call)
+        self._rows.append((known, plain_args, plain_kwargs, tuple(inputs), tuple(outputs), kind, place, kernel))
+
+    def ops(self) -> tuple[Op, ...]:
+        """Return the operations up to here."""
+        calls = tell_turns_apart(self._calls, [row[0].name for row in self._rows], self._whole)
+        return tuple(
+            [
+                Op(
+                    index,
+                    known.name,
+                    args,
+                    kwargs,
+                    inputs,
+                    outputs,
+                    kind,
+                    known.pointwise,
+                    *place,
+                    call,
+                    kernel,
+                )
+                for index, ((known, args, kwargs, inputs, outputs, kind, place, kernel), call) in enumerate(
+                    zip(self._rows, calls, strict=True)
+                )
+            ]
+        )
+
+    def named(self, looks: Iterable[tuple[str, Look]]) -> list[Named]:
+        """Return the tensors that were looked at, by name."""
+        return [Named(name, self.read(look)) for name, look in looks]
+
+    def _plain(self, value: Any, inputs: list[TensorRef]) -> Any:
+        """Return an argument as plain data; tensors in it are added to `inputs`."""
+        kind = type(value)
+        if kind is tuple:
+            tensor = self.read(value)
+            inputs.append(tensor)
+            return tensor
+        if kind is list:
+            return tuple([self._plain(item, inputs) for item in value])
+        if value is None or isinstance(value, (int, float, complex, str)):
+            return value
+        name = self._names.get(value)
+        if name is None:
+            name = self._names[value] = str(value)
+        return name
+
+    def _write(self, look: Look, index: int, given: Mapping[int, TensorRef], in_place: bool, told: bool) -> TensorRef:
+        """Return the tensor that operation `index` has just returned; `given` are its own, by storage."""
+        storage = self._storages.get(id(look[0]))
+        key = look[1:5]
+        if storage is None or not (told or storage.number in given or storage.made_by == index):
+            storage = self._add_storage(look, index)
+        elif in_place and storage.made_by != index:
+            storage.version += 1
+            storage.made_by = index
+        else:
+            seen = storage.seen.get(key)
+            if seen is not None and seen[1] == storage.version:
+                unchanged = seen[0] is given.get(storage.number)  # a view that changes nothing
+                if unchanged or self.producers.get(seen[0].id) == index:  # or what it wrote, returned as well
+                    return seen[0]
+        return self._new(look, key, storage, index)
+
+    def _add_storage(self, look: Look, made_by: int | None) -> _Storage:
+        storage = self._storages[id(look[0])] = _Storage(self._num_storages, made_by, look[0])
+        self._num_storages += 1
+        return storage
+
+    def _new(self, look: Look, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> TensorRef:
+        offset, shape, stride, dtype = key
+        number = self._num_tensors
+        made = TensorRef(
+            number, tuple(shape), stride, offset, str(dtype).removeprefix("torch."), dtype.itemsize, storage.number
+        )
+        self._num_tensors = number + 1
+        storage.seen[key] = (made, storage.version)
+        if made_by is not None:
+            self.producers[number] = made_by
+        if len(look) > 5:
+            if look[5] is not None:
+                self.scalars[number] = look[5]
+            if len(look) > 6:
+                self._held[number] = look[6]
+        return made
+
+    def release(self) -> dict[int, Any]:
+        """Return the kept tensors by the tensor's number."""
+        self.values.update({number: held[0] for number, held in self._held.items()})
+        self._held.clear()
+        return self.values

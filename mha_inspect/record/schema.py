@@ -1,0 +1,67 @@
+"""What an operation of torch says of itself before it runs: its schema, tags and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from .kernels import Way, way_of
+
+
+@dataclass(frozen=True)
+class About:
+    """What does not change from one use of an operation to the next."""
+
+    name: str
+    base_name: str
+    pointwise: bool
+    composite: bool
+    makes_views: bool
+    written: tuple[tuple[int, str], ...]
+    """Place and name of each argument that it writes into."""
+    fused: Way = ""
+
+
+@cache
+def about(func: Any) -> About:
+    """Read it off an operation's schema, tags and kernels."""
+    name = str(func)
+    if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
+        return About(
+            f"higher_order.{name}",
+            name,
+            pointwise=False,
+            composite=False,
+            makes_views=False,
+            written=(),
+            fused=way_of(f"higher_order.{name}"),
+        )
+
+    def has_kernel(operation: str, key: str) -> bool:
+        try:
+            return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
+        except RuntimeError:  # one that the dispatcher does not know: prim.device, asked of a fake tensor
+            return False
+
+    return About(
+        name=name,
+        base_name=name.split(".")[1],
+        pointwise=torch.Tag.pointwise in func.tags,
+        composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
+        makes_views=has_kernel(func.name(), "ADInplaceOrView"),
+        written=tuple(
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        fused=way_of(name),
+    )
+
+
+@cache
+def known_as(func: Any, name: str) -> About:
+    """Return what is known of an operation, under another name."""
+    return replace(about(func), name=name)

@@ -1,0 +1,302 @@
+"""Record one run with its fused kernels opened: each is computed in steps where it runs, on the tensors it was given.
+
+What a kernel gave flows on, untouched; what its steps give is compared with it and forgotten. So a run with the x-ray
+computes what it computes without it, bit for bit, gradients and random numbers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..targets.memory import is_out_of_memory
+from .arguments import argument_names, tensors_in
+from .kernel_proof import check_attention, check_part
+from .kernels import (
+    MULTI_HEAD,
+    PARTS,
+    REOPENED,
+    NotOpenedError,
+    attention,
+    bound,
+    hidden_by,
+    read_attention,
+    title_of,
+)
+from .ops import RESULT, Kernel, Op, Recording
+from .recorder import Recorder
+from .rounding import max_difference
+from .schema import About, about
+
+_Key = torch._C.DispatchKey
+BUDGET = 1 << 30
+"""Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
+
+
+def record_opened(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
+    """Run `module(*args, **kwargs)` once and record it with its fused kernels opened; also return what it returned."""
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
+    recorder.take_inputs(argument_names(module, args, kwargs))
+    with recorder:
+        returned = module(*args, **kwargs)
+    return recorder.finish(returned), returned
+
+
+class XRay(Recorder):
+    """The recorder that opens fused kernels."""
+
+    def __init__(self, root: nn.Module | None = None, *, keep: bool = False, budget: int = BUDGET) -> None:
+        super().__init__(root, keep=keep)
+        self._budget = budget
+        self._kernels: list[Kernel] = []
+        self._within: int | None = None
+        """Place of the kernel that runs now."""
+        self._whole = False
+        """Whether a composite operation inside a kernel is being taken apart: all of it is one call."""
+
+    def finish(self, returned: Any = None) -> Recording:
+        """Return the recording up to here, with the names of what was returned."""
+        recording = super().finish(returned)
+        if not self._kernels:
+            return recording
+        watched = {place for place, kernel in enumerate(self._kernels) if kernel.op.startswith(REOPENED)}
+        calls = _calls_of([op for op in recording.ops if op.kernel in watched])
+        ops = tuple([replace(op, call=calls[op.index]) if op.index in calls else op for op in recording.ops])
+        return replace(recording, ops=ops, kernels=tuple(self._kernels))
+
+    def _look_into(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        asking, whole = self._asking, self._whole
+        self._asking = asking or frame
+        try:
+            if known.fused and (known.fused != "adding" or _adds_scores(args, kwargs)):
+                return self._open(known, func, args, kwargs)
+            if not self._inside:
+                return NotImplemented
+            if not whole:
+                # Inside a kernel Python stands still: what tells calls apart is that C++ makes them one by one.
+                self._new_call()
+            if known.composite:
+                self._whole = True
+                return self._take_apart(func, args, kwargs, frame)
+            return self._run_out(func, args, kwargs) if known.name.endswith("out") else NotImplemented
+        finally:
+            self._asking, self._whole = asking, whole
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Run what nobody asked for, unseen by autograd and by the modes around this one."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C.DisableTorchFunction())
+            if torch._C._len_torch_dispatch_stack():
+                stack.enter_context(_disable_current_modes())
+            yield
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Record what a kernel's own code dispatches."""
+        was, self._inside = self._inside, True
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+            self._inside = was
+
+    # -- the three ways -----------------------------------------------------------------------------------------------
+
+    def _open(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, place, was = known.name, len(self._kernels), (self._within, self._kernel, self._inside)
+        kernel = Kernel(name, title_of(name), hidden_by(name), opened=False, note="it raised", within=self._within)
+        self._kernels.append(kernel)
+        self._within, self._inside = place, False
+        self._kernel = place if self._kernel is None else self._kernel
+        self._new_call()
+        try:
+            way = self._reopen if known.fused == "reopen" else self._rebuild
+            result, changes = way(known, func, args, kwargs)
+        finally:
+            self._within, self._kernel, self._inside = was
+            self._new_call()
+        self._kernels[place] = replace(kernel, **{"opened": True, "note": "", **changes})
+        return result
+
+    def _reopen(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run a kernel's own code with the mode on: what is recorded is the run itself."""
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        nested = any(tensor.is_nested for tensor in tensors)
+        if nested and known.name.startswith(MULTI_HEAD):
+            return self._rebuild(known, func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            code: Callable[..., Any] = func.py_kernels[_Key.CompositeExplicitAutograd]
+        else:
+            key = _code_for(func, ("NestedTensor" if nested else "") + tensors[0].device.type.upper())
+            if key is None:
+                result = func(*args, **kwargs)
+                self._log(known.name, func, args, kwargs, result)
+                return result, {"opened": False, "note": f"torch has no code of it for {tensors[0].device.type}"}
+            code = partial(func._op_dk, key)
+        with self._watching():
+            return code(*args, **kwargs), {}
+
+    def _rebuild(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run a leaf, and beside it its steps. Where these fail it is recorded as the one operation that it is."""
+        result = func(*args, **kwargs)
+        start = len(self._log_entries), len(self._kernels)
+        try:
+            with self._beside():
+                if known.fused == "reopen":
+                    return result, self._pad(known, func, args, kwargs, result)
+                steps = self._attend if known.fused == "attention" else self._take_part
+                with self._one_call():
+                    return result, steps(known, func, args, kwargs, result)
+        except NotOpenedError as error:
+            reason = str(error)
+        except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
+            reason = "no room" if is_out_of_memory(error) else (str(error) or type(error).__name__).splitlines()[0]
+        self._rewind(start)
+        self._log(known.name, func, args, kwargs, result)
+        return result, {"opened": False, "note": reason}
+
+    def _attend(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
+        """Compute an attention step by step beside its kernel."""
+        asked, rows_first = read_attention(func, args, kwargs)
+        given = result[0] if isinstance(result, tuple) else result
+        shapes_only = 4 * prod(asked.scores_shape) > self._budget and not given.is_meta
+        made = attention(self._step, asked.on_meta(self._shadow) if shapes_only else asked)
+        if made.dtype != given.dtype:
+            made = self._step(torch.ops.aten._to_copy.default, made, dtype=given.dtype)
+        if rows_first:
+            made = self._step(torch.ops.aten.transpose.int, made, -3, -2)
+        self._link(known.name, made, result)
+        changes: dict[str, Any] = {"shapes_only": shapes_only}
+        if asked.dropout > 0:
+            note = "it draws its dropout itself, and its steps drop nothing: not compared"
+            return {**changes, "drops": True, "note": note}
+        if rows_first:
+            made, given = (tensor.transpose(-3, -2) for tensor in (made, given))
+        return changes | _checked(given, lambda: check_attention(asked, given, None if shapes_only else made))
+
+    def _take_part(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
+        """Compute a part of an attention step by step beside its kernel."""
+        part = PARTS.get(known.name)
+        if part is None:
+            raise NotOpenedError("no steps are known of it")
+        if any(tensor.is_nested for _, tensor in tensors_in(args)):
+            raise NotOpenedError("its rows have different lengths (nested tensors)")
+        given = result if isinstance(result, tuple) else (result,)
+        shapes_only = 4 * given[0].numel() > self._budget and not given[0].is_meta
+        own = [self._shadow(arg) if shapes_only and isinstance(arg, Tensor) else arg for arg in args]
+        made = part.steps(self._step, *own, **kwargs)
+        for one, other in zip(made, given, strict=True):
+            self._link(known.name, one, other)
+        check = partial(check_part, part, args, kwargs, given, None if shapes_only else made)
+        return {"shapes_only": shapes_only} | _checked(given[0], check)
+
+    def _pad(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
+        """Open the fast path on padded rows and a mask, beside it on rows of different lengths."""
+        got = bound(func, args, kwargs)
+        rows = got["query"]
+        lengths = rows._nested_tensor_size()[:, 0].to(rows.device)
+        padded = self._step(torch.ops.aten.to_padded_tensor.default, rows, 0.0)
+        barred = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths[:, None]
+        got |= {"query": padded, "key": padded, "value": padded, "mask": barred, "mask_type": 1}
+        key = _code_for(func, padded.device.type.upper())
+        if key is None:
+            raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
+        with self._watching():
+            made = func._op_dk(key, *(got[argument.name] for argument in func._schema.arguments))[0]
+        self._new_call()
+        self._link(known.name, made, result)
+        told = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
+        apart = max((max_difference(one, row) for one, row in told), default=0.0)
+        return {"note": f"it ran on rows of different lengths, its steps on padded ones, {apart:.1e} apart"}
+
+    # -- what goes into the recording ---------------------------------------------------------------------------------
+
+    def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one step and write it down."""
+        result = func(*args, **kwargs)
+        self._log(about(func).name, func, args, kwargs, result)
+        return result
+
+    def _run_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
+        written = self._about_to_write(about(func), args, kwargs)
+        result = func(*args, **kwargs)
+        rest = {name: value for name, value in kwargs.items() if name != "out"}
+        name = about(func).name.removesuffix("out") + "default"
+        self._log(name, func, args, rest, result, kind="compute", written=written)
+        return result
+
+    def _link(self, name: str, made: Tensor, result: Any) -> None:
+        """Lead from the last step to what the kernel itself has made."""
+        self._log(RESULT, None, (made,), {"kernel": name}, result, kind="copy")
+
+    def _rewind(self, start: tuple[int, int]) -> None:
+        """Forget the operations that were recorded since, and the kernels."""
+        mark, kernels = start
+        self._log_entries[mark:] = [entry for entry in self._log_entries[mark:] if isinstance(entry[0], list)]
+        del self._kernels[kernels:]
+
+
+def _calls_of(ops: list[Op]) -> dict[int, int]:
+    """The call of each view that C++ made for a product, and of the one that it made of its result: the product's."""
+    calls: dict[int, int] = {}
+    for place, op in enumerate(ops):
+        if op.base_name != "bmm":
+            continue
+        before = place - 1
+        while before >= 0 and ops[before].kind == "view":
+            calls[ops[before].index] = op.call
+            before -= 1
+        after = ops[place + 1] if place + 1 < len(ops) else None
+        if after is not None and after.base_name == "view" and after.inputs[0].id == op.output.id:
+            calls[after.index] = op.call
+    return calls
+
+
+def _code_for(func: Any, name: str) -> Any:
+    """Return the key under which torch has an operation's own code for a kind of tensor; None where it has none."""
+    key = getattr(_Key, name, None)
+    known = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
+    return key if known else None
+
+
+def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `baddbmm` or `addmm` adds something as large as a mask to a product of two activations."""
+    added, left, right = args[:3]
+    if added.dim() < 2 or kwargs.get("beta", 1) == 0 or added.shape[-2:] != (left.shape[-2], right.shape[-1]):
+        return False
+    return not any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right))
+
+
+def _checked(given: Tensor, check: Callable[[], Any]) -> dict[str, Any]:
+    """The check of a kernel, or why there is none."""
+    if given.is_meta or type(given) not in (Tensor, nn.Parameter) or not given.numel():
+        return {}
+    try:
+        return {"check": check()}
+    except Exception as error:  # as on devices without float64: what was opened is opened
+        return {"note": f"not compared: {(str(error) or type(error).__name__).splitlines()[0]}"}

@@ -1,0 +1,227 @@
+"""Make a Subject of what was asked for: a layer of the catalog, or a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import InputError
+from ..layers.catalog import find_layer
+from ..layers.settings import check_settings, own_spec
+from ..record.copying import copy_module
+from ..record.subject import Subject
+from .call import Call, explained
+from .device import resolve
+from .flag_inputs import Inputs, make_inputs
+from .inputs import Asked, make_call
+from .placing import arguments_of
+from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
+from .spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Layer(Subject):
+    """A layer of the catalog with its inputs, and the specs that they were made from."""
+
+    layer: str
+    spec: AttentionSpec
+    run: RunSpec
+    inputs: Inputs
+
+
+def load_layer(
+    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch", room: Room | None = None
+) -> Layer:
+    """Build a layer of the catalog, and make its inputs.
+
+    Raises:
+        SpecError: the layer is unknown, or has no use for a setting.
+        InputError: a file or a mask does not fit.
+        DeviceError: the device is not there or cannot run the dtype.
+        DoesNotFitError: its run does not fit into the room.
+    """
+    kind = find_layer(layer)
+    spec = own_spec(kind, spec)
+    check_settings(kind, spec, inputs, run)
+    if room is not None:
+        resolve(run.device, spec.dtype)
+        room.require(plan_layer(spec, inputs, run, layer))
+    made = make_inputs(spec, inputs, run)
+    return called_with(kind.load().build(spec, run.device), spec, run, made, layer)
+
+
+def called_with(module: nn.Module, spec: AttentionSpec, run: RunSpec, inputs: Inputs, layer: str) -> Layer:
+    """A layer that was built from this spec, with these inputs."""
+    args, kwargs = arguments_of(module, layer, inputs, run)
+    return Layer(
+        module,
+        args,
+        kwargs,
+        label=layer,
+        made_with=plain_fields(spec),
+        seed=spec.seed,
+        grad=run.grad,
+        without_ones=_without_ones(spec, run, inputs, layer),
+        layer=layer,
+        spec=spec,
+        run=run,
+        inputs=inputs,
+    )
+
+
+def _without_ones(spec: AttentionSpec, run: RunSpec, real: Inputs, layer: str) -> Callable[[nn.Module], Layer] | None:
+    """Make what runs a copy of the module on the same kind of inputs at small sizes, of which none is one.
+
+    Where a size of the layer itself is one, another layer of its kind is built. None where no size is one.
+    """
+    own_ones = 1 in (spec.num_heads, int(spec.head_dim), spec.embed_dim, spec.key_width, spec.value_width)
+    if not own_ones and 1 not in (0 if real.unbatched else real.batch, real.query_len, real.key_len):
+        return None
+    cross = real.key is not real.query or real.query_len != real.key_len
+    asked = InputSpec(
+        batch=1 if real.unbatched else 7,
+        seq_len=11,
+        key_len=13 if cross else None,
+        unbatched=real.unbatched,
+        padding=() if real.key_padding_mask is None else (2,),
+    )
+
+    def make(module: nn.Module) -> Layer:
+        weight = next(module.parameters())
+        own = replace(spec, dtype=next(name for name in DTYPES if getattr(torch, name) == weight.dtype))
+        there = replace(run, device=str(weight.device))
+        if own_ones:
+            own = _small(own)
+            module = find_layer(layer).load().build(own, there.device)
+        inputs = make_inputs(own, asked, there)
+        if real.value is not real.key and inputs.value is inputs.key:
+            inputs = replace(inputs, value=inputs.value.clone())
+        if real.attn_mask is not None:
+            shape: tuple[int, ...] = (inputs.query_len, inputs.key_len)
+            if real.attn_mask.dim() == 3:
+                shape = (inputs.batch * own.num_heads, *shape)
+            dtype = torch.bool if real.attn_mask.dtype == torch.bool else weight.dtype
+            inputs = replace(inputs, attn_mask=torch.zeros(shape, dtype=dtype, device=weight.device))
+        return called_with(module, own, there, inputs, layer)
+
+    return make
+
+
+def _small(spec: AttentionSpec) -> AttentionSpec:
+    """The same settings and as many heads, but not one, at small sizes: no size one and independent sizes prime."""
+    num_heads = 3 if spec.num_heads == 1 else spec.num_heads
+    head_dim = 10 if spec.rope else 5
+    small = replace(
+        spec,
+        num_heads=num_heads,
+        num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
+        embed_dim=num_heads * head_dim,
+        kdim=17 if spec.key_width != spec.embed_dim else None,
+        vdim=19 if spec.value_width != spec.embed_dim else None,
+        head_dim=DerivedInt(0),
+    )
+    if not spec.head_dim_given:
+        return small
+    return replace(small, head_dim=small.embed_dim if spec.head_dim == spec.embed_dim else head_dim + 4)
+
+
+def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Planned:
+    """Plan the run of a layer of the catalog before anything of it is made."""
+
+    def on_meta(seq_len: int | None) -> Subject:
+        asked = replace(inputs, input=None)
+        asked = asked if seq_len is None else replace(asked, seq_len=seq_len, padding=())
+        return load_layer(spec, asked, replace(run, device="meta"), layer)
+
+    return Planned(
+        on_meta,
+        torch.device(run.device),
+        rough_need_of_layer(spec, inputs),
+        f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}",
+        inputs.seq_len if inputs.input is None and inputs.attn_mask is None else 0,
+        held=HELD,
+        smaller="Try a smaller batch or embed_dim.",
+    )
+
+
+def call_target(target: Target, asked: Asked, room: Room | None = None) -> Call:
+    """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
+
+    Raises:
+        InputError: it has no forward, an argument is needed that nothing tells, or a file does not fit.
+        SpecError: a name is none of the forward's, or a flag is of no use to it.
+        DoesNotFitError: it is sure that its run does not fit into the room.
+        TargetFailedError: it has lazy parameters, and its forward raises.
+    """
+    module = target.module
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        raise InputError(f"{target.name} has no forward, and its inside is seen in a call. Name a module that has one.")
+    lazy = any(map(is_lazy, module.parameters()))
+    if room is not None and not lazy:
+        room.require(plan_call(target, asked))
+    call = make_call(target, asked)
+    if lazy:
+        own = subject_of(target, call, asked.seed)
+        try:
+            with torch.no_grad():
+                own.plain()
+        except Exception as error:
+            raise explained(error, own) from error
+    return call
+
+
+def plan_call(target: Target, asked: Asked) -> Planned:
+    """Plan one run of a target, before its inputs are made."""
+    shapes = [shape.shape for shape in asked.shapes.values()]
+    length = max(asked.inputs.seq_len, asked.inputs.key_len or 0, *map(max, shapes), 1)
+    rows = max(asked.inputs.batch * length, *map(prod, shapes), 1)
+    first = next(target.module.parameters(), None)
+    empty: list[Target] = []
+
+    def on_meta(seq_len: int | None) -> Subject:
+        if not empty:
+            empty.append(replace(target, module=_on_meta(target.module)))
+        inputs = asked.inputs if seq_len is None else replace(asked.inputs, seq_len=seq_len, padding=())
+        with torch.device("meta"), torch.no_grad():
+            call = make_call(empty[0], replace(asked, inputs=inputs))
+        return replace(call.of(empty[0].module), label=target.name, grad=False)
+
+    given = asked.shapes or asked.inputs.input is not None or asked.inputs.attn_mask is not None
+    return Planned(
+        on_meta,
+        torch.device("cpu") if first is None else first.device,
+        rough_need_of_module(target.module, rows, length),
+        seq_len=0 if given else asked.inputs.seq_len,
+        there=held_bytes(target.module),
+    )
+
+
+def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) -> Subject:
+    """A target with what its forward is called with, every run of it seeded."""
+    return replace(
+        call.of(target.module),
+        label=target.name,
+        made_with=target.passed,
+        notes=(*target.notes, *filter(None, [call.told])),
+        hint=call.hint,
+        seed=seed,
+        grad=grad,
+    )
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy without memory."""
+    held: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        held[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        held[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy_module(module, held)

@@ -1,0 +1,14 @@
+"""A trace of a layer of the catalog, in one call."""
+
+from __future__ import annotations
+
+from mha_inspect.answers.trace import trace
+from mha_inspect.reports.trace import Trace
+from mha_inspect.targets.load import load_layer
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+
+
+def trace_layer(
+    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, show: Show | None = None, *, layer: str = "torch"
+) -> Trace:
+    return trace(load_layer(spec, inputs, run, layer), show)
