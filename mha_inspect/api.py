@@ -26,7 +26,7 @@ from .record.run import AttemptRecorder
 from .record.subject import Run, Subject
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
-from .reports.read import read_report
+from .reports.json import read_report
 from .reports.trace import Attention, Stage, Trace, attention_names
 from .targets.spec import Show
 
@@ -394,10 +394,10 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._recorder.__exit__(kind, error, traceback)
         self._seen = Run(self._recorder.finish(), None)
         if isinstance(error, Exception):
-            from .answers.failure.failure import block_failure
+            from .answers.failure.report import describe_failure
 
             with suppress(Exception):  # the error that is on its way is the one that matters
-                self._failed = block_failure(error, self._seen.recording, self._recorder)
+                self._failed = describe_failure(error, self._seen.recording, self._recorder, in_block=True)
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
                 self._stages = keep_stages(self._seen.recording, self._seen.attentions)

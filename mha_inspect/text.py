@@ -225,3 +225,16 @@ def runs(indices: Iterable[int]) -> list[tuple[int, int]]:
 def spans(indices: Iterable[int]) -> str:
     """Return `0–3, 7` for 0, 1, 2, 3, 7."""
     return ", ".join(map(span, runs(indices)))
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error that anybody may have raised, also where its own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as broken:  # whatever the code of others may raise
+        return f"(no message: {type(error).__name__}.__str__ raises {type(broken).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its class where it has none."""
+    return next(iter(message_of(error).splitlines()), "") or type(error).__name__

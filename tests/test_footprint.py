@@ -82,7 +82,8 @@ def test_the_peak_of_a_run_is_what_torch_allocates(layer: str) -> None:
     forward = load_layer(spec_for(LAYERS[layer], embed_dim=96, num_heads=6), INPUTS, RunSpec(), layer)
     recording = forward.recorded().recording
     real = allocated(forward.recorded)
-    assert 0.5 * real < peak_bytes(recording) <= real
+    # What a kernel is compared with stands beside it.
+    assert (0.4 if recording.kernels else 0.5) * real < peak_bytes(recording) <= real
     assert real <= kept_bytes(recording) + given_bytes(recording)
 
 
@@ -91,7 +92,7 @@ def test_the_peak_of_a_run_is_what_torch_allocates(layer: str) -> None:
 def test_the_need_of_a_trace_is_what_torch_allocates(layer: str, keep: bool, grad: bool) -> None:
     """Not much less, or it would be killed; not more than twice, or what fits would be refused."""
     spec, run = spec_for(LAYERS[layer], embed_dim=96, num_heads=6), RunSpec(grad=grad)
-    need = Room(kept=keep).need(plan_layer(spec, INPUTS, run, layer).on_meta(None))
+    need = Room(kept=keep, statistics=keep).need(plan_layer(spec, INPUTS, run, layer).on_meta(None))
     show = Show(stats=keep)
     real = allocated(lambda: trace_layer(spec, INPUTS, run, show, layer=layer))
     assert 0.8 * real < need < 2.5 * real

@@ -98,11 +98,13 @@ def test_a_notebook_shows_it_and_nothing_beside_it_changes(layer, x):
     cell = trace._repr_html_()
     # Well-formed, and without rules that would hold for the page or for the cell above.
     root = ElementTree.fromstring(cell)
-    assert {element.tag for element in root.iter()} <= {"pre", "code", "span"}
-    assert all(set(element.attrib) <= {"style"} for element in root.iter())
-    text = "".join(root.itertext())
-    assert "q_heads" in text
-    assert [line.split()[0] for line in text.splitlines() if line.startswith("scores")] == ["scores"]
+    assert root.get("class") == "mha-inspect"
+    (style,) = root.iter("style")
+    selectors = [one for line in (style.text or "").strip().splitlines() for one in line.partition("{")[0].split(",")]
+    assert all(selector.strip().startswith(".mha-inspect") for selector in selectors)
+    assert not {element.tag for element in root.iter()} & {"script", "link", "body", "meta"}
+    rows = [["".join(field.itertext()) for field in row] for row in root.iter("tr")]
+    assert [row[1] for row in rows if row[0].startswith("scores")] == ["[6, 7, 7]"]
 
 
 def test_saved_and_read_back_it_is_the_same(layer, x, tmp_path):

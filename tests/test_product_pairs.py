@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.answers.trace import trace_module
 from mha_inspect.render import to_text
-from mha_inspect.reports.products import Product, ProductPair
+from mha_inspect.reports.trace import Product, ProductPair
 
 B, N, H, D, V, E = 7, 11, 3, 5, 2, 22
 

@@ -69,3 +69,11 @@ def test_a_lazy_module_can_be_built_and_run_inside_of_a_recording():
     assert module.weight.shape == (5, 3)
     (product,) = [op for op in recorder.finish(output).ops if op.base_name == "addmm"]
     assert product.output.shape == (2, 5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_module_that_is_lazy_is_built_while_it_is_recorded(keep):
+    module = torch.nn.Sequential(torch.nn.LazyLinear(5), torch.nn.LazyBatchNorm1d())
+    recording, output = record(module, torch.ones(2, 3), keep=keep)
+    assert output.shape == (2, 5)
+    assert "addmm" in [op.base_name for op in recording.ops]

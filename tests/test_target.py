@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,40 @@ def test_what_a_target_prints_does_not_reach_stdout(capfd):
     out, err = capfd.readouterr()
     assert out == "the answer\n"
     assert "from python" in err
+
+
+WARNS = """
+import warnings
+from torch import nn
+
+
+class Old(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(24, 3, batch_first=True)
+        warnings.warn("Old is old", FutureWarning, stacklevel=2)
+
+    def forward(self, x):
+        warnings.warn("call New", UserWarning, stacklevel=4)
+        warnings.warn("a line of its own", UserWarning)
+        return super().forward(x, x, x)
+"""
+
+
+def test_a_warning_about_the_caller_names_no_line_of_ours(tmp_path, monkeypatch, invoke):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "warns.py").write_text(WARNS)
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        before = warnings.formatwarning
+        answer = invoke("trace", "warns.py:Old")
+    assert warnings.formatwarning is before
+    assert answer.code == 0
+    assert "mha_inspect" not in answer.err
+    assert [line for line in answer.err.splitlines() if "FutureWarning" in line] == ["FutureWarning: Old is old"]
+    assert answer.err.count("call New") == 1
+    assert "warns.py:13: UserWarning: a line of its own" in answer.err

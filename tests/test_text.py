@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mha_inspect import text
-from mha_inspect.render.wrapping import pieces
+from mha_inspect.render.layout import pieces
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,19 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 
 def test_a_large_run_is_not_made_twice(monkeypatch):
     monkeypatch.setattr(mha_inspect.record.subject, "_SMALL", 1 << 9)
-    asked: list[nn.Module] = []
-    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, without_ones=lambda module: asked.append(module))  # type: ignore
+    ran: list[int] = []
+
+    def without_ones(module: nn.Module, batch: int, length: int) -> Subject:
+        module.register_forward_pre_hook(lambda *_: ran.append(length))
+        return Subject(module, (torch.randn(batch, length, 8, device=next(module.parameters()).device),), {})
+
+    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, without_ones=lambda module: without_ones(module, 2, 5))
     traced(own, Show(), keep=False)
-    assert not asked
+    assert not ran
+    traced(replace(own, without_ones=lambda module: without_ones(module, 2, 2)), Show(), keep=False)
+    assert ran == [2]
     traced(replace(own, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False)
-    assert asked
+    assert ran == [2, 5]
 
 
 def test_a_size_that_is_one_becomes_another():

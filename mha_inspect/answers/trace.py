@@ -23,9 +23,8 @@ from ..record.ops import Op, TensorRef
 from ..record.run import record_until_failure
 from ..record.subject import Run, State, Subject
 from ..reports.common import Environment, LayerInfo, Stats, Values
-from ..reports.products import ProductPair
 from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Proof, Returned, Stage, Trace
+from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
 from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows
@@ -54,7 +53,7 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """
     with own.settings():
         before = own.state()
-        seen = _run(own, before, show, keep)
+        seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
         made = report(
             seen,
@@ -79,15 +78,15 @@ def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[Ma
     return masked_rows(rows, seen)
 
 
-def _run(own: Subject, before: State, show: Show, keep: bool) -> Run:
+def _run(own: Subject, show: Show, keep: bool) -> Run:
     """The run. Raises `ForwardError` where the forward raises."""
     attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
     if attempt.error is None:
         return Run(attempt.recording, attempt.returned)
-    from .failure.failure import forward_error
+    from .failure.report import forward_error
 
     cause: Exception | None = attempt.error
-    failure = forward_error(own, before, attempt, show)
+    failure = forward_error(own, attempt, show)
     try:
         raise failure from (None if failure is cause else cause)
     finally:

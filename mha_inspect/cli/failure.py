@@ -10,6 +10,7 @@ from typer._click.exceptions import ClickException
 
 from ..errors import ExitCode, MhaInspectError
 from ..targets.memory import is_out_of_memory
+from ..text import message_of
 
 
 def explain(error: BaseException) -> ExitCode:
@@ -46,7 +47,7 @@ def say(message: str) -> None:
 
 def _allocation(error: BaseException) -> str:
     """What was asked for, out of a message that begins with the line of C++ which asked."""
-    text = str(error)
+    text = message_of(error)
     start = max(text.find("you tried to allocate"), text.find("Tried to allocate"), 0)
     return (text[start:].strip() or "an allocation failed").splitlines()[0].split(". ")[0].rstrip(".")
 

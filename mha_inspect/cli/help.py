@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from typer.core import TyperCommand, TyperGroup
 
-from .screen import is_terminal
+from .screen import in_color, is_terminal
 
 
 def write_groups(command: Any, ctx: Any, formatter: Any) -> None:
@@ -30,12 +30,26 @@ def write_examples(epilog: str | None, formatter: Any) -> None:
         formatter.write(f"\n{heading}\n" + "".join(f"  {line}\n" for line in lines))
 
 
+def markup_mode() -> Literal["rich"] | None:
+    """Return `rich` where there is a terminal to show panels, and have them drawn in colours that can be read."""
+    if not is_terminal(sys.stdout):
+        return None
+    from typer import rich_utils
+
+    if not in_color(sys.stdout):
+        rich_utils.COLOR_SYSTEM = None
+    for name, style in vars(rich_utils).copy().items():
+        if name.startswith("STYLE_") and "yellow" in str(style):  # pale on white
+            setattr(rich_utils, name, style.replace("yellow", "default"))
+    return "rich"
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help is grouped in a pipe as well."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help page, with Rich where there is a terminal to show it."""
-        self.rich_markup_mode = "rich" if is_terminal(sys.stdout) else None
+        self.rich_markup_mode = markup_mode()
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -52,7 +66,7 @@ class GroupedGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help page, with Rich where there is a terminal to show it."""
-        self.rich_markup_mode = "rich" if is_terminal(sys.stdout) else None
+        self.rich_markup_mode = markup_mode()
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

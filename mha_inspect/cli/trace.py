@@ -107,7 +107,8 @@ def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, 
     show = subject.show(options)
     keep = keep or show.stats or show.values
     with subject.running(options):
-        own = subject.load(target, options, Room(kept=keep, shapes_do=True))
+        room = Room(kept=keep, statistics=show.stats, shapes_do=True)
+        own = subject.load(target, options, room)
         try:
             return traced(own, show, keep=keep)
         except ForwardError as failed:

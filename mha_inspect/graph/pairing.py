@@ -61,8 +61,10 @@ def _has_learned_query(graph: Graph, op: Op, masked: TensorRef, dim: int) -> boo
 
 def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
     """The product of weights and values."""
+    if not weights.shape:
+        return None
     single: Meeting | None = None
-    over = _wide(graph, weights, dim) if weights.shape else set()
+    over = _wide(graph, weights, dim)
     for op, step in graph.forward(weights, lambda op: graph.carries(op) or _mixes(graph, op, over)):
         product = graph.product(op)
         if product is None:

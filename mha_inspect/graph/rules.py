@@ -279,7 +279,7 @@ def _columns(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """im2col: `batch channels height width -> batch (channels kernel) positions`."""
     batch, channels = inputs[0][:2] if len(inputs[0]) == 4 else ((), inputs[0][0])
     shape = op.output.shape
-    kernel = fresh(shape[-2] // op.inputs[0].shape[-3])
+    kernel = fresh(shape[-2] // max(op.inputs[0].shape[-3], 1))
     yield (*((batch,) if len(shape) == 3 else ()), (*channels, *kernel), fresh(shape[-1]))
 
 

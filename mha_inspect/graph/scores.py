@@ -117,7 +117,7 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
             found.scores = op.output
         tensor = op.output
     if waiting is not None:  # a tanh that was not a soft cap: nothing of the scale belonged to it
-        found.late_scale = multiply((found.late_scale, 1 / waiting))
+        found.late_scale = multiply((found.late_scale, 1 / waiting if waiting else None))
     return found
 
 

@@ -117,7 +117,7 @@ def _total(recording: Recording, below: TensorRef, *, inverse: bool) -> tuple[Op
     if total is None or inverse or total.base_name != "sum" or len(total.args) < 2:
         return None
     dims = total.args[1] if isinstance(total.args[1], tuple) else (total.args[1],)
-    return (total, int(dims[0]) % len(total.inputs[0].shape)) if len(dims) == 1 else None
+    return (total, int(dims[0]) % max(len(total.inputs[0].shape), 1)) if len(dims) == 1 else None
 
 
 def is_guard(op: Op) -> bool:

@@ -17,8 +17,8 @@ from ..graph.products import Product, ProductAxes
 from ..graph.softmax import is_guard
 from ..graph.walk import Graph
 from ..record.ops import Op, TensorRef
-from ..reports.products import Factor, Form, ProductPair, Role
-from ..reports.products import Product as Shown
+from ..reports.trace import Factor, Form, ProductPair, Role
+from ..reports.trace import Product as Shown
 from .axes import name_dimension, write_dimension
 from .roles import Group
 

@@ -65,7 +65,7 @@ class StageFacts:
         if stage in shared and shared[stage] in found.projections:
             op = found.projections[shared[stage]]
             users = [name for name, other in found.projections.items() if other is op and name != "output"]
-            part = found.stages[stage].numel / op.output.numel
+            part = found.stages[stage].numel / max(op.output.numel, 1)
             return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
         if stage == ("scores" if "scores" in found.stages else "masked_scores"):
             return found.score_product.flops
@@ -174,7 +174,7 @@ class StageFacts:
         made = self._made(stage, self._found.stages[stage])
         before, after = self._found.stages[source].numel, self._found.stages[stage].numel
         if stage == "concat" and (self._found.branches or after > before):
-            return f"the contexts of {len(self._found.branches) or after // before} heads side by side"
+            return f"the contexts of {len(self._found.branches) or after // max(before, 1)} heads side by side"
         computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
@@ -205,7 +205,7 @@ class StageFacts:
             what = "value" if stage == "v_heads" else "key"
             return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
         before, after = self._found.stages[source].numel, self._found.stages[stage].numel
-        return f", each head {after // before} times" if after > before and after % before == 0 else ""
+        return f", each head {after // before} times" if after > before > 0 and after % before == 0 else ""
 
     def _length(self, stage: str, axis: str) -> int:
         """Size of an axis that has a dimension to itself; 0 where it has none."""
@@ -243,7 +243,7 @@ def _scaled(text: str, number: float | None, *, as_a_root: bool) -> str:
     """A product with a number: what a function bends is divided by 30, and not by √900."""
     if number is None or as_a_root:
         return f"{text}{scale_text(number)}"
-    return f"{number:g} · {text}" if abs(number) >= 1 else f"{text} / {1 / number:g}"
+    return f"{number:g} · {text}" if abs(number) >= 1 or not number else f"{text} / {1 / number:g}"
 
 
 def scale_text(scale: float | None) -> str:
@@ -252,7 +252,7 @@ def scale_text(scale: float | None) -> str:
         return " · scale"
     if isclose(scale, 1, rel_tol=1e-6):
         return ""
-    square = 1 / scale**2 if scale > 0 else 0
+    square = 1 / scale**2 if scale > 1e-9 else 0
     if square > 1 and isclose(square, round(square), rel_tol=1e-4):
         return f" / √{round(square)}"
     return f" · {scale:.4g}"
@@ -262,7 +262,7 @@ def _product_flops(op: Op) -> int:
     """2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
     if op.base_name == "convolution":
         weight = op.inputs[1]
-        return 2 * op.output.numel * (weight.numel // weight.shape[0])
+        return 2 * op.output.numel * (weight.numel // max(weight.shape[0], 1))
     return 2 * op.output.numel * op.inputs[-2].shape[-1]
 
 

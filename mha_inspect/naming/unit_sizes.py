@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..graph.attention import Attention
-from ..reports.products import Product, ProductPair
+from ..reports.trace import Product, ProductPair
 from .axes import AxisNames
 
 Named = tuple[Attention, AxisNames]

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..render.wrapping import pieces
+from ..render.layout import pieces
 from ..text import cells, fitting, plural, printable
 from .colour import INFINITE, NO_NUMBER, RAMP, Depth, codes
 from .grid import Floats, Picture, Side, reduced, steps

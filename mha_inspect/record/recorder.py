@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
-from .mode_stack import take_off
+from .mode_stack import put_on, take_off
 from .ops import Kind, Named, Recording
 from .replay import Replay
 from .schema import About, about, known_as
@@ -71,10 +71,11 @@ class Recorder(TorchDispatchMode):
     def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
         super().__init__()
         self._keep = keep
-        self._log_entries: list[Any] = []
+        self._entries: list[Any] = []
         """Entries of operations; names with what is known under them; pairs of a stand-in and what it stands for."""
         self._replay = Replay()
         self._weak = weak_refs()
+        self._look = self._look_and_keep if keep else look_at
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
@@ -109,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self.boundary = sys._getframe(1)
         self._thread, self._closed = get_ident(), False
         _RUNNING.set((*_RUNNING.get(), self._token))
-        super().__enter__()
+        put_on(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -132,13 +133,13 @@ class Recorder(TorchDispatchMode):
                 self._paths[id(module)] = ref(module), path
         look, weak = self._look, self._weak
         named = [(name, p) for name, p in root.named_parameters() if not nn.parameter.is_lazy(p)]
-        self._log_entries.append((self._parameters, [(name, look(p, weak)) for name, p in named]))
-        self._log_entries.append((self._buffers, [(name, look(buffer, weak)) for name, buffer in root.named_buffers()]))
+        self._entries.append((self._parameters, [(name, look(p, weak)) for name, p in named]))
+        self._entries.append((self._buffers, [(name, look(buffer, weak)) for name, buffer in root.named_buffers()]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
         looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(arguments)]
-        self._log_entries.append((self._inputs, looks))
+        self._entries.append((self._inputs, looks))
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
@@ -159,8 +160,8 @@ class Recorder(TorchDispatchMode):
 
     def _catch_up(self) -> Replay:
         """Work out what was written down since the last time."""
-        replay, entries = self._replay, self._log_entries
-        self._log_entries = []
+        replay, entries = self._replay, self._entries
+        self._entries = []
         for entry in entries:
             if isinstance(entry[0], About):
                 replay.add(entry)
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
-        if self._token not in _RUNNING.get() and (self._closed or get_ident() == self._thread):
+        if self._closed or (self._token not in _RUNNING.get() and get_ident() == self._thread):
             return func(*args, **kwargs) if kwargs else func(*args)  # another task's, or after the end
         known = self._known.get(id(func))
         if known is None:
@@ -205,7 +206,7 @@ class Recorder(TorchDispatchMode):
         else:
             made = [look(tensor, weak) for _, tensor in tensors_in(result)]
         left = None if written is None else [look(tensor, weak) for tensor in written]
-        entries = self._log_entries
+        entries = self._entries
         place = len(entries)  # a module that is seen for the first time is told of after its first operation
         site = self._site(self._asking or sys._getframe(1))
         entries.insert(place, (known, given, named, made, left, site, self._mark, None, self._kernel))
@@ -232,7 +233,7 @@ class Recorder(TorchDispatchMode):
         named = {key: self._plain(arg) for key, arg in kwargs.items()}
         made = [self._look(tensor, self._weak) for _, tensor in tensors_in(result)]
         left = None if written is None else [self._look(tensor, self._weak) for tensor in written]
-        entries, place = self._log_entries, len(self._log_entries)
+        entries, place = self._entries, len(self._entries)
         site = self._site(self._asking or sys._getframe(1))
         entries.insert(place, (known, given, named, made, left, site, self._mark, kind, self._kernel))
 
@@ -245,7 +246,7 @@ class Recorder(TorchDispatchMode):
     def _shadow(self, real: torch.Tensor) -> torch.Tensor:
         """Return a tensor on meta that the recording takes for this one."""
         meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        self._log_entries.append((None, look_at(meta, self._weak), self._look(real, self._weak)))
+        self._entries.append((None, look_at(meta, self._weak), self._look(real, self._weak)))
         return meta
 
     def _new_call(self) -> None:
@@ -271,12 +272,12 @@ class Recorder(TorchDispatchMode):
         # Outside of a mode a view requires gradients where its base does, and that decides which kernels a product
         # takes. What comes out of an operation that makes views itself is made one on the way out.
         torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded and about(func).makes_views)
-        super().__enter__()
+        put_on(self)
         try:
             # Not func.decompose: it prefers Python's kernels, which round otherwise than those of a plain run.
             return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         finally:
-            super().__exit__(None, None, None)
+            take_off(self)
             torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
             self._asking = asking
 
@@ -290,10 +291,10 @@ class Recorder(TorchDispatchMode):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _look(self, tensor: torch.Tensor, weak: Any) -> Look:
-        """Return what identifies a tensor now, and where tensors are kept, the tensor."""
+    def _look_and_keep(self, tensor: torch.Tensor, weak: Any) -> Look:
+        """Return what identifies a tensor now, and the tensor."""
         look = look_at(tensor, weak)
-        if not self._keep:
+        if nn.parameter.is_lazy(tensor):
             return look
         views = self._kept.setdefault(id(look[0]), {})
         held = views.get(look[1:5])

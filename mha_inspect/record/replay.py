@@ -12,6 +12,8 @@ from .site import Site, place_of_site
 from .storage import Look
 from .turns import tell_turns_apart
 
+_DTYPE_NAMES: dict[Any, str] = {}
+
 Entry = tuple[
     About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None, int | None
 ]
@@ -170,9 +172,8 @@ class Replay:
     def _new(self, look: Look, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> TensorRef:
         offset, shape, stride, dtype = key
         number = self._num_tensors
-        made = TensorRef(
-            number, tuple(shape), stride, offset, str(dtype).removeprefix("torch."), dtype.itemsize, storage.number
-        )
+        name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+        made = TensorRef(number, tuple(shape), stride, offset, name, dtype.itemsize, storage.number)
         self._num_tensors = number + 1
         storage.seen[key] = (made, storage.version)
         if made_by is not None:

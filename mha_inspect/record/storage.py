@@ -56,6 +56,7 @@ def _has_lasting_storages() -> bool:
     return first() is not None and first is ref(tensor.untyped_storage())
 
 
+_PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _LASTING = _has_lasting_storages()
 
 
@@ -70,16 +71,12 @@ def weak_refs() -> Any:
 
 def look_at(tensor: torch.Tensor, weak: Any) -> Look:
     """Return what identifies a tensor now."""
-    kind = type(tensor)
-    if kind is torch.Tensor or kind is nn.Parameter:
+    if type(tensor) in _PLAIN_TYPES:
         try:
-            look: Look = (
-                weak(tensor.untyped_storage()),
-                tensor.storage_offset(),
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-            )
+            shape = tensor.shape
+            if shape:
+                return weak(tensor.untyped_storage()), tensor.storage_offset(), shape, tensor.stride(), tensor.dtype
+            look: Look = weak(tensor.untyped_storage()), tensor.storage_offset(), (), (), tensor.dtype
         except (NotImplementedError, RuntimeError):
             look = _look_closely(tensor, weak)
     else:
@@ -102,6 +99,6 @@ def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
 def _number(tensor: torch.Tensor) -> float | None:
     """Return the number in a floating-point tensor of no dimension on the CPU; None for any other."""
     if tensor.device.type == "cpu" and tensor.dtype.is_floating_point:
-        with suppress(RuntimeError):  # a tensor without memory: a zero of forward-mode gradients, a fake one
+        with suppress(RuntimeError, ValueError):  # one without memory: a zero of forward-mode gradients, fake, lazy
             return tensor.item()
     return None

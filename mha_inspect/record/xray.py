@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..targets.memory import is_out_of_memory
 from .arguments import argument_names, tensors_in
@@ -32,6 +32,7 @@ from .kernels import (
     read_attention,
     title_of,
 )
+from .mode_stack import put_on, take_off
 from .ops import RESULT, Kernel, Op, Recording
 from .recorder import Recorder
 from .rounding import max_difference
@@ -107,11 +108,11 @@ class XRay(Recorder):
     def _watching(self) -> Iterator[None]:
         """Record what a kernel's own code dispatches."""
         was, self._inside = self._inside, True
-        TorchDispatchMode.__enter__(self)
+        put_on(self)
         try:
             yield
         finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
+            take_off(self)
             self._inside = was
 
     # -- the three ways -----------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class XRay(Recorder):
     ) -> tuple[Any, dict[str, Any]]:
         """Run a leaf, and beside it its steps. Where these fail it is recorded as the one operation that it is."""
         result = func(*args, **kwargs)
-        start = len(self._log_entries), len(self._kernels)
+        start = len(self._entries), len(self._kernels)
         try:
             with self._beside():
                 if known.fused == "reopen":
@@ -257,7 +258,7 @@ class XRay(Recorder):
     def _rewind(self, start: tuple[int, int]) -> None:
         """Forget the operations that were recorded since, and the kernels."""
         mark, kernels = start
-        self._log_entries[mark:] = [entry for entry in self._log_entries[mark:] if isinstance(entry[0], list)]
+        self._entries[mark:] = [entry for entry in self._entries[mark:] if isinstance(entry[0], list)]
         del self._kernels[kernels:]
 
 

@@ -1,7 +1,7 @@
 """Reports as text: table, plain, json, svg, html.
 
-A report is turned into a `Document` once, and every format but JSON shows that document; JSON is the report itself.
-Nothing heavy is imported here: Rich only for table, svg and html.
+A report is turned into a `Page` once, and every format but JSON shows that; JSON is the report itself.
+Nothing heavy is imported here: Rich only for table and svg.
 """
 
 from __future__ import annotations
@@ -15,36 +15,39 @@ __all__ = ["FORMATS", "Format", "to_cell", "to_text"]
 
 
 def to_text(report: object, format: Format, *, width: int | None = None, color: bool = False) -> str:
-    """The report in one of `FORMATS`; ends with a line feed.
+    """Return the report in one of `FORMATS`; ends with a line feed.
 
-    `width` (columns) matters to table, svg and html; None means the terminal's for a table, and 120 for the others.
+    `width` (columns) matters to table and svg; None means the terminal's for a table, and 120 for the image.
     `color` matters to table. Raises `TypeError` for what is not a report, `ValueError` for an unknown format.
     """
-    from .kinds import kind_of
+    from .pages import kind_of
 
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     kind = kind_of(report)
     if format == "json":
-        from .json_text import to_json
+        from ..reports.json import to_json
 
         return to_json(report, kind.command)
-    document = kind.document(report)
+    page = kind.page(report)
     if format == "plain":
         from .plain import to_plain
 
-        return to_plain(document)
+        return to_plain(page)
+    if format == "html":
+        from .html import to_html
+
+        return to_html(page)
     from . import terminal
 
-    if format == "table":
-        return terminal.to_table(document, width=width, color=color)
-    export = terminal.to_svg if format == "svg" else terminal.to_html
-    return export(document, width=width)
+    if format == "svg":
+        return terminal.to_svg(page, width=width)
+    return terminal.to_table(page, width=width, color=color)
 
 
 def to_cell(report: object) -> str:
-    """The report as html for a page that holds other things, such as a notebook."""
-    from . import terminal
-    from .kinds import kind_of
+    """Return the report as html for a page that holds other things, such as a notebook."""
+    from .html import to_cell
+    from .pages import kind_of
 
-    return terminal.to_cell(kind_of(report).document(report))
+    return to_cell(kind_of(report).page(report))

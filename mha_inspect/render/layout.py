@@ -1,12 +1,15 @@
-"""Which columns of a table a page has room for, and how wide each is. No format is known here."""
+"""Which columns of a table a page has room for, how wide each is, and where text breaks. No format is known here."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from ..text import cells
-from .document import Table
-from .wrapping import longest_word
+from ..text import cells, fitting
+from .page import Table
+
+_WORD = re.compile(r"(?:%\d+ )?(?:\[[\d, ]*\]|[^ ])+ *")
+"""A run without spaces; a shape counts as one, and so does an operand with its shape: `%3 [2, 12, 256],`."""
 
 GAP = 2
 """Spaces between columns."""
@@ -58,7 +61,7 @@ class _Fitting:
                 return self.layout(self.squeezed())
 
     def widths(self, wrapped_titles: bool) -> dict[int, int] | None:
-        """Widths at which every column keeps to the lines that it is meant to have, or None."""
+        """Return widths at which every column keeps to the lines that it is meant to have, or None."""
         widths, floors = {}, {}
         for i in self.shown:
             column = self.table.columns[i]
@@ -71,7 +74,7 @@ class _Fitting:
         return widths if self.narrow(widths, floors) else None
 
     def words_below(self, host: int) -> int:
-        """Width that the columns moved under this one need so that no word of theirs is broken."""
+        """Return the width that the columns moved under this one need so that no word of theirs is broken."""
         return max((2 + self.body_word[guest] for guest in self.below.get(host, ())), default=0)
 
     def unwrapped_titles(self, widths: dict[int, int]) -> dict[int, int]:
@@ -112,7 +115,7 @@ class _Fitting:
         return True
 
     def squeezed(self) -> dict[int, int]:
-        """Widths for a page that is narrower than the table was made for: between words first, then anywhere."""
+        """Return widths for a page that is narrower than the table was made for: between words first, then anywhere."""
         least = {i: max(longest_word(self.table.columns[i].title), self.words_below(i)) for i in self.shown}
         widths = {i: max(self.body[i], least[i]) for i in self.shown}
         if not self.narrow(widths, {i: max(self.body_word[i], least[i]) for i in self.shown}):
@@ -120,7 +123,7 @@ class _Fitting:
         return widths
 
     def layout(self, widths: dict[int, int]) -> Layout:
-        """What room is left goes to columns that have others below them."""
+        """Return the layout; what room is left goes to columns that have others below them."""
         spare = self.room() - sum(widths.values())
         for host, guests in self.below.items():
             wanted = max(2 + sum(self.body[g] + 2 for g in guests) - 2 - widths[host], 0)
@@ -132,7 +135,7 @@ class _Fitting:
 
 
 def layouts(table: Table, width: int) -> tuple[Layout, ...]:
-    """How to show the table in `width` columns: one layout, or several for a table that may be split."""
+    """Return how to show the table in `width` columns: one layout, or several for a table that may be split."""
     if not table.columns:
         return ()
     indices = list(range(len(table.columns)))
@@ -144,3 +147,43 @@ def layouts(table: Table, width: int) -> tuple[Layout, ...]:
             parts.append([])
         parts[-1].append(i)
     return tuple(_Fitting(table, [0, *part], width).fit() for part in parts)
+
+
+def longest_word(text: str) -> int:
+    """Return the width of the longest part that is not to be broken."""
+    return max((cells(word.rstrip(" ")) for word in _WORD.findall(text)), default=0)
+
+
+def breaks(text: str, width: int) -> list[int]:
+    """Return where new lines begin, so that no line is wider than `width`.
+
+    A word that is wider is broken behind a slash, so that paths can be read, or anywhere where it has none.
+    """
+    starts: list[int] = []
+    room = max(width, 1)
+    if cells(text) <= room:
+        return starts
+    used = 0
+    for match in _WORD.finditer(text):
+        word, place = match[0].rstrip(" "), match.start()
+        if used and used + cells(word) > room:
+            starts.append(place)
+            used = 0
+        while fitting(word, room - used) < len(word) and len(word) > 1:
+            place += (taken := _fitting(word, room))
+            word = word[taken:]
+            starts.append(place)
+        used += cells(match[0][place - match.start() :])
+    return starts
+
+
+def _fitting(word: str, room: int) -> int:
+    """Return how many characters of a word that is too wide go on this line: one at least."""
+    fits = fitting(word, room)
+    return word.rfind("/", 0, fits) + 1 or max(fits, 1)
+
+
+def pieces(text: str, width: int) -> list[str]:
+    """Return the lines of the text; none for an empty one."""
+    starts = breaks(text, width)
+    return [text[i:j].rstrip(" ") for i, j in zip([0, *starts], [*starts, len(text)], strict=True) if j > i]

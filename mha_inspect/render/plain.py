@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..text import cells
-from .document import Block, Document, Facts, Paragraph, Table, Verbatim
+from .page import Block, Facts, Page, Paragraph, Table, Verbatim
 
 _GAP = "  "
 
 
-def to_plain(document: Document) -> str:
-    """The page as aligned lines; ends with a line feed."""
-    return "\n".join(line.rstrip() for line in _page(document)) + "\n"
+def to_plain(page: Page) -> str:
+    """Return the page as aligned lines; ends with a line feed."""
+    return "\n".join(line.rstrip() for line in _page(page)) + "\n"
 
 
-def _page(document: Document) -> Iterator[str]:
-    yield _titled(document.title, document.detail)
-    yield document.subtitle
-    for section in document.sections:
+def _page(page: Page) -> Iterator[str]:
+    yield _titled(page.title, page.detail)
+    yield page.subtitle
+    for section in page.sections:
         yield ""
         if section.title:
             yield _titled(section.title, section.detail)
@@ -34,7 +34,7 @@ def _page(document: Document) -> Iterator[str]:
 
 
 def _apart(before: Block, block: Block) -> bool:
-    """Whether a blank line stands between two blocks: around tables and verbatim text."""
+    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
     return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
 
 

@@ -1,6 +1,6 @@
-"""Tables for a terminal, and the same page as svg and html. The only importer of Rich.
+"""Tables for a terminal, and the same page as svg. The only importer of Rich.
 
-Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the document.
+Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the page.
 """
 
 from __future__ import annotations
@@ -8,84 +8,61 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
+from html import escape
 from io import StringIO
 
 from rich import box
+from rich.color import blend_rgb
+from rich.color_triplet import ColorTriplet
 from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from . import templates
-from .document import Block, Cell, Document, Facts, Paragraph, Section, Table, Tone, Verbatim
-from .layout import GAP, Layout, ShownColumn, layouts
-from .wrapping import breaks, pieces
+from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
+from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
 EXPORT_WIDTH = 120
 
-# The sixteen colours only: they follow the palette that the reader has chosen.
+# Of the sixteen colours, which follow the palette that the reader has chosen, those that no common one makes pale:
+# yellow is on white, and bright black vanishes on black. No meaning hangs on a colour alone.
 STYLES: dict[Tone, str] = {
     "": "",
     "strong": "bold",
-    "muted": "bright_black",
+    "muted": "dim",
     "axes": "",
     "shape": "",
     "good": "green",
     "bad": "bold red",
-    "warn": "yellow",
+    "warn": "red",
 }
 
-AXIS_STYLES = {
-    "batch": "blue",
-    "heads": "magenta",
-    "kv_heads": "magenta",
-    "query": "cyan",
-    "key": "yellow",
-    "head_dim": "green",
-}
-"""A dimension has one colour, in its name and in its size. Every other name has none."""
+AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "blue", "head_dim": "green"}
 
 _RULES = box.Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
 """A line under the titles and one above the total."""
 
 
 def _colour(code: str) -> tuple[int, int, int]:
-    return int(code[:2], 16), int(code[2:4], 16), int(code[4:], 16)
+    return int(code[1:3], 16), int(code[3:5], 16), int(code[5:], 16)
 
 
-def _theme(background: str, foreground: str, normal: str, bright: str) -> TerminalTheme:
-    """Colours as hex codes: black, red, green, yellow, blue, magenta, cyan, white, and the same again bright."""
-    normals, brights = ([_colour(code) for code in codes.split()] for codes in (normal, bright))
-    return TerminalTheme(_colour(background), _colour(foreground), normals, brights)
+def _theme(ground: str, text: str, colours: dict[str, str]) -> TerminalTheme:
+    """Return a theme of Rich; the colours that no style has are those of the text."""
+    names = ("", "RED", "GREEN", "", "BLUE", "MAGENTA", "CYAN", "")
+    return TerminalTheme(_colour(ground), _colour(text), [_colour(colours.get(name, text)) for name in names])
 
 
-HTML_THEME = _theme(
-    background="ffffff",
-    foreground="24292f",
-    normal="24292f cf222e 116329 7d4e00 0969da 8250df 1b7c83 6e7781",
-    bright="656d76 a40e26 1a7f37 633c01 218bff a475f9 3192aa 24292f",
-)
-SVG_THEME = _theme(
-    background="161b22",
-    foreground="d0d7de",
-    normal="484f58 ff7b72 7ec685 d6b25e 79b4fa c89bf0 62c3cd b1bac4",
-    bright="7d8590 ffa198 56d364 e3b341 a5d6ff e2c5ff b3f0ff ffffff",
-)
+LIGHT_THEME = _theme(*templates.GROUNDS[0], templates.LIGHT)
+DARK_THEME = _theme(*templates.GROUNDS[1], templates.DARK)
 
 
-def _codes(theme: TerminalTheme) -> list[str]:
-    colours = [theme.background_color, theme.foreground_color, *(theme.ansi_colors[n] for n in range(16))]
-    return [bytes(colour).hex() for colour in colours]
-
-
-_IN_THE_DARK = dict(reversed(list(zip(_codes(HTML_THEME), _codes(SVG_THEME), strict=True))))
-"""The colours of a page as they are where the reader's system is dark."""
-
-
-def to_table(document: Document, *, width: int | None, color: bool) -> str:
-    """The page for a terminal of that width; without colour there is no escape sequence in it."""
+def to_table(page: Page, *, width: int | None, color: bool) -> str:
+    """Return the page for a terminal of that width; without colour there is no escape sequence in it."""
     file = StringIO()
     columns = shutil.get_terminal_size().columns if width is None else width
     console = Console(
@@ -99,31 +76,12 @@ def to_table(document: Document, *, width: int | None, color: bool) -> str:
         markup=False,
         emoji=False,
     )
-    _print(console, document)
+    _print(console, page)
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
 
 
-def to_svg(document: Document, *, width: int | None) -> str:
-    """The page as one svg image."""
-    console = _recorder(document, width)
-    return console.export_svg(title=f"mha-inspect: {document.title}", theme=SVG_THEME, code_format=templates.SVG)
-
-
-def to_html(document: Document, *, width: int | None) -> str:
-    """The page as one html file."""
-    light = _recorder(document, width).export_html(theme=HTML_THEME, code_format=templates.HTML)
-    style = light[light.index("<style>") : light.index("</style>")].partition(">")[2]
-    dark = re.sub("#([0-9a-f]{6})", lambda colour: f"#{_IN_THE_DARK.get(colour[1], colour[1])}", style)
-    return light.replace("</style>", f"@media (prefers-color-scheme: dark) {{\n{dark}}}\n</style>", 1)
-
-
-def to_cell(document: Document) -> str:
-    """The page as a piece of html that can stand inside of another page."""
-    console = _recorder(document, None)
-    return console.export_html(theme=HTML_THEME, code_format=templates.CELL, inline_styles=True)
-
-
-def _recorder(document: Document, width: int | None) -> Console:
+def to_svg(page: Page, *, width: int | None) -> str:
+    """Return the page as one svg image, light or dark as the reader's system is."""
     console = Console(
         file=StringIO(),
         record=True,
@@ -136,15 +94,33 @@ def _recorder(document: Document, width: int | None) -> Console:
         markup=False,
         emoji=False,
     )
-    _print(console, document)
-    return console
+    _print(console, page)
+    light = console.export_svg(theme=LIGHT_THEME, code_format=templates.SVG)
+    styles = [line for line in light.partition("@media")[0].split("\n") if _STYLE.match(line)]
+    dark = _HEX.sub(lambda colour: _darker()[colour[0]], "\n".join(styles))
+    title = escape(f"mha-inspect: {page.title}")
+    return light.replace("@DARK@", dark, 1).replace("@TITLE@", title, 2)
 
 
-def _print(console: Console, document: Document) -> None:
+_STYLE = re.compile(r" *\.terminal-\d+-r\d+ ")
+_HEX = re.compile(r"#[0-9a-f]{6}")
+
+
+@cache
+def _darker() -> dict[str, str]:
+    """Return each colour that text of the light theme may have, dim or not, to that of the dark one."""
+    pairs = [(LIGHT_THEME.foreground_color, DARK_THEME.foreground_color)]
+    pairs += [(LIGHT_THEME.ansi_colors[n], DARK_THEME.ansi_colors[n]) for n in range(8)]
+    grounds = (LIGHT_THEME.background_color, DARK_THEME.background_color)
+    dims = [tuple(blend_rgb(c, ground, 0.4) for c, ground in zip(pair, grounds, strict=True)) for pair in pairs]
+    return {ColorTriplet(*light).hex: ColorTriplet(*dark).hex for light, dark in (*pairs, *dims)}
+
+
+def _print(console: Console, page: Page) -> None:
     prose = min(console.width, PROSE_WIDTH)
-    console.print(_title(document.title, document.detail), width=prose)
-    console.print(Text(document.subtitle, STYLES["muted"]), width=prose)
-    for section in document.sections:
+    console.print(_title(page.title, page.detail), width=prose)
+    console.print(Text(page.subtitle, STYLES["muted"]), width=prose)
+    for section in page.sections:
         console.print()
         for item, item_width in _section(section, console.width):
             console.print(item, width=item_width, soft_wrap=False)
@@ -156,7 +132,7 @@ def _title(title: str, detail: str) -> Text:
 
 
 def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int]]:
-    """What to print, each with the width that it may take."""
+    """Yield what to print, each with the width that it may take."""
     prose = min(width, PROSE_WIDTH)
     if section.title:
         yield _title(section.title, section.detail), prose
@@ -179,7 +155,7 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
 
 
 def _labelled(lines: list[tuple[str, str, Tone]]) -> RenderableType:
-    """Labels, and beside them sentences that wrap under themselves."""
+    """Return labels, and beside them sentences that wrap under themselves."""
     grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(overflow="fold", no_wrap=False)
     grid.add_column(overflow="fold", ratio=1)
@@ -225,7 +201,7 @@ def _laid_out(table: Table, layout: Layout) -> RichTable:
 
 
 def _field(table: Table, shown: ShownColumn, row: tuple[Cell, ...]) -> Text:
-    """The field, and under it those of the columns that were moved there."""
+    """Return the field, and under it those of the columns that were moved there."""
     cell = row[shown.index]
     text = _styled(cell.text, cell.tone or table.columns[shown.index].tone, cell.axes)
     if cell.mark:
@@ -237,22 +213,15 @@ def _field(table: Table, shown: ShownColumn, row: tuple[Cell, ...]) -> Text:
 
 
 def _behind(texts: list[str]) -> str:
-    """The texts of columns that share one line: the first, and the others behind it in brackets."""
+    """Return the texts of columns that share one line: the first, and the others behind it in brackets."""
     first, *others = [text for text in texts if text] or [""]
     return f"{first} ({', '.join(others)})" if others else first
 
 
 def _styled(content: str, tone: Tone, axes: str) -> Text:
-    text = Text(overflow="fold").append(content, STYLES[tone])
-    if tone == "axes":
-        for word in re.finditer(r"\w+", content):
-            text.stylize(AXIS_STYLES.get(word[0], ""), *word.span())
-    elif tone == "shape":
-        names = re.findall(r"\([^)]*\)|\S+", axes)
-        sizes = list(re.finditer(r"\d+", content))
-        if len(names) == len(sizes):
-            for name, found in zip(names, sizes, strict=True):
-                text.stylize(AXIS_STYLES.get(name, ""), *found.span())
+    text = Text(overflow="fold", style=STYLES[tone])
+    for piece, axis in by_axis(content, tone, axes):
+        text.append(piece, AXIS_STYLES.get(axis, ""))
     return text
 
 

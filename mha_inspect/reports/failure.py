@@ -25,7 +25,7 @@ class Cause:
     """A mistake that the evidence shows, and a way out of it."""
 
     name: str
-    """One of `mha_inspect.answers.failure.causes.CAUSES`: `heads_not_transposed`."""
+    """`heads_not_transposed`: a word of `mha_inspect.answers.failure.causes`."""
     explanation: str
     """What is wrong, with the real numbers."""
     fix: str

@@ -11,12 +11,12 @@ _ENDING = ".schema.json"
 
 
 def commands() -> tuple[str, ...]:
-    """The commands that have a schema."""
+    """Return the commands that have a schema."""
     return tuple(sorted(file.name[: -len(_ENDING)] for file in _FOLDER.glob(f"*{_ENDING}")))
 
 
 def load_schema(command: str) -> dict[str, Any]:
-    """The schema of a command's JSON output. Raises `KeyError` for a command that has none."""
+    """Return the schema of a command's JSON output. Raises `KeyError` for a command that has none."""
     if command not in commands():
         raise KeyError(command)
     schema: dict[str, Any] = json.loads((_FOLDER / f"{command}{_ENDING}").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, UnsafeFileError
-from ..text import printable
+from ..text import message_of, printable
 from .memory import require_memory
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -118,7 +118,7 @@ def _read_pt(path: Path) -> Any:
         UnicodeDecodeError,
         AssertionError,
     ) as error:
-        text = str(error)
+        text = message_of(error)
         if _NEEDS_CODE.search(text):
             named = _GLOBAL.search(text)
             what = f" ({named.group(1)})" if named else ""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MhaInspectError
-from ..text import shown
+from ..text import message_of, shown
 from .hugging_face_config import (
     NetworkNeededError,
     config_values,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
+_TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
+"""How the files of tokenizers begin."""
 _NETWORK = re.compile(
     r"couldn't connect|offline mode|OfflineMode|outgoing traffic|ConnectionError|cached files|resolve"
 )
@@ -117,6 +119,9 @@ def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
     place = Path(target.removeprefix("hf:"))
     if not target.startswith("hf:") or not place.is_dir():
         raise InputError(f"--text needs a tokenizer, and {shown(target)} has none: name a directory, as in hf:path/to.")
+    # Where there is none, transformers makes one up that knows no word.
+    if not any(file.name.startswith(_TOKENIZERS) for file in place.iterdir()):
+        raise InputError(f"{shown(target)} has no tokenizer: save one there, with tokenizer.save_pretrained.")
     transformers = _transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -179,7 +184,8 @@ def _build(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if _NETWORK.search(f"{type(error).__name__} {error}") and isinstance(error, (OSError, ConnectionError)):
+        said = f"{type(error).__name__} {message_of(error)}"
+        if _NETWORK.search(said) and isinstance(error, (OSError, ConnectionError)):
             raise NetworkNeededError(
                 f"{shown(text)} would have to download a part of it, and nothing is downloaded: {in_one_line(error)}"
             ) from None

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
-from ..text import did_you_mean, shown
+from ..text import did_you_mean, message_of, shown
 from .aliases import ALIASES, dashed, plain
 from .arguments import unknown_setting
 from .importing import in_one_line
@@ -234,7 +234,7 @@ def _open_values(
 
 def one_line(error: Exception) -> str:
     """An error in one line. The library's checks of a configuration say what matters in the second one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[1]}"
     return in_one_line(error)

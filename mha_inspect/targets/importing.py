@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import InputError
-from ..text import MESSAGE, did_you_mean, shown
+from ..text import MESSAGE, did_you_mean, message_of, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
@@ -177,7 +178,7 @@ def stdout_for_the_answer() -> Iterator[None]:
         saved = os.dup(1)
         os.dup2(2, 1)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), _warnings_without_our_lines():
             yield
     except SystemExit as error:
         raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
@@ -187,9 +188,30 @@ def stdout_for_the_answer() -> Iterator[None]:
             os.close(saved)
 
 
+@contextmanager
+def _warnings_without_our_lines() -> Iterator[None]:
+    """Print a warning about whoever called the target's code once, and without a line: that line is one of ours."""
+    before, told_of = warnings.formatwarning, set[str]()
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+    def told(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if not filename.startswith(here):
+            return before(message, category, filename, lineno, line)
+        text = f"{category.__name__}: {shown(message_of(message), MESSAGE)}\n"
+        known = text in told_of
+        told_of.add(text)
+        return "" if known else text
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def in_one_line(error: BaseException) -> str:
     """The one line of an error that matters, and the line of code that it came from where that is not our own."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = next((line.strip() for line in message_of(error).splitlines() if line.strip()), "")
     place = _place(error)
     if isinstance(error, SyntaxError):
         text = error.msg
@@ -221,7 +243,9 @@ def _is_packaged(filename: str, torch: ModuleType | None) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    frames = _frames(error)
+    """Return the last line of the user's code that an error came through; a library's where there is none."""
+    every = _frames(error)
+    frames = [frame for frame in every if "-packages" not in frame.filename] or every
     return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DoesNotFitError
-from ..text import byte_size
+from ..text import byte_size, message_of
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     # On the CPU torch has no class of its own for it.
-    text = str(error)
+    text = message_of(error)
     return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
 
 

@@ -31,6 +31,10 @@ HELD = 1.5
 """What a forward's own names hold on to after its last use, measured over the layers: up to half as much again."""
 _HEADS = 64
 """More heads than most have."""
+_STATISTICS = 3 * 8
+"""Bytes that statistics take for an element."""
+_CHUNK = 1 << 20
+"""Elements that they are worked out of at a time."""
 _FACTORIES = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye", "normal"})
 
 
@@ -60,6 +64,8 @@ class Room:
 
     kept: bool = False
     """Whether every tensor of a run is kept, and not only what has to be there at one time."""
+    statistics: bool = False
+    """Whether statistics are worked out of what is kept."""
     exact: bool = False
     """Whether a run in float64 is kept beside it, to measure rounding against."""
     shapes_do: bool = False
@@ -109,6 +115,11 @@ class Room:
         first = next((p for p in own.module.parameters() if p.is_floating_point()), None)
         size = 8 if first is None else first.element_size()
         # In training mode, and of what is in float64 itself, it may do without.
+        largest = max((t.numel for op in recording.ops for t in op.outputs), default=0)
+        # Statistics are worked out of so many elements at a time, in float64.
+        run += _STATISTICS * min(_CHUNK, largest) if self.statistics else 0
+        # A kernel's steps are held until they are compared with its result.
+        run += 2 * 4 * largest if held > 1 and recording.kernels else 0
         exact = (given + run) * 8 // size if self.exact and size < 8 and not own.module.training else 0
         return max(0, given - there) + run + exact
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.record.recorder import opened, record
+import mha_inspect
+from mha_inspect.record.recorder import Recorder, opened, record
 
 
 @pytest.mark.parametrize("path", ["opened", "as it is"])
@@ -57,6 +61,79 @@ def test_a_mode_that_does_nothing(side_by_side):
             at_most=math.inf,
             rounds=25,
         )
+
+
+class _Block(torch.nn.Module):
+    """A block of GPT-2, written out."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        barred = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(barred, -math.inf).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.after(x))))
+
+
+def _blocks(width: int, heads: int, layers: int) -> torch.nn.Module:
+    return torch.nn.Sequential(*(_Block(width, heads) for _ in range(layers))).eval()
+
+
+def test_a_small_model(side_by_side):
+    """All that a recording adds shows: most of its operations take a few microseconds."""
+    model, x = _blocks(256, 8, 12), torch.randn(2, 64, 256)
+
+    def recorded() -> None:
+        with mha_inspect.recording():
+            model(x)
+
+    with torch.no_grad():
+        side_by_side("recording(), 12 layers of 256", recorded, "plain model", lambda: model(x), at_most=1.3, rounds=25)
+
+
+def test_a_model_as_large_as_bert(side_by_side):
+    model, x = _blocks(768, 12, 12), torch.randn(4, 128, 768)
+
+    def recorded() -> None:
+        with mha_inspect.recording():
+            model(x)
+
+    with torch.no_grad():
+        side_by_side("recording(), 12 layers of 768", recorded, "plain model", lambda: model(x), at_most=1.05, rounds=9)
+
+
+def test_the_time_of_an_operation(add_row):
+    """What the recorder adds to an operation while it runs and afterwards, beside a mode that does nothing."""
+    model, x, took = _blocks(256, 8, 12), torch.randn(2, 64, 256), defaultdict(list)
+
+    def timed(name: str, run: Callable[[], object]) -> None:
+        start = time.process_time()
+        run()
+        took[name].append(time.process_time() - start)
+
+    def under(mode: TorchDispatchMode) -> None:
+        with mode:
+            model(x)
+
+    with torch.no_grad():
+        for _ in range(25):
+            recorder = Recorder(model)
+            timed("plain", lambda: model(x))
+            timed("nothing", lambda: under(_Nothing()))
+            timed("recorder", lambda recorder=recorder: under(recorder))
+            timed("finish", recorder.finish)
+    number = len(recorder.finish().ops)
+    each = {name: sorted(times)[len(times) // 2] / number * 1e6 for name, times in took.items()}
+    added, floor = each["recorder"] - each["plain"], each["nothing"] - each["plain"]
+    detail = f"{added:.0f} us against {floor:.0f} us, and {each['finish']:.0f} us afterwards, {number} operations"
+    add_row("recorder, added to an operation", "a mode that does nothing", added / floor, 2.5, detail)
 
 
 _PEAK = """

@@ -47,6 +47,23 @@ def test_short_and_long_help_are_one_page(invoke, command):
     assert invoke(command, "-h") == invoke(command, "--help")
 
 
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"FORCE_COLOR": "0"}, {"TERM": "dumb"}])
+def test_help_on_a_terminal_is_in_colour_only_where_colour_is_wanted(invoke, command, variables, monkeypatch):
+    from typer import rich_utils
+
+    monkeypatch.setattr(rich_utils, "COLOR_SYSTEM", "standard")
+    monkeypatch.setattr(rich_utils, "FORCE_TERMINAL", True)
+    monkeypatch.setattr("mha_inspect.cli.screen.is_terminal", lambda stream: True)
+    monkeypatch.setattr("mha_inspect.cli.help.is_terminal", lambda stream: True)
+    for name, value in {"TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    out = invoke(command, "--help").out
+    assert "╭─ Layer ─" in re.sub("\x1b\\[[0-9;]*m", "", out)
+    assert ("\x1b" in out) == (not variables)
+    # Yellow is pale on white, bright black vanishes on black.
+    assert not re.search("\x1b\\[(?:[0-9]+;)*(?:33|90)[;m]", out)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("columns", [60, 120])
 def test_help_on_a_terminal_is_panels_within_the_width(entry_point, environment, command, columns):

@@ -12,8 +12,9 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from mha_inspect import reports, schemas
+from mha_inspect.answers.failure.causes import CAUSES
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.render.kinds import KINDS
+from mha_inspect.render.pages import KINDS
 from mha_inspect.reports.common import SCHEMA_VERSION
 
 FOLDER = Path(schemas.__file__).parent
@@ -23,6 +24,7 @@ NARROWER: dict[tuple[str, str], dict[str, Any]] = {
     ("StageRow", "name"): {"enum": list(STAGES)},
     ("ReachedStage", "name"): {"enum": [*STAGES, ""]},
     ("Attention", "kind"): {"items": {"enum": ["self", "cross", "causal", "grouped"]}},
+    ("Cause", "name"): {"enum": list(CAUSES)},
     ("HeadCount", "first_differing_stage"): {"enum": [*STAGES, None]},
     ("DiffReport", "first_differing_stage"): {"enum": [*STAGES, None]},
     ("Parameter", "share"): {"type": "number", "minimum": 0, "maximum": 1},
@@ -71,7 +73,7 @@ def schema_of(report: type, command: str) -> dict[str, Any]:
 
 
 def _as_written(cls: type, part: dict[str, Any]) -> None:
-    """What `render.json_text` does with a default of None, and what is narrower than the type."""
+    """What `reports.json` does with a default of None, and what is narrower than the type."""
     part.pop("title", None)
     part["required"] = []
     for field in fields(cls):

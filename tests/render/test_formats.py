@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from mha_inspect.render import FORMATS, to_text
-from mha_inspect.render.kinds import kind_of
+from mha_inspect.render.page import Table
+from mha_inspect.render.pages import kind_of
 
 from .samples import REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES
@@ -83,8 +84,43 @@ def test_a_dimension_has_the_colour_of_its_axis():
     row = next(line for line in coloured.split("\n") if "scores" in line)
     assert "\x1b[36m12\x1b[0m" in row
     assert "\x1b[36mquery\x1b[0m" in row
-    assert "\x1b[33m12\x1b[0m" in row
-    assert "\x1b[33mkey\x1b[0m" in row
+    assert "\x1b[34m12\x1b[0m" in row
+    assert "\x1b[34mkey\x1b[0m" in row
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_colour_is_one_that_a_common_palette_makes_pale(name):
+    found = re.findall("\x1b\\[([0-9;]*)m", to_text(REPORTS[name], "table", color=True))
+    codes = {code for escape in found for code in escape.split(";")}
+    # Bold, dim; red, green, blue, magenta, cyan. Yellow (33) is pale on white, bright black (90) vanishes on black.
+    assert codes <= {"0", "1", "2", "31", "32", "34", "35", "36"}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_html_is_tables_that_scroll_by_themselves_in_light_and_dark(name):
+    report = REPORTS[name]
+    text = to_text(report, "html")
+    body = ElementTree.fromstring(text[text.index("<body>") : text.index("</body>") + 7])
+    page = kind_of(report).page(report)
+    assert f"<title>mha-inspect: {page.title}</title>" in text
+    assert "@media (prefers-color-scheme: dark)" in text
+    tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
+    found = [
+        list(around) for around in body.iter("div") if around.get("class") == "scroll" and around[0].tag == "table"
+    ]
+    assert len(found) == len(tables) == len(list(body.iter("table")))
+    for (shown,), table in zip(found, tables, strict=True):
+        assert ["".join(head.itertext()) for head in shown.iter("th")] == [column.title for column in table.columns]
+        rows = [["".join(field.itertext()) for field in row.iter("td")] for row in shown.iter("tr")][1:]
+        assert rows == [[cell.full for cell in row] for row in table.rows]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_style_of_an_svg_has_a_dark_one(name):
+    light, _, dark = to_text(REPORTS[name], "svg").partition("</style>")[0].partition("@media")
+    rules = [re.findall(r"(\S+-r\d+) \{ fill: (#\w{6})", half) for half in (light, dark)]
+    assert [style for style, _ in rules[0]] == [style for style, _ in rules[1]] != []
+    assert all(one != other for (_, one), (_, other) in zip(*rules, strict=True))
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -123,7 +159,7 @@ def test_svg_is_well_formed_and_holds_the_text(name):
     root = ElementTree.fromstring(to_text(REPORTS[name], "svg"))
     text = "".join(root.itertext()).replace("\xa0", " ")
     layer = getattr(REPORTS[name], "layer", None)
-    assert (f"layer {layer.name}" if layer else kind_of(REPORTS[name]).document(REPORTS[name]).title) in text
+    assert (f"layer {layer.name}" if layer else kind_of(REPORTS[name]).page(REPORTS[name]).title) in text
 
 
 def test_the_proof_is_the_last_line():
@@ -158,7 +194,7 @@ def test_an_unknown_format_or_report_is_refused():
         to_text({}, "plain")
 
 
-@pytest.mark.parametrize(("format", "rich"), [("plain", False), ("json", False), ("table", True)])
+@pytest.mark.parametrize(("format", "rich"), [("plain", False), ("json", False), ("html", False), ("table", True)])
 def test_only_terminal_formats_import_rich_and_none_imports_torch(format, rich):
     code = (
         "import sys\n"

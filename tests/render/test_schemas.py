@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 
 from mha_inspect.render import to_text
-from mha_inspect.render.json_text import to_data
-from mha_inspect.render.kinds import KINDS
+from mha_inspect.render.pages import KINDS
 from mha_inspect.reports.common import Stats, Values
+from mha_inspect.reports.json import to_data
 from mha_inspect.schemas import commands, load_schema
 
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF

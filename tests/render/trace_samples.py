@@ -6,14 +6,16 @@ import math
 from dataclasses import replace
 
 from mha_inspect.reports.common import Environment, LayerInfo, Stats, Values
-from mha_inspect.reports.products import Factor, Product, ProductPair
 from mha_inspect.reports.trace import (
     Attention,
+    Factor,
     MaskedRow,
     Operand,
     OpLine,
     OpRef,
     Path,
+    Product,
+    ProductPair,
     Proof,
     Returned,
     Stage,

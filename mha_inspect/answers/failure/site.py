@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import linecache
 import os
@@ -17,22 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...record.arguments import tensors_in
 from ...record.source import place_of
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 MODULE_CALL = nn.Module._call_impl.__code__
 ATTENTION_FORWARDS = {nn.MultiheadAttention.forward.__code__, nn.Transformer.forward.__code__}
 _PASSES_ON = ("einops/", "mha_inspect/record", "mha_inspect/answers/failure")
-_OPERATORS: dict[type[ast.operator], str] = {
-    ast.MatMult: "matmul",
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.Div: "div",
-}
-_LONGEST = 48
-"""Characters of an expression that serve as a name; a longer one is cut."""
+_DEFERRED = (ast.stmt, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
+"""What is not evaluated where it stands in an expression."""
+
+Entry = tuple[FrameType, TracebackType]
 
 
 @dataclass(frozen=True)
@@ -40,15 +35,13 @@ class LayerCall:
     """A call of one of torch's own layers, by the names of its arguments."""
 
     module: nn.Module
-    arguments: dict[str, Any]
+    arguments: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Site:
     """The line that failed. It holds tensors: it must not outlive the error that it was read from."""
 
-    entered: bool
-    """Whether the forward was entered: else the call itself did not fit its signature."""
     source: str
     line: str
     variables: tuple[tuple[str, torch.Tensor], ...]
@@ -63,137 +56,119 @@ class Site:
     """The expression that failed, where it can be told; else None."""
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """The variable that this very tensor is; one that the failing expression names goes first. Empty if none is."""
+        """Return the variable that this very tensor is, one that the failing expression names first; else empty."""
         names = [name for name, known in self.variables if known is tensor]
-        if self.tree is not None and len(names) > 1:
-            used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
-            names = [name for name in names if name in used] or names
-        return names[0] if names else ""
+        used = set(_names_in(self.tree))
+        return next((name for name in names if name in used), names[0] if names else "")
 
     def named_here(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """The variables that the failing line names, in the order in which it does."""
+        """Return the variables that the failing line names, in the order in which it does."""
         known = dict(self.variables)
         for tree in (self.tree, _statement(self.line)):
-            used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)] if tree is not None else []
-            if found := tuple((name, known[name]) for name in dict.fromkeys(used) if name in known):
+            if found := tuple((name, known[name]) for name in dict.fromkeys(_names_in(tree)) if name in known):
                 return found
         return ()
 
-    def texts(self, call: str) -> tuple[tuple[str, ...], dict[str, str]]:
-        """How the expression writes the arguments of this call: those by place, and those by name.
-
-        The receiver of a method is its first argument, as torch hands it over. Both are empty where the expression
-        is not this call.
-        """
-        positional, named = _arguments(self.tree, call)
-        return tuple(map(_text, positional)), {name: _text(node) for name, node in named.items()}
+    def only_argument(self) -> str:
+        """Return how the call of a module writes its argument, if it has one alone (`self.q_proj(x + pos)`)."""
+        tree = self.tree
+        return text_of(tree.args[0]) if isinstance(tree, ast.Call) and len(tree.args) == 1 and not tree.keywords else ""
 
 
-def site_of(error: BaseException, call: str = "", *, in_block: bool = False) -> Site:
+def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
     """Read the traceback of an error that came out of a forward, or of the body of a `with` block.
 
-    `call` is the function of torch that raised, where Python does not say which expression did.
+    Returns None where the forward was not entered: the call itself did not fit its signature.
     """
     entries = entries_inside(error, in_block=in_block)
-    bodies = [(frame, tb) for frame, tb in entries if shows_line(frame)]
-    own = [(frame, tb) for frame, tb in bodies if is_own(frame)]
-    shown = own[-1] if own else bodies[-1] if bodies else None
-    frame, tb = shown if shown is not None else (None, None)
-    modules = [frame.f_locals["self"] for frame, _ in entries if frame.f_code is MODULE_CALL]
+    bodies = [entry for entry in entries if _shows_line(entry[0])]
+    if not bodies:
+        return None
+    own = [entry for entry in bodies if is_own(entry[0])]
+    frame, tb = (own or bodies)[-1]
+    modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is MODULE_CALL]
     return Site(
-        entered=bool(bodies),
-        source="" if frame is None or tb is None else f"{_file(frame)[0]}:{tb.tb_lineno}",
-        line="" if frame is None or tb is None else linecache.getline(frame.f_code.co_filename, tb.tb_lineno).strip(),
-        variables=() if frame is None or not own else tuple(_variables(frame)),
+        source=f"{_file(frame)[0]}:{tb.tb_lineno}",
+        line=linecache.getline(frame.f_code.co_filename, tb.tb_lineno).strip(),
+        variables=tuple((name, value) for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor))
+        if own
+        else (),
         module=modules[-1] if modules else None,
         attention=_attention(entries),
-        by_user=bool(own) and bodies[-1][0] is own[-1][0],
-        tree=None if frame is None or tb is None else expression_of(frame, tb, call),
+        by_user=bool(own) and bodies[-1] is own[-1],
+        tree=expression_of(frame, tb),
     )
 
 
-def _statement(line: str) -> ast.AST | None:
-    """A line as it can be read by itself; None for a part of a statement."""
-    try:
-        return ast.parse(line)
-    except SyntaxError:
-        return None
-
-
-def entries_inside(error: BaseException, *, in_block: bool) -> list[tuple[FrameType, TracebackType]]:
-    """The frames of a traceback from the first call of a module on; all of them where that was a block."""
-    entries = list(entries_of(error.__traceback__))
-    first = next((place for place, (frame, _) in enumerate(entries) if frame.f_code is MODULE_CALL), len(entries))
-    return entries if in_block else entries[first:]
-
-
-def shows_line(frame: FrameType) -> bool:
-    """Whether a frame's lines do more than pass calls on."""
-    return frame.f_code is not MODULE_CALL and bool(_file(frame)[0])
-
-
-def is_own(frame: FrameType) -> bool:
-    """Whether a frame is of the user's code, and of no library."""
-    return shows_line(frame) and not _file(frame)[1]
-
-
-def entries_of(tb: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:
-    """The frames of a traceback, outermost first."""
+def entries_of(error: BaseException) -> Iterator[Entry]:
+    """Yield the frames of an error's traceback, outermost first."""
+    tb = error.__traceback__
     while tb is not None:
         yield tb.tb_frame, tb
         tb = tb.tb_next
 
 
+def entries_inside(error: BaseException, *, in_block: bool) -> list[Entry]:
+    """Return the frames of a traceback from the first call of a module on; all of them where that was a block."""
+    entries = list(entries_of(error))
+    first = next((place for place, (frame, _) in enumerate(entries) if frame.f_code is MODULE_CALL), len(entries))
+    return entries if in_block else entries[first:]
+
+
+def entries_of_calls(error: BaseException, *, in_block: bool) -> list[Entry]:
+    """Return the user's last frame and those of libraries below it: one of them called what raised."""
+    entries = entries_inside(error, in_block=in_block)
+    own = [place for place, (frame, _) in enumerate(entries) if is_own(frame)]
+    return [entry for entry in entries[own[-1] if own else 0 :] if _shows_line(entry[0])]
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code, and of no library."""
+    return _shows_line(frame) and not _file(frame)[1]
+
+
+def _shows_line(frame: FrameType) -> bool:
+    """Whether a frame's lines do more than pass calls on."""
+    return frame.f_code is not MODULE_CALL and bool(_file(frame)[0])
+
+
 def _file(frame: FrameType) -> tuple[str, bool]:
-    """The file of a frame as sources show it, empty for code that passes calls on; and whether it is a library's."""
+    """Return the file of a frame as sources show it, empty for code that passes calls on; and whether a library's."""
     place = place_of(frame.f_code)
-    path, library = place.file, place.library
     stdlib = frame.f_code.co_filename.startswith(_STDLIB) and "-packages" not in frame.f_code.co_filename
-    return ("", True) if stdlib or path.startswith(_PASSES_ON) else (path, library)
+    return ("", True) if stdlib or place.file.startswith(_PASSES_ON) else (place.file, place.library)
 
 
-def _variables(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in frame.f_locals.items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-
-
-def _attention(entries: list[tuple[FrameType, TracebackType]]) -> LayerCall | None:
-    for before, (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
-        if frame.f_code in ATTENTION_FORWARDS and before[0].f_code is MODULE_CALL:
-            module, called = frame.f_locals["self"], before[0].f_locals
+def _attention(entries: list[Entry]) -> LayerCall | None:
+    for (before, _), (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
+        if frame.f_code in ATTENTION_FORWARDS and before.f_code is MODULE_CALL:
+            module, called = frame.f_locals["self"], before.f_locals
             try:
                 bound = inspect.signature(module.forward).bind(*called["args"], **called["kwargs"])
             except TypeError:
                 return None
-            arguments = {name: value for name, value in bound.arguments.items() if any(tensors_in(value))}
-            return LayerCall(module, arguments)
+            given = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
+            return LayerCall(module, given)
     return None
 
 
-def expression_of(frame: FrameType, tb: TracebackType, call: str = "") -> ast.expr | ast.stmt | None:
-    """The expression of a frame that was being evaluated; where Python does not say, the only one that fits."""
-    tree = _parsed(frame.f_code.co_filename)
+def expression_of(frame: FrameType, tb: TracebackType) -> ast.expr | ast.stmt | None:
+    """Return the expression of a frame that was being evaluated; None where that cannot be told."""
+    tree = parsed(frame.f_code.co_filename)
     if tree is None:
         return None
-    nodes = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.expr, ast.AugAssign, ast.Assert))
-        and node.lineno <= tb.tb_lineno <= (node.end_lineno or node.lineno)
-    ]
     place = _position(frame, tb)
-    if place is not None:
-        exact = [n for n in nodes if (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset) == place]
-        # A call that is spread over lines is placed at the line of its method's name.
-        close = [n for n in nodes if isinstance(n, ast.Call) and (n.end_lineno, n.end_col_offset) == place[1::2]]
-        return next(iter([*exact, *close]), None)
-    fitting = [node for node in nodes if any(_arguments(node, call))]
-    return fitting[0] if len(fitting) == 1 else None
+    if place is None:
+        return _counted(tree, frame, tb)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.AugAssign, ast.Assert))]
+    exact = [n for n in nodes if (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset) == place]
+    # A call that is spread over lines is placed at the line of its method's name.
+    close = [n for n in nodes if isinstance(n, ast.Call) and (n.end_lineno, n.end_col_offset) == place[1::2]]
+    return next(iter([*exact, *close]), None)
 
 
 def _position(frame: FrameType, tb: TracebackType) -> tuple[int, int, int, int] | None:
-    """Lines and columns of the running expression: Python 3.11 knows them."""
+    """Return lines and columns of the running expression; None on Python 3.10, which does not know them."""
     positions = getattr(frame.f_code, "co_positions", None)
     if positions is None or tb.tb_lasti < 0:
         return None
@@ -201,42 +176,83 @@ def _position(frame: FrameType, tb: TracebackType) -> tuple[int, int, int, int] 
     return None if found is None or None in found else found
 
 
+def _counted(tree: ast.Module, frame: FrameType, tb: TracebackType) -> ast.expr | ast.stmt | None:
+    """Return the running expression by counting: the third call in a statement's code is the third it evaluates.
+
+    None where the code has more or fewer of them than the statement shows.
+    """
+    line, code = tb.tb_lineno, frame.f_code
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
+    if not around or code.co_name.startswith("<"):
+        return None
+    statement = max(around, key=lambda node: node.lineno)
+    body = getattr(statement, "body", None)
+    last = max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno or line
+    inside = [(a, b) for a, b, at in code.co_lines() if at is not None and statement.lineno <= at <= last]
+    kinds = {
+        found.offset: _kind_of_instruction(found.opname)
+        for found in dis.get_instructions(code)
+        if any(a <= found.offset < b for a, b in inside)
+    }
+    running = max((offset for offset in kinds if offset <= tb.tb_lasti), default=-1)
+    wanted = kinds.get(running)
+    if wanted == "unpack":
+        return statement
+    nodes = [node for node in evaluated(statement) if _kind_of_node(node) == wanted]
+    places = [offset for offset, kind in kinds.items() if kind == wanted]
+    return nodes[places.index(running)] if wanted and len(nodes) == len(places) else None
+
+
+def _kind_of_instruction(name: str) -> str:
+    if name.startswith("CALL") and not name.startswith("CALL_INTRINSIC"):
+        return "call"
+    if name == "BINARY_SUBSCR" or name.startswith("UNPACK"):
+        return "index" if name == "BINARY_SUBSCR" else "unpack"
+    return "operator" if name.startswith(("BINARY_", "INPLACE_")) else "compare" if name == "COMPARE_OP" else ""
+
+
+def _kind_of_node(node: ast.AST) -> str:
+    if isinstance(node, ast.Subscript):
+        return "index" if isinstance(node.ctx, ast.Load) else ""
+    if isinstance(node, ast.BinOp):
+        folded = isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant)
+        return "" if folded else "operator"
+    kinds = {ast.Call: "call", ast.AugAssign: "operator", ast.Compare: "compare", ast.ListComp: "call"}
+    return kinds.get(type(node), "")
+
+
+def evaluated(node: ast.AST) -> Iterator[Any]:
+    """Yield a node and what is evaluated for it, in that order: operands before their operation."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ListComp):
+            yield child
+        elif not isinstance(child, _DEFERRED):
+            yield from evaluated(child)
+    yield node
+
+
 @lru_cache(maxsize=8)
-def _parsed(path: str) -> ast.Module | None:
+def parsed(path: str) -> ast.Module | None:
+    """Return the tree of a file; None where there is none, or it is no Python."""
     try:
         return ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
         return None
 
 
-def _arguments(tree: ast.AST | None, call: str) -> tuple[list[ast.expr], dict[str, ast.expr]]:
-    """The arguments of an expression, if it is this call."""
-    base = call.rpartition(".")[2].strip("_")
-    if isinstance(tree, ast.BinOp):
-        return ([tree.left, tree.right], {}) if _OPERATORS.get(type(tree.op)) == base else ([], {})
-    if isinstance(tree, ast.AugAssign):
-        return ([tree.target, tree.value], {}) if _OPERATORS.get(type(tree.op)) == base else ([], {})
-    if isinstance(tree, ast.Subscript):
-        return ([tree.value], {}) if base == "getitem" else ([], {})
-    if not isinstance(tree, ast.Call):
-        return [], {}
-    function = tree.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name.strip("_") != base or any(isinstance(arg, ast.Starred) for arg in tree.args):
-        return [], {}
-    named = {keyword.arg: keyword.value for keyword in tree.keywords if keyword.arg}
-    if call.startswith("Tensor.") and isinstance(function, ast.Attribute):
-        return [function.value, *tree.args], named
-    return list(tree.args), named
+def _statement(line: str) -> ast.AST | None:
+    """Return a line as it can be read by itself; None for a part of a statement."""
+    try:
+        return ast.parse(line)
+    except SyntaxError:
+        return None
 
 
-def only_argument(tree: ast.AST | None) -> str:
-    """How the call of a module writes its argument, if it has one alone: `self.q_proj(x + pos)`; else empty."""
-    if isinstance(tree, ast.Call) and len(tree.args) == 1 and not tree.keywords:
-        return _text(tree.args[0])
-    return ""
+def _names_in(tree: ast.AST | None) -> list[str]:
+    return [] if tree is None else [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
-def _text(node: ast.expr) -> str:
+def text_of(node: ast.expr) -> str:
+    """Return an expression as it is written, cut where it is too long for a name."""
     text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= 48 else text[:45] + "..."

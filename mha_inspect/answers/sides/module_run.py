@@ -19,6 +19,7 @@ from ...reports.common import Environment, LayerInfo
 from ...reports.diff import DiffSide, SideName, StageSide
 from ...reports.trace import OpRef
 from ...targets.memory import is_out_of_memory
+from ...text import first_line
 from ..kernels import is_hidden, path_of
 from ..trace import environment_of
 from .compared import ComparedRun, Rows, masked_queries, without
@@ -55,7 +56,7 @@ class ModuleSide:
                 raise
             raise InputError(
                 f"{self.label} cannot be copied, and to measure rounding a copy is run in another dtype: "
-                f"{str(error).splitlines()[0]}"
+                f"{first_line(error)}"
             ) from None
         seen: dict[int, Tensor] = {}
         args, kwargs = (cast_tensors(given, dtype, None, seen) for given in (self.own.args, self.own.kwargs))
@@ -116,7 +117,7 @@ class ModuleRun(ComparedRun):
             name = str(dtype).removeprefix("torch.")
             raise InputError(
                 f"{self.side.label} cannot be run in {name}, and rounding is measured by that: "
-                f"{str(error).splitlines()[0]}. What it makes in its forward has a dtype of its own."
+                f"{first_line(error)}. What it makes in its forward has a dtype of its own."
             ) from None
 
     @cached_property

@@ -8,7 +8,9 @@ from typing import Any
 
 from .. import text
 from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
-from .document import Block, Cell, Column, Document, Paragraph, Section, Table, Tone, Verbatim, table
+from ..reports.compare_heads import HeadCount, HeadPair
+from ..reports.diff import OutputDifference, StageRow
+from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, table
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""
@@ -17,7 +19,7 @@ VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconc
 
 
 def sizes(layer: LayerInfo) -> str:
-    """The sizes of a layer, and every setting that is not as usual: `embed_dim 512, num_heads 2, head_dim 256`."""
+    """Return the sizes of a layer, and every setting that is not as usual: `embed_dim 512, num_heads 2`."""
     first = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
     # Dtype and seed stand on the next line, with what the numbers were made with.
     rest = [name for name in layer.spec if name not in (*first, "dtype", "seed")]
@@ -34,36 +36,63 @@ def sizes(layer: LayerInfo) -> str:
     return ", ".join(parts)
 
 
-def page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Document:
-    """A page under the usual heading: the layer with its sizes, and what the numbers were made with."""
+def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Page:
+    """Return a page under the usual heading: the layer with its sizes, and what the numbers were made with."""
     # A module without parameters and inputs has no dtype.
     made_with = [part for part in (environment.device, environment.dtype) if part]
     if environment.seed is not None:
         made_with.append(f"seed {environment.seed}")
     made_with.append(f"torch {environment.torch}")
     shown = tuple(section for section in sections if section.blocks or section.title)
-    return Document(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+
+
+def number(value: float | None) -> str:
+    """Return a difference; empty where there is none."""
+    return "" if value is None else text.small(value)
+
+
+def multiple(value: float | None) -> str:
+    """Return a multiple of the rounding error; empty where there is none."""
+    return "" if value is None else text.times(value)
+
+
+def verdict_cell(verdict: Verdict | None, *, baseline: bool = False) -> Cell:
+    """Return the verdict; `baseline` where it would be of something against itself."""
+    return Cell("baseline", "muted") if baseline else Cell(verdict or "", VERDICT_TONES[verdict] if verdict else "")
+
+
+def difference_cells(
+    item: HeadCount | HeadPair | OutputDifference | StageRow, *, baseline: bool = False
+) -> tuple[Cell, ...]:
+    """Return the largest difference, the relative one, the multiple of the rounding error, and the verdict."""
+    return (
+        Cell(number(item.max_abs_difference)),
+        Cell(number(item.relative_difference)),
+        Cell(multiple(item.times_noise)),
+        verdict_cell(item.verdict, baseline=baseline),
+    )
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
-    """A shape that knows its axes."""
+    """Return a field with a shape that knows its axes."""
     return Cell(text.shape(sizes), "shape", axes)
 
 
 def changes_only(names: Iterable[str], before: str) -> Iterator[str]:
-    """Each name where it is another than the one before it, else nothing."""
+    """Yield each name where it is another than the one before it, else nothing."""
     for name in names:
         yield "" if name == before else name
         before = name
 
 
 def notes(sentences: Iterable[str]) -> tuple[Block, ...]:
-    """Sentences that a reader should not miss."""
+    """Return a paragraph for each sentence that a reader should not miss."""
     return tuple(Paragraph(sentence, label="note") for sentence in sentences)
 
 
 def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
-    """The statistics of those that have any; nothing where none has."""
+    """Return the statistics of those that have any; nothing where none has."""
     filled = [(name, stats) for name, stats in rows if stats is not None]
     if not filled:
         return ()
@@ -90,7 +119,7 @@ def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
 
 
 def contents(rows: Iterable[tuple[str, tuple[int, ...], str, Values | None]]) -> tuple[Verbatim, ...]:
-    """The tensors of those that have them: name, shape, axes, content."""
+    """Return the tensors of those that have them: name, shape, axes, content."""
     return tuple(
         Verbatim(values.text, name, text.shape(sizes), axes) for name, sizes, axes, values in rows if values is not None
     )

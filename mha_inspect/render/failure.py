@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.failure import Failure, ReachedOp, ReachedStage
-from .common import changes_only, shape_cell
-from .document import Block, Cell, Column, Facts, Paragraph, Section, Table, table
+from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, table
+from .parts import changes_only, shape_cell
 
 
 def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:

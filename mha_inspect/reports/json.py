@@ -1,4 +1,4 @@
-"""Read a report back from the JSON that it was written as."""
+"""Reports as JSON, key by key, and read back. The schemas are in `mha_inspect/schemas`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,45 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
+from ..text import printable_json
 from .common import SCHEMA_VERSION
 
 R = TypeVar("R")
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+def to_json(report: Any, command: str) -> str:
+    """Return the report as JSON, the same bytes for equal reports; ends with a line feed.
+
+    A field that is None by default was not asked for, and is left out while it is None. Others stay, as null.
+    """
+    content = {"schema_version": SCHEMA_VERSION, "command": command, **to_data(report)}
+    return printable_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def to_data(value: Any) -> Any:
+    """Return the value in JSON's types. NaN and infinities become the strings `NaN`, `Infinity`, `-Infinity`.
+
+    Raises `TypeError` for what JSON has no type for: a report holds plain data only.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return (
+            value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        )
+    if isinstance(value, (tuple, list)):
+        return [to_data(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_data(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        pairs = ((field, getattr(value, field.name)) for field in fields(value))
+        return {f.name: to_data(item) for f, item in pairs if not (item is None and f.default is None)}
+    raise TypeError(f"{type(value).__name__} has no place in a report")
+
+
 def read_report(path: Path, command: str, kind: type[R]) -> R:
-    """The report in a JSON file.
+    """Return the report in a JSON file.
 
     Raises `InputError` when there is no such file, or when it holds something else.
     """
@@ -42,7 +73,7 @@ def read_report(path: Path, command: str, kind: type[R]) -> R:
 
 
 def _build(hint: Any, value: Any) -> Any:
-    """A value of the annotated type out of plain JSON."""
+    """Return a value of the annotated type out of plain JSON."""
     if is_dataclass(hint) and isinstance(hint, type):
         hints = get_type_hints(hint)
         known = {f.name: _build(hints[f.name], value[f.name]) for f in fields(hint) if f.name in value}

@@ -1,12 +1,13 @@
 """A page as plain data: sections of tables, facts, paragraphs and verbatim text, before any format.
 
-A report becomes a document once; terminal, plain, svg and html all show that document. Every string is cleaned when it
+A report becomes a page once; terminal, plain, svg and html all show that. Every string is cleaned when it
 enters, so that no renderer can forget to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -43,7 +44,7 @@ class Cell:
 
     @property
     def full(self) -> str:
-        """Text and mark."""
+        """Return the text and its mark."""
         return f"{self.text} {self.mark}" if self.mark else self.text
 
 
@@ -95,7 +96,7 @@ def table(
     total: bool = False,
     split: bool = False,
 ) -> Table:
-    """A table whose fields may be bare strings."""
+    """Return a table whose fields may be bare strings."""
     made = tuple(tuple(f if isinstance(f, Cell) else Cell(f) for f in row) for row in rows)
     return Table(tuple(columns), made, legend, total, split)
 
@@ -157,7 +158,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Document:
+class Page:
     """The page."""
 
     title: str
@@ -168,3 +169,26 @@ class Document:
     def __post_init__(self) -> None:
         for name in ("title", "detail", "subtitle"):
             _set(self, name, printable(getattr(self, name)))
+
+
+AXES = ("heads", "kv_heads", "query", "key", "head_dim")
+"""Axes that have a colour of their own, in their names and in their sizes. Every other one has none."""
+
+
+def by_axis(content: str, tone: Tone, axes: str) -> Iterator[tuple[str, str]]:
+    """Cut axes, or a shape whose axes are known, into pieces of text, each with the axis that it is; else empty."""
+    names: list[str] = []
+    found: list[re.Match[str]] = []
+    if tone == "axes":
+        found = list(re.finditer(r"\w+", content))
+        names = [word[0] for word in found]
+    elif tone == "shape":
+        found = list(re.finditer(r"\d+", content))
+        names = re.findall(r"\([^)]*\)|\S+", axes)
+    done = 0
+    for name, piece in zip(names, found, strict=True) if len(names) == len(found) else ():
+        if name in AXES:
+            yield content[done : piece.start()], ""
+            yield piece[0], name
+            done = piece.end()
+    yield content[done:], ""

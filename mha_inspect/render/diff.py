@@ -8,19 +8,17 @@ from itertools import groupby
 from math import isinf
 
 from .. import text
-from ..reports.common import Verdict
 from ..reports.diff import (
     DiffReport,
     DiffSide,
     MaskedRowPair,
-    OutputDifference,
     ParameterPlace,
     RowContent,
     StageRow,
     StageSide,
 )
-from .common import VERDICT_TONES, notes, shape_cell, sizes
-from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
+from .parts import difference_cells, notes, shape_cell, sizes
 
 OPENED_MARK = "*"
 
@@ -44,8 +42,8 @@ PARAMETER_COLUMNS = (
 )
 
 
-def diff_document(report: DiffReport) -> Document:
-    """How each side is run, a row a stage, where they part, the parameters side by side, and the answer, last."""
+def diff_page(report: DiffReport) -> Page:
+    """Return the page: how each side is run, a row a stage, where they part, the parameters, and the answer, last."""
     left, right = report.left, report.right
     environments = [side.environment for side in (left, right)]
     made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
@@ -55,7 +53,7 @@ def diff_document(report: DiffReport) -> Document:
     shared = replace(
         left.layer, spec={name: value for name, value in left.layer.spec.items() if name not in left.settings}
     )
-    return Document(
+    return Page(
         f"layer {left.label} against {right.label}", sizes(shared), ", ".join(made_with), tuple(_sections(report))
     )
 
@@ -96,7 +94,7 @@ def _run(side: DiffSide) -> str:
 
 
 def _by_attention(report: DiffReport) -> list[tuple[StageRow, ...]]:
-    """The rows of each attention; all of them where each side has one."""
+    """Return the rows of each attention; all of them where each side has one."""
     rows = [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)]
     return rows or [()]
 
@@ -112,10 +110,7 @@ def _stages(rows: tuple[StageRow, ...]) -> Table:
                 row.name,
                 *_stage_side(row.left),
                 *_stage_side(row.right),
-                _number(row.max_abs_difference),
-                _number(row.relative_difference),
-                "" if row.times_noise is None else text.times(row.times_noise),
-                _verdict(row.verdict),
+                *difference_cells(row),
             )
             for row in rows
         ),
@@ -179,19 +174,10 @@ def _outputs(report: DiffReport) -> Table:
                 label,
                 shape_cell(report.left.output_shape, ""),
                 shape_cell(report.right.output_shape, ""),
-                *_difference(output),
+                *difference_cells(output),
             )
             for label, output in rows
         ),
-    )
-
-
-def _difference(output: OutputDifference) -> tuple[Cell, ...]:
-    return (
-        Cell(_number(output.max_abs_difference)),
-        Cell(_number(output.relative_difference)),
-        Cell("" if output.times_noise is None else text.times(output.times_noise)),
-        _verdict(output.verdict),
     )
 
 
@@ -221,7 +207,7 @@ def _masked_rows(report: DiffReport) -> Table:
 
 
 def _of_masked_row(row: MaskedRowPair) -> tuple[int | None, int, RowContent, RowContent, RowContent, RowContent]:
-    """What rows of the table have in common that become one."""
+    """Return what rows have in common that become one row of the table."""
     return row.attention, row.batch, row.left_weights, row.right_weights, row.left_output, row.right_output
 
 
@@ -244,11 +230,3 @@ def _place(place: ParameterPlace | None) -> str:
         return "none"
     each = f"{len(place.names)} of " if len(place.names) > 1 else ""
     return f"{place.where}: {each}{text.shape(place.shape)}"
-
-
-def _number(number: float | None) -> str:
-    return "" if number is None else text.small(number)
-
-
-def _verdict(verdict: Verdict | None) -> Cell:
-    return Cell("", "muted") if verdict is None else Cell(verdict, VERDICT_TONES[verdict])

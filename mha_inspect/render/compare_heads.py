@@ -1,29 +1,107 @@
-"""The parts of the page of `compare-heads` that are there when asked for: gradients, training, focus."""
+"""The page of `compare-heads`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from .. import text
-from ..reports.common import Verdict
 from ..reports.compare_heads import (
     CompareHeadsReport,
     Focus,
     Gradients,
     HeadGradients,
+    HeadPair,
     HeadsFocus,
     PartGradient,
     Training,
 )
-from .common import VERDICT_TONES
-from .document import Cell, Column, Facts, Paragraph, Section, Table, table
+from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, table
+from .parts import difference_cells, layer_page, multiple, number, shape_cell, verdict_cell
 
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""
 
 
-def learning_sections(report: CompareHeadsReport) -> Iterator[Section]:
-    """A section each for what was asked for."""
+COUNT_COLUMNS = (
+    Column("num_heads", "right", "strong"),
+    Column("head_dim", "right"),
+    Column("parameters", "right", drop=3),
+    Column("same parameters", drop=4),
+    Column("output shape", tone="shape", drop=6),
+    Column("largest difference", "right"),
+    Column("relative difference", "right", drop=2),
+    Column("× noise", "right"),
+    Column("verdict"),
+    Column("first differing stage", drop=5, optional=True),
+)
+
+
+def compare_heads_page(report: CompareHeadsReport) -> Page:
+    """Return the page: a row a head count, the reasons, and the answer, which comes last."""
+    return layer_page(report.environment, report.layer, _sections(report))
+
+
+def _sections(report: CompareHeadsReport) -> Iterator[Section]:
+    floors = {count.noise_floor for count in report.counts}
+    floor = f", noise floor {text.small(floors.pop())} (measured against float64)" if len(floors) == 1 else ""
+    yield Section(
+        (_counts(report),),
+        "head counts",
+        f"same weights, same input; baseline {text.plural(report.baseline, 'head')}{floor}",
+    )
+    reasons = tuple((text.plural(c.num_heads, "head"), c.reason) for c in report.counts if c.reason)
+    if reasons:
+        yield Section((Facts(reasons),), "why")
+    if report.equalities:
+        yield Section(tuple(Paragraph(sentence) for sentence in report.equalities), "where outputs must be equal")
+    if report.pairs is not None:
+        yield Section((_pairs(report.pairs),), "every pair")
+    yield from _learning(report)
+    yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
+
+
+def _counts(report: CompareHeadsReport) -> Table:
+    return table(
+        COUNT_COLUMNS,
+        (
+            (
+                str(c.num_heads),
+                str(c.head_dim),
+                text.count(c.numel),
+                Cell("yes" if c.same_parameters else "no", "" if c.same_parameters else "warn"),
+                shape_cell(c.output_shape, ""),
+                *difference_cells(c, baseline=c.num_heads == report.baseline),
+                c.first_differing_stage or "",
+            )
+            for c in report.counts
+        ),
+    )
+
+
+def _pairs(pairs: tuple[HeadPair, ...]) -> Table:
+    columns = (
+        Column("num_heads", "right", "strong"),
+        Column("against", "right", "strong"),
+        Column("largest difference", "right"),
+        Column("relative difference", "right", drop=1),
+        Column("× noise", "right"),
+        Column("verdict"),
+    )
+    return table(
+        columns,
+        (
+            (
+                str(p.left),
+                str(p.right),
+                *difference_cells(p),
+            )
+            for p in pairs
+        ),
+    )
+
+
+def _learning(report: CompareHeadsReport) -> Iterator[Section]:
+    """Yield a section for each thing that was asked for."""
     if report.gradients is not None:
         yield _gradients(report.gradients, report.baseline)
     if report.training is not None:
@@ -55,13 +133,13 @@ def _gradient_row(count: HeadGradients, across: bool, is_baseline: bool) -> tupl
         str(count.num_heads),
         text.statistic(count.loss),
         *(_apart(part) for part in count.parts if across),
-        text.times(max(known)) if known else "-",
-        _verdict(count.verdict, is_baseline),
+        multiple(max(known, default=None)),
+        verdict_cell(count.verdict, baseline=is_baseline),
     )
 
 
 def _by_parameter(gradients: Gradients, baseline: int) -> Table:
-    """A row a parameter, for names of their own take too much room beside each other."""
+    """Return a table with a row a parameter, for names of their own take too much room beside each other."""
     others = [count for count in gradients.counts if count.num_heads != baseline]
     names = dict.fromkeys(part.part for count in gradients.counts for part in count.parts)
     parts = [{part.part: part for part in count.parts} for count in others]
@@ -92,10 +170,10 @@ def _training(training: Training, baseline: int) -> Section:
             text.statistic(count.first_loss),
             text.statistic(count.last_loss),
             text.small(count.moved),
-            _or_dash(count.max_abs_difference),
-            _or_dash(count.apart),
-            "-" if count.times_noise is None else text.times(count.times_noise),
-            _verdict(count.verdict, count.num_heads == baseline),
+            number(count.max_abs_difference),
+            number(count.apart),
+            multiple(count.times_noise),
+            verdict_cell(count.verdict, baseline=count.num_heads == baseline),
         )
         for count in training.counts
     )
@@ -146,22 +224,12 @@ def _heads(focus: Focus) -> Table:
 
 
 def _attention(count: HeadsFocus) -> str:
-    """`2 blocks.1.attn`, where there are several."""
+    """Return `2 blocks.1.attn`, where there are several."""
     return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
 
 
 def _apart(part: PartGradient) -> str:
-    """The relative difference; where it is rounding alone it says so, for a gradient of 0 is any number of times it."""
+    """Return the relative difference, or that it is rounding: of a gradient of 0 that is any number of times it."""
     if part.verdict == "same" and part.max_abs_difference:
         return "rounding"
-    return _or_dash(part.relative_difference)
-
-
-def _or_dash(number: float | None) -> str:
-    return "-" if number is None else text.small(number)
-
-
-def _verdict(verdict: Verdict | None, is_baseline: bool) -> Cell:
-    if is_baseline:
-        return Cell("baseline", "muted")
-    return Cell(verdict or "-", VERDICT_TONES[verdict] if verdict else "muted")
+    return number(part.relative_difference)

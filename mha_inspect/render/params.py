@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from .. import text
 from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from .common import VERDICT_TONES, contents, notes, page, shape_cell, statistics
-from .document import Cell, Column, Document, Paragraph, Section, Table, table
+from .page import Cell, Column, Page, Paragraph, Section, Table, table
+from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
 
 PARAMETER_COLUMNS = (
     Column("name", tone="strong"),
@@ -21,9 +21,9 @@ PARAMETER_COLUMNS = (
 )
 
 
-def params_document(report: ParamsReport) -> Document:
-    """Every parameter, the total with its closed formula, and what belongs to which head."""
-    return page(report.environment, report.layer, _sections(report))
+def params_page(report: ParamsReport) -> Page:
+    """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
+    return layer_page(report.environment, report.layer, _sections(report))
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:
@@ -69,7 +69,7 @@ def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Ta
 
 
 def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
-    """The closed formula beside the count."""
+    """Return the closed formula beside the count."""
     if not total.formula:
         return ()
     counted = text.count(total.numel)
@@ -109,7 +109,7 @@ def _proof(proof: PerHeadProof) -> Paragraph:
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
-    """A column a head count. What is not the same in every column is set in strong type."""
+    """Return a table with a column a head count. What is not the same in every column is set in strong type."""
     rows: list[tuple[str, list[str]]] = [
         ("head_dim", [str(c.head_dim) for c in counts]),
         ("parameters", [text.count(c.numel) for c in counts]),
@@ -136,7 +136,7 @@ def _piece(column: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """What head 0 owns under each head count, as `rows 0–255` or `columns 0–255`: the bounds that the count moves."""
+    """Return what head 0 owns under each head count, in the bounds that the count moves: `rows 0–255`."""
     both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
     by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
     by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import text
 from ..reports.layers import LayersReport
-from .document import Column, Document, Facts, Paragraph, Section, table
+from .page import Column, Facts, Page, Paragraph, Section, table
 
 COLUMNS = (
     Column("layer", tone="strong"),
@@ -13,11 +13,11 @@ COLUMNS = (
 )
 
 
-def layers_document(report: LayersReport) -> Document:
-    """A row a layer, then how each splits its heads, what it takes and where it comes from."""
+def layers_page(report: LayersReport) -> Page:
+    """Return the page: a row a layer, then how each splits its heads, what it takes and where it comes from."""
     letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
     rows = [(layer.name, layer.summary, layer.formula) for layer in report.layers]
-    return Document(
+    return Page(
         "layers",
         f"{text.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
         f"parameter counts with biases: {letters}",

@@ -1,4 +1,4 @@
-"""Which reports can be rendered. A new one needs its document function and a line here."""
+"""Which reports can be rendered. A new one needs its page function and a line here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..reports.diff import DiffReport
 from ..reports.layers import LayersReport
 from ..reports.params import ParamsReport
 from ..reports.trace import Trace
-from .compare_heads_document import compare_heads_document
-from .diff_document import diff_document
-from .document import Document
-from .layers_document import layers_document
-from .params_document import params_document
-from .trace_document import trace_document
+from .compare_heads import compare_heads_page
+from .diff import diff_page
+from .layers import layers_page
+from .page import Page
+from .params import params_page
+from .trace import trace_page
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Kind:
 
     command: str
     """The command that makes it: the `command` of its JSON, and the name of its schema."""
-    document: Callable[[Any], Document]
+    page: Callable[[Any], Page]
 
 
 KINDS: dict[type, Kind] = {
-    Trace: Kind("trace", trace_document),
-    ParamsReport: Kind("params", params_document),
-    CompareHeadsReport: Kind("compare-heads", compare_heads_document),
-    DiffReport: Kind("diff", diff_document),
-    LayersReport: Kind("layers", layers_document),
+    Trace: Kind("trace", trace_page),
+    ParamsReport: Kind("params", params_page),
+    CompareHeadsReport: Kind("compare-heads", compare_heads_page),
+    DiffReport: Kind("diff", diff_page),
+    LayersReport: Kind("layers", layers_page),
 }
 
 
 def kind_of(report: object) -> Kind:
-    """How this report is rendered. Raises `TypeError` for what is not a report."""
+    """Return how this report is rendered. Raises `TypeError` for what is not a report."""
     try:
         return KINDS[type(report)]
     except KeyError:

@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, Returned, Stage, Trace
-from .common import changes_only, contents, notes, page, shape_cell, statistics
-from .document import Block, Cell, Column, Document, Facts, Paragraph, Section, Table, table
-from .failure_sections import failure_sections
-from .products_sections import products_sections
+from ..reports.trace import (
+    Attention,
+    MaskedRow,
+    Operand,
+    OpLine,
+    Path,
+    Product,
+    ProductPair,
+    Proof,
+    Returned,
+    Stage,
+    Trace,
+)
+from .failure import failure_sections
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
+from .parts import changes_only, contents, layer_page, notes, shape_cell, statistics
 
 OPENED = "*"
 """Behind the name of a stage that the plain run hides."""
@@ -28,12 +39,12 @@ STAGE_COLUMNS = (
 )
 
 
-def trace_document(trace: Trace) -> Document:
-    """How PyTorch runs it, what it computes stage by stage, what it returns, and the proof, which is the last line.
+def trace_page(trace: Trace) -> Page:
+    """Return the page: how PyTorch runs it, the stages, what it returns, and the proof, which is the last line.
 
     Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
     """
-    return page(trace.environment, trace.layer, _sections(trace))
+    return layer_page(trace.environment, trace.layer, _sections(trace))
 
 
 def _sections(trace: Trace) -> Iterator[Section]:
@@ -47,7 +58,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
             (Paragraph("No attention was found: no softmax lies between two matrix products of activations.", "warn"),)
         )
     if trace.chosen is None:
-        yield from products_sections(trace.products)
+        yield from _products(trace.products)
     if trace.returns:
         yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
     if trace.masked_rows:
@@ -63,11 +74,11 @@ def _sections(trace: Trace) -> Iterator[Section]:
 
 
 MOST_SHOWN = 4
-"""Attentions that are shown in full where nobody has chosen: of a model of many kinds, the rest are listed."""
+"""Attentions, and pairs of products, that are shown in full where nobody has chosen; the rest are named, or counted."""
 
 
 def _in_full(trace: Trace) -> Iterator[Section]:
-    """The attentions in full: those that were chosen, or else each kind once, with those that are alike."""
+    """Yield the attentions in full: those that were chosen, or else each kind once, with those that are alike."""
     several = len(trace.attentions) > 1
     groups = _alike(trace)
     for numbers_of, attention in groups[:MOST_SHOWN] if trace.chosen is None else groups:
@@ -86,7 +97,7 @@ def _in_full(trace: Trace) -> Iterator[Section]:
 
 
 def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
-    """Attentions to show in full, each with the numbers of those that it stands for."""
+    """Return attentions to show in full, each with the numbers of those that it stands for."""
     chosen = trace.chosen or range(1, len(trace.attentions) + 1)
     groups: dict[object, list[int]] = {}
     for number in chosen:
@@ -99,7 +110,7 @@ def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
 
 
 def _form(attention: Attention) -> object:
-    """What an attention is but for where it stands and what is in it."""
+    """Return what an attention is but for where it stands and what is in it."""
     stages = tuple(
         (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, stage.opened)
         for stage in attention.stages
@@ -121,7 +132,7 @@ def _stage(attention: Attention, name: str) -> Stage | None:
 
 
 def _summary(attentions: tuple[Attention, ...]) -> Table:
-    """One row an attention."""
+    """Return a table with one row an attention."""
     columns = (
         Column("#", "right", "muted"),
         Column("module", tone="strong"),
@@ -153,7 +164,7 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
 
 
 def _place(attention: Attention) -> str:
-    """The module, and which of its attentions where it computes several."""
+    """Return the module, and which of its attentions where it computes several."""
     calls = [] if attention.call is None else [f"call {attention.call}"]
     return ", ".join([attention.module, *calls] if attention.module else calls)
 
@@ -164,7 +175,7 @@ def _heads(attention: Attention) -> str:
 
 
 def _attention(attention: Attention, title: str, dtype: str) -> Section:
-    """Sizes, the table of stages, and what was asked for beyond it."""
+    """Return the sizes, the table of stages, and what was asked for beyond it."""
     facts = [", ".join(attention.kind)] if attention.kind else []
     facts.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
@@ -217,7 +228,7 @@ def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
 
 
 def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
-    """Rows that fare alike stand in one line."""
+    """Return a table in which rows that fare alike stand in one line."""
     alike: dict[tuple[int, str, str, str], list[int]] = {}
     for row in rows:
         alike.setdefault((row.batch, row.stage, row.opened, row.plain), []).append(row.query)
@@ -281,7 +292,7 @@ def _ops(ops: tuple[OpLine, ...]) -> Table:
 
 
 def _proof(proof: Proof) -> Paragraph:
-    """Whether what was shown is what PyTorch computes."""
+    """Return the sentence that says whether what was shown is what PyTorch computes."""
     note = f"; {proof.note}" if proof.note else ""
     if proof.agrees is None:
         return Paragraph(f"plain and opened outputs were not compared{note}", "muted")
@@ -293,3 +304,64 @@ def _proof(proof: Proof) -> Paragraph:
     verdict = "agree" if proof.agrees else "DIFFER"
     measured = f": {', '.join(facts)}" if facts else ""
     return Paragraph(f"plain and opened outputs {verdict}{measured}{note}", "good" if proof.agrees else "bad")
+
+
+_FORMS = {
+    "scores": "queries meet keys, then values",
+    "state": "keys meet values, then queries (linear attention)",
+}
+_PRODUCT_COLUMNS = (
+    Column("step", tone="strong"),
+    Column("shape", tone="shape"),
+    Column("axes", tone="axes", wrap=12),
+    Column("operation", tone="muted", into="axes"),
+    Column("source", tone="muted", into="axes"),
+)
+
+
+def _products(pairs: tuple[ProductPair, ...]) -> Iterator[Section]:
+    """Yield each kind of pair once, with the modules in which it is."""
+    alike: dict[ProductPair, list[ProductPair]] = {}
+    for pair in pairs:
+        alike.setdefault(replace(pair, module="", count=0), []).append(pair)
+    for group in list(alike.values())[:MOST_SHOWN]:
+        yield _product_pair(group)
+    if len(alike) > MOST_SHOWN:
+        rest = len(alike) - MOST_SHOWN
+        yield Section((Paragraph(f"{rest} more pairs of products that differ: they are all in --format json."),))
+
+
+def _product_pair(group: list[ProductPair]) -> Section:
+    pair = group[0]
+    where = [f"in {pair.module}"] if pair.module else []
+    if len(group) > 1:
+        where.append(f"in {group[1].module}" if len(group) == 2 else f"and in {len(group) - 1} more modules")
+    if pair.count > 1:
+        where.append(f"{pair.count} times")
+    between = f"between them {', '.join(pair.between)}" if pair.between else "nothing is between them"
+    reading = f"{_FORMS[pair.form]}; " if pair.form else ""
+    text = f"Two products follow one another, as in attention, but with no softmax: {reading}{between}."
+    first = _factor_names(pair.first, "a", "b")
+    second = _factor_names(pair.second, "c")
+    rows = [
+        *_factors(pair.first, first),
+        _result(pair.first, " · ".join(first)),
+        *((step, "", "", "", "") for step in pair.between),
+        *_factors(pair.second, second),
+        _result(pair.second, f"({' · '.join(first)}) · {second[0]}"),
+    ]
+    return Section((Paragraph(text), table(_PRODUCT_COLUMNS, rows)), "products without a softmax", ", ".join(where))
+
+
+def _factor_names(product: Product, *otherwise: str) -> list[str]:
+    """Return what the factors are called: by what they would be in attention, where that is known."""
+    return [factor.role or name for factor, name in zip(product.factors, otherwise, strict=False)]
+
+
+def _factors(product: Product, names: list[str]) -> Iterator[tuple[str | Cell, ...]]:
+    for name, factor in zip(names, product.factors, strict=True):
+        yield name, shape_cell(factor.shape, factor.axes), factor.axes, "", ""
+
+
+def _result(product: Product, name: str) -> tuple[str | Cell, ...]:
+    return name, shape_cell(product.shape, product.axes), product.axes, product.name, product.source

@@ -1,0 +1,383 @@
+"""How far an attention came before the forward failed: its stages, and what each dimension of a tensor is.
+
+`graph.attention` starts from a softmax that is followed by the product with the values, and `naming.axes` from the
+product of the scores. Here there may be neither yet. The walk starts from what there is: a softmax, the product of the
+scores, or the operands of the call that failed. The evidence that is left for axes: what a projection takes in is
+`batch sequence embed`, the view that divides what it gives is `heads head_dim`, and once a call says which operand is
+the query and which the key, the sequence of each has its own name. What a variable is called is no evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import prod
+from typing import Literal
+
+from ...graph.attention import Attention, Graph, Step
+from ...graph.axis import Axis, Dim, resolve
+from ...graph.pairing import as_written
+from ...graph.products import Product
+from ...naming.axes import AxisNames, name_dimension, write_dimension
+from ...naming.stages import STAGES
+from ...record.ops import Op, TensorRef
+from ...record.subject import Run
+
+Side = Literal["", "query", "key", "scores"]
+"""Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
+
+PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
+"""Calls that multiply two tensors, by their names without underscores."""
+
+_SPLITS = {"split", "split_with_sizes", "slice", "select", "unbind"}
+_FAR = 60
+"""Tensors that are looked at for the nearest stage."""
+_PARTS = ("query", "key", "value")
+
+
+def side_of_stage(stage: str) -> Side:
+    """Return whose sequence a stage has."""
+    if stage in _PARTS or stage[1] == "_":
+        return "query" if stage[0] == "q" else "key"
+    return "scores"
+
+
+@dataclass(frozen=True)
+class Failing:
+    """The call that failed, as the recording knows it."""
+
+    base: str
+    """Name of the function, without namespace and underscores."""
+    operands: tuple[tuple[str, TensorRef], ...]
+    """Role (may be empty) and tensor of each."""
+    parameters: frozenset[int] = frozenset()
+    """Ids of the operands that are parameters."""
+    batch_first: bool = True
+    activations: tuple[TensorRef, ...] = ()
+    """Operands that a layer takes in: a projection's input."""
+
+
+class PartialAxes:
+    """The names of axes in a recording that ends early."""
+
+    def __init__(self, graph: Graph, *, batch_first: bool = True, first: Iterable[TensorRef] = ()) -> None:
+        self._graph = graph
+        self._order = ("batch", "sequence") if batch_first else ("sequence", "batch")
+        self._groups: list[tuple[str, Dim]] = []
+        self._known: set[Axis] = set()
+        self._query: set[Axis] = set()
+        self._query_heads = 0
+        projections = [op for op in graph.recording.ops if graph.is_projection(op)]
+        for op in projections:
+            self._learn_heads(graph.after_call(op))
+        for tensor in first:
+            self._learn_activation(tensor)
+        # Only the failing layer is known to take its sequence first: elsewhere the batch is.
+        self._order = ("batch", "sequence")
+        for op in projections:
+            source = graph.before_call(op, graph.projected(op))
+            origin = graph.before_moves(source)
+            self._learn_activation(origin if len(origin.shape) == 3 else source)
+        for op in graph.recording.ops:
+            if op.base_name == "embedding":
+                self._learn_positions(self._dims(op.inputs[1]))
+
+    def of(self, tensor: TensorRef, side: Side = "") -> str:
+        """Return what each dimension is, as an einops pattern."""
+        groups = [(self._called(name, group, side), group) for name, group in self._groups]
+        dims = self._dims(tensor)
+        for axis in {axis for dim in dims for axis in resolve(dim)}:
+            if any(set(resolve(axis.twins)) & group for group in self._named("sequence")):
+                groups.append(("key", (axis,)))  # the other sequence of a self-attention
+        return " ".join(write_dimension(name_dimension(dim, groups)) for dim in dims)
+
+    def _called(self, name: str, group: Dim, side: Side) -> str:
+        axes = resolve(group)
+        if name == "sequence" and side == "scores":
+            return "query" if set(axes) & self._query else "key"
+        if name == "heads" and side == "key" and self._query_heads not in (0, prod(axis.size for axis in axes)):
+            return "kv_heads"
+        return side or name if name == "sequence" else name
+
+    def learn_order(self, operand: TensorRef) -> None:
+        """Learn from an operand with heads which axis is the batch: it is with the heads, the sequence is not."""
+        dims = self._dims(operand)
+        before, after = ({axis for dim in part for axis in dim} for part in (dims[:-2], dims[-2:]))
+        heads, batch, sequence = (set().union(*self._named(name)) for name in ("heads", "batch", "sequence"))
+        if heads & before and sequence & before and batch & after:
+            other = {"batch": "sequence", "sequence": "batch"}
+            self._groups = [(other.get(name, name), group) for name, group in self._groups]
+
+    def learn_query(self, operand: TensorRef) -> None:
+        """Learn which sequence is the queries', and how many heads they have."""
+        inside = {axis for dim in self._dims(operand) for axis in dim}
+        heads = next((group for group in self._named("heads") if inside & group), None)
+        self._query_heads = 0 if heads is None else prod(axis.size for axis in heads)
+        self._query |= inside & set().union(*self._named("sequence"))
+
+    def _named(self, name: str) -> list[set[Axis]]:
+        return [set(resolve(group)) for known, group in self._groups if known == name]
+
+    def _learn_activation(self, tensor: TensorRef) -> None:
+        """Take a tensor as what a layer takes in: batch, sequence, embed."""
+        dims = self._dims(tensor)
+        if 2 <= len(dims) <= 3:
+            self._learn_positions(dims[:-1])
+            self._add("embed", dims[-1])
+
+    def _dims(self, tensor: TensorRef) -> tuple[Dim, ...]:
+        return self._graph.dimensions.of(tensor)
+
+    def _add(self, name: str, axes: Iterable[Axis]) -> None:
+        dim = resolve(axes)
+        # Of what has one element only a batch is told, by where it is: a view puts others anywhere.
+        one = name == "batch" and len(dim) == 1
+        if dim and (one or prod(axis.size for axis in dim) > 1) and self._known.isdisjoint(dim):
+            self._groups.append((name, dim))
+            self._known.update(dim)
+
+    def _learn_positions(self, dims: Sequence[Dim]) -> None:
+        """Name what stands before the width: batch and sequence, side by side in one dimension or each in its own."""
+        axes = [axis for dim in dims for axis in dim]
+        if len(dims) == 2:
+            known = {name for name, group in self._groups if not set(axes).isdisjoint(resolve(group))}
+            for name, dim in zip(self._order, dims, strict=True):
+                if name not in known:
+                    self._add(name, dim)
+        elif len(dims) == 1 and len(axes) == 2:
+            for name, axis in zip(self._order, axes, strict=True):
+                self._add(name, (axis,))
+        elif len(axes) == 1:
+            self._add("sequence", axes)
+
+    def _learn_heads(self, projected: TensorRef) -> None:
+        """Name the parts of a width from the first view that divides it."""
+        dims = self._dims(projected)
+        width = set(dims[-1]) if dims else set()
+        for op, _ in self._graph.forward(projected, lambda op: op.kind in ("view", "copy") or op.pointwise):
+            if op.kind != "view" or op.base_name in ("split", "split_with_sizes") or op.output.id == projected.id:
+                continue
+            parts, read = (
+                [part for dim in self._dims(tensor) if (part := tuple(axis for axis in dim if axis in width))]
+                for tensor in (op.output, op.inputs[0])
+            )
+            if len(parts) == len(read):
+                continue
+            sizes = [prod(axis.size for axis in part) for part in parts]
+            if len(parts) == 3 and sizes[0] in (2, 3):
+                parts = parts[1:]
+            elif len(parts) == 3 and sizes[1] in (2, 3):
+                parts = [parts[0], parts[2]]
+            elif len(parts) == 2 and len(parts[1]) > 1 and parts[1][0].size == 3:
+                parts[1] = parts[1][1:]  # query, key and value of a head side by side
+            if len(parts) == 2:
+                self._add("heads", parts[0])
+                self._add("head_dim", parts[1])
+                return
+
+
+@dataclass
+class Reached:
+    """The stages that there are, and the axes of any tensor."""
+
+    graph: Graph
+    axes: PartialAxes
+    names: AxisNames | None = None
+    """The axes of the attention that the failure belongs to, where that had been computed up to its context."""
+    stages: dict[str, TensorRef] = field(default_factory=dict)
+    sides: dict[int, Side] = field(default_factory=dict)
+    roles: dict[int, str] = field(default_factory=dict)
+    """TensorRef id to the side of an operand of the failing call: `query`, `key`, `value`, `weights`."""
+    completed: int = 0
+    """How many attentions were completed before."""
+
+    def of(self, tensor: TensorRef) -> str:
+        """Return what each dimension of a tensor is, as a pattern: its sequence is that of the nearest stage behind."""
+        side: Side = next((self.sides[now.id] for now in islice(self.behind(tensor), _FAR) if now.id in self.sides), "")
+        return self.axes.of(tensor, side)
+
+    def of_stage(self, stage: str) -> str:
+        """Return the axes of a stage."""
+        if self.names is not None:
+            return self.names.of_stage(stage)
+        return self.axes.of(self.stages[stage], side_of_stage(stage))
+
+    def behind(self, tensor: TensorRef) -> Iterator[TensorRef]:
+        """Yield the tensor, and every one that it was made from, the nearest first."""
+        queue, seen = [tensor], {tensor.id}
+        for now in queue:
+            yield now
+            op = self.graph.recording.producer(now)
+            fresh = [] if op is None else [earlier for earlier in op.inputs if earlier.id not in seen]
+            seen.update(earlier.id for earlier in fresh)
+            queue += fresh
+
+    def is_made_of(self, tensor: TensorRef, *ids: int) -> bool:
+        """Whether one of these tensors went into a tensor."""
+        return any(behind.id in ids for behind in self.behind(tensor))
+
+    def is_of_scores(self, tensor: TensorRef) -> bool:
+        """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
+        product = next(_products_behind(self.graph, (tensor,)), None)
+        if product is None:
+            return False
+        steps = (
+            step for factor in (product.left, product.right) for step in self.graph.back(factor, self.graph.carries)
+        )
+        makers = (self.graph.recording.producer(step.tensor) for step in steps)
+        return not any(maker is not None and self.graph.is_softmax(maker) for maker in makers)
+
+    def steps_back(self, tensor: TensorRef) -> Iterator[TensorRef]:
+        """Yield a tensor, and what it was before it was moved and scaled."""
+        yield tensor
+        while (op := self.graph.recording.producer(tensor)) and (self.graph.moves(op) or self.graph.is_scale(op)):
+            tensor = op.inputs[0]
+            yield tensor
+
+
+def reach(seen: Run, failing: Failing | None) -> Reached:
+    """Find the stages of the attention that the failure belongs to."""
+    graph, found = seen.graph, seen.attentions
+    first = () if failing is None else failing.activations
+    reached = Reached(graph, PartialAxes(graph, batch_first=failing is None or failing.batch_first, first=first))
+    reached.completed = len(found)
+    if found and "output" not in found[-1][0].projections and _belongs(reached, found[-1][0], failing):
+        last, reached.names = found[-1]
+        # What follows the context may be a part of the very call that failed: a product flattens what it is given.
+        reached.stages = {name: tensor for name, tensor in last.stages.items() if name != "concat"}
+        reached.completed -= 1
+        for name, tensor in last.stages.items():
+            reached.sides.setdefault(tensor.id, side_of_stage(name))
+        for product in (last.value_product, last.score_product):
+            reached.sides[product.op.output.id] = "scores"
+        reached.axes.learn_query(last.stages["q_heads"])
+        return reached
+    _walk(reached, found[-1][0].value_product.op.index + 1 if found else 0, failing)
+    return reached
+
+
+def _belongs(reached: Reached, found: Attention, failing: Failing | None) -> bool:
+    """Whether what failed was made from this attention's context."""
+    context = found.value_product.op.output.id
+    return failing is None or any(reached.is_made_of(tensor, context) for _, tensor in failing.operands)
+
+
+def _walk(reached: Reached, start: int, failing: Failing | None) -> None:
+    graph = reached.graph
+    tail = graph.recording.ops[start:]
+    softmax = next((op for op in reversed(tail) if graph.is_softmax(op)), None)
+    product = _score_product(graph, tail, softmax)
+    operands: dict[str, TensorRef] = {}
+    if product is not None:
+        query, key = (as_written(graph, product, tensor) for tensor in (product.left, product.right))
+        operands = {"query": query, "key": key}
+        _name_scores(reached, product, softmax)
+    if failing is not None:
+        given = _given(reached, failing, softmax, product)
+        reached.roles.update({tensor.id: role for role, tensor in given.items()})
+        operands.update({role: tensor for role, tensor in given.items() if role in _PARTS})
+        if failing.base == "multi_head_attention":
+            operands = {}
+            for role, tensor in failing.operands:
+                if role in _PARTS:
+                    reached.stages[role] = tensor
+                    reached.sides.setdefault(tensor.id, side_of_stage(role))
+    for role, tensor in operands.items():
+        _name_side(reached, role, tensor)
+    for tensor in operands.values():
+        reached.axes.learn_order(tensor)
+    if "query" in operands:
+        reached.axes.learn_query(operands["query"])
+    reached.stages = {name: reached.stages[name] for name in STAGES if name in reached.stages}
+
+
+def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Product | None:
+    """Return the product of the scores: the one before the softmax, or where there is none yet, the last one."""
+    if softmax is not None:
+        return next(_products_behind(graph, (softmax.inputs[0],)), None)
+    last = next((product for op in reversed(tail) if (product := graph.product(op)) is not None), None)
+    behind = () if last is None else _products_behind(graph, (last.left, last.right))
+    # What another product goes into is no scores: a softmax was left out, or there is none to come.
+    return None if any(one.op.index >= tail[0].index for one in behind) else last
+
+
+def _products_behind(graph: Graph, tensors: Iterable[TensorRef]) -> Iterator[Product]:
+    """Yield the products that tensors come from, with nothing between but what is done to scores."""
+    for tensor in tensors:
+        for step in graph.back(tensor, graph.carries):
+            op = graph.recording.producer(step.tensor)
+            if op is not None and (product := graph.product(op)) is not None:
+                yield product
+
+
+def _name_scores(reached: Reached, product: Product, softmax: Op | None) -> None:
+    graph = reached.graph
+    scores = graph.after_call(product.op)
+    reached.sides[product.op.output.id] = reached.sides[scores.id] = "scores"
+    while len(followers := graph.recording.consumers.get(scores.id, ())) == 1 and graph.is_scale(followers[0]):
+        scores = followers[0].output
+    reached.stages["scores"] = scores
+    if softmax is not None:
+        masked, _ = graph.softmax(softmax) or (softmax.inputs[0], 0)
+        if masked.id != scores.id:
+            reached.stages["masked_scores"] = masked
+        reached.stages["weights"] = softmax.output
+
+
+def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Product | None) -> dict[str, TensorRef]:
+    """Return what each operand of the failing call is to the attention, by its place in the call."""
+    if failing.base == "scaled_dot_product_attention":
+        return {role: tensor for role, tensor in failing.operands if role in _PARTS}
+    if failing.base not in {"einsum", *PRODUCTS} or len(failing.operands) < 2:
+        return {}
+    left, right = (tensor for _, tensor in failing.operands[-2:])
+    if any(tensor.id in failing.parameters or reached.graph.is_weight(tensor) for tensor in (left, right)):
+        return {}
+    made = softmax or (product.op if product is not None else None)
+    if made is None:
+        return {"query": left, "key": right}
+    for weights, value in ((left, right), (right, left)):
+        if reached.is_made_of(weights, made.output.id):
+            return {"weights": weights, "value": value}
+    return {}
+
+
+def _name_side(reached: Reached, role: str, operand: TensorRef) -> None:
+    """Walk from an operand of a product back to what came in, and name what is met."""
+    graph, letter, side = reached.graph, role[0], side_of_stage(role)
+    reached.sides[operand.id] = side
+    tensor = operand
+    while (op := graph.recording.producer(tensor)) is not None:
+        swaps = role == "key" and op.swaps_last_two and tensor.id == operand.id
+        if not (swaps or graph.is_scale(op)):
+            break
+        tensor = op.inputs[0]
+        reached.sides[tensor.id] = side
+    for step in graph.back(tensor, lambda op: not graph.operands(op)):
+        op = graph.recording.producer(step.tensor)
+        if op is None or not graph.is_projection(op):
+            continue
+        projected = graph.after_call(op)
+        source = graph.before_call(op, graph.projected(op))
+        reached.stages[role] = source
+        piece = _piece(step, tensor)
+        if piece is None or len(piece.shape) <= len(projected.shape):
+            reached.stages[f"{letter}_proj"] = piece or projected
+        # One product may serve all three: then it is nobody's own.
+        for known in (projected.id, source.id):
+            reached.sides[known] = side if reached.sides.get(known) in (None, side) else ""
+        if tensor.id != projected.id:
+            reached.stages[f"{letter}_heads"] = tensor
+        return
+    reached.stages[f"{letter}_heads"] = tensor
+
+
+def _piece(step: Step, heads: TensorRef) -> TensorRef | None:
+    """Return what a shared projection was split into for one side alone; None where it was not split."""
+    for place in range(len(step.path) - 1, -1, -1):
+        if step.path[place].base_name in _SPLITS:
+            reads = step.path[place - 1].inputs if place else (heads,)
+            made = {tensor.id for tensor in step.path[place].outputs}
+            return next((tensor for tensor in reads if tensor.id in made), None)
+    return None

@@ -1,0 +1,216 @@
+"""A forward that raises, or a block of code: how far it came, what clashed, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from ...errors import ForwardError, MhaInspectError
+from ...naming.canonical import own_axes
+from ...record.ops import Recording, TensorRef
+from ...record.run import Attempt, AttemptRecorder
+from ...record.subject import Run, Subject
+from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
+from ...reports.trace import Proof, Trace
+from ...targets.memory import is_out_of_memory
+from ...targets.spec import Show
+from ...text import MESSAGE, message_of, shortened
+from ..trace import environment_of, layer_of, report
+from .call import Argument, Evidence
+from .causes import find_cause
+from .reached import Failing, Reached, reach
+from .scene import Given, Scene, clash
+from .site import LayerCall, site_of
+
+LAST_OPS = 6
+"""How many of the completed operations are told one by one."""
+
+
+def forward_error(own: Subject, attempt: Attempt, show: Show) -> Exception:
+    """Return what to raise for a run that raised: a `ForwardError` with the trace up to there.
+
+    The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
+    ran out, or it was raised by this package on purpose.
+    """
+    error = attempt.error
+    assert error is not None
+    try:
+        if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
+            return error
+        trace = trace_failure(own, attempt, show)
+        assert trace.failure is not None
+        failure, why = trace.failure, ""
+        if failure.cause is not None:
+            why = f" {failure.cause.explanation}"
+        first = next(iter(failure.message.splitlines()), "")
+        return ForwardError(
+            f"the forward of {trace.layer.name} failed at {failure.source}: {failure.error}: {first}{why}", trace
+        )
+    finally:
+        del error  # its traceback leads to this frame
+
+
+def trace_failure(own: Subject, attempt: Attempt, show: Show) -> Trace:
+    """Report a run that raised.
+
+    Args:
+        own: the module and its arguments.
+        attempt: the run that raised.
+        show: what else the report holds; tensors are never kept here.
+    """
+    assert attempt.error is not None
+    failure, completed = describe_failure(attempt.error, attempt.recording, attempt.recorder)
+    run = Run(attempt.recording, None)
+    trace = report(
+        run,
+        own_axes(run),
+        replace(show, stats=False, values=False),
+        environment=environment_of(own),
+        layer=layer_of(own),
+        proof=Proof(None, None, None, "the forward did not return"),
+    )
+    return replace(trace, attentions=trace.attentions[:completed], failure=failure)
+
+
+def describe_failure(
+    error: Exception, recording: Recording, recorder: AttemptRecorder, *, in_block: bool = False
+) -> tuple[Failure, int]:
+    """Return how a recorded run ended that raised, and how many attentions were completed before."""
+    site = site_of(error, in_block=in_block)
+    assert site is not None
+    evidence = Evidence(error, site, recorder, recording, in_block=in_block)
+    try:
+        return _describe(error, Run(recording, None), evidence)
+    finally:
+        del site, evidence, error  # they hold tensors, and the error's traceback leads to this frame
+
+
+def _describe(error: Exception, seen: Run, evidence: Evidence) -> tuple[Failure, int]:
+    call, site = evidence.call, evidence.site
+    layer = site.attention
+    nothing_called = call is None and layer is None
+    base = _base_of(layer) if layer is not None else "" if call is None else call.base
+    arguments = list(evidence.arguments())
+    attends = layer.module if layer is not None and isinstance(layer.module, nn.MultiheadAttention) else None
+    batch_first = layer is None or bool(getattr(layer.module, "batch_first", True))
+    reached = reach(
+        seen,
+        None
+        if nothing_called
+        else Failing(
+            base,
+            tuple((a.role, a.tensor) for a in arguments),
+            frozenset(a.tensor.id for a in arguments if isinstance(a.value, nn.Parameter)),
+            batch_first,
+            tuple(a.tensor for a in arguments if _is_activation(base, a)),
+        ),
+    )
+    name = "" if call is None else call.name
+    scene = Scene(
+        error=type(error).__name__,
+        message=_message(error),
+        call=name if layer is None else f"nn.{type_of(layer)}",
+        base=base,
+        operands=tuple(_given(argument, reached) for argument in arguments),
+        reached=reached,
+        variables=evidence.variables,
+        settings=() if call is None else call.settings,
+        num_heads=0 if attends is None else attends.num_heads,
+        widths={} if attends is None else {"query": attends.embed_dim, "key": attends.kdim, "value": attends.vdim},
+        batch_first=batch_first,
+    )
+    failure = Failure(
+        error=scene.error,
+        message=scene.message,
+        call=scene.call,
+        op=evidence.op,
+        module=evidence.module,
+        source=site.source,
+        line=site.line,
+        operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
+        clash="" if nothing_called else clash(scene),
+        cause=find_cause(scene) if not nothing_called or scene.error == "EinopsError" else None,
+        completed=tuple(_completed(reached, scene.variables)),
+        last_ops=tuple(
+            ReachedOp(
+                o.index, o.name, o.module, o.source, *(tuple(t.shape for t in ts) for ts in (o.inputs, o.outputs))
+            )
+            for o in seen.recording.ops[-LAST_OPS:]
+        ),
+        num_ops=len(seen.recording.ops),
+        note="" if evidence.told else "All that the call was given cannot be told without calling code of yours again.",
+    )
+    return failure, reached.completed
+
+
+def type_of(layer: LayerCall) -> str:
+    """Return the class of torch's that a layer is of."""
+    return "MultiheadAttention" if isinstance(layer.module, nn.MultiheadAttention) else "Transformer"
+
+
+def _base_of(layer: LayerCall) -> str:
+    return {"MultiheadAttention": "multi_head_attention", "Transformer": "transformer"}[type_of(layer)]
+
+
+def _is_activation(base: str, argument: Argument) -> bool:
+    """Whether this is what a layer takes in: batch, sequence, features."""
+    if base in ("multi_head_attention", "transformer"):
+        return argument.role in ("query", "key", "value", "src", "tgt")
+    return base == "linear" and argument.role == "input" and argument.value.is_floating_point()
+
+
+def _message(error: Exception) -> str:
+    """Return the lines of a message that are about the failure, without the stack of C++."""
+    lines = []
+    for line in message_of(error).splitlines():
+        if line.startswith(("Exception raised from", "C++ CapturedTraceback", "CUDA kernel errors might")):
+            break
+        if line.strip():
+            lines.append(shortened(line.strip(), MESSAGE))
+    return "\n".join(lines[:4])
+
+
+def _given(argument: Argument, reached: Reached) -> Given:
+    tensor, value = argument.tensor, argument.value
+    return Given(
+        name=argument.name,
+        role=argument.role,
+        tensor=tensor,
+        device=str(value.device),
+        pattern=reached.of(tensor),
+        part=reached.roles.get(tensor.id, ""),
+        is_parameter=isinstance(value, nn.Parameter),
+        is_contiguous=value.is_contiguous(),
+        is_floating=value.is_floating_point(),
+        from_scores=reached.is_of_scores(tensor),
+        from_parameters=any(reached.graph.is_weight(behind) for behind in reached.behind(tensor)),
+    )
+
+
+def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedStage]:
+    """Yield the stages that were reached, then what else has a name: variables, and what projections gave."""
+    graph, recording = reached.graph, reached.graph.recording
+    inputs = {named.tensor.id: named.name for named in recording.inputs}
+    projected = {graph.after_call(op).id: op.module for op in recording.ops if graph.is_projection(op)}
+
+    def row(stage: str, tensor: TensorRef, axes: str) -> ReachedStage:
+        op = recording.producer(tensor)
+        variable = variables.get(tensor.id) or inputs.get(tensor.id, "")
+        if any(named.name == stage and named.tensor.id == tensor.id for named in recording.inputs):
+            variable = stage
+        if not variable and op is not None and stage.endswith("_proj"):
+            variable = op.module
+        if not stage:
+            variable = variable or projected[tensor.id]
+        made = ("", "") if op is None else (op.name, op.source)
+        return ReachedStage(stage, variable, tensor.shape, axes, tensor.dtype, *made)
+
+    for stage, tensor in reached.stages.items():
+        yield row(stage, tensor, reached.of_stage(stage))
+    known = {tensor.id: tensor for tensor in (*recording.tensors(), *(named.tensor for named in recording.inputs))}
+    told = {tensor.id for tensor in reached.stages.values()}
+    loose = {*variables} if told else {*variables, *inputs, *projected}
+    for number in sorted((loose & set(known)) - told - set(reached.roles)):
+        yield row("", known[number], reached.of(known[number]))

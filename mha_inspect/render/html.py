@@ -1,0 +1,92 @@
+"""The page as html: real tables, each of which scrolls by itself, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
+from .templates import CELL, HTML
+
+
+def to_html(page: Page) -> str:
+    """Return the page as one html file: nothing is fetched, no script."""
+    return HTML.replace("@PAGE@", _page(page), 1).replace("@TITLE@", escape(f"mha-inspect: {page.title}"), 1)
+
+
+def to_cell(page: Page) -> str:
+    """Return the page as a piece of html that can stand inside of another page, in the colours of which it is."""
+    return CELL.replace("@PAGE@", _page(page), 1)
+
+
+def _page(page: Page) -> str:
+    lines = [_titled("h1", page.title, page.detail), _element("p", page.subtitle, "muted")]
+    for section in page.sections:
+        lines += ["<section>", *_section(section), "</section>"]
+    return "\n".join(lines)
+
+
+def _section(section: Section) -> Iterator[str]:
+    if section.title:
+        yield _titled("h2", section.title, section.detail)
+    for block in section.blocks:
+        yield from _block(block)
+
+
+def _block(block: Block) -> Iterator[str]:
+    if isinstance(block, Table):
+        yield from _table(block)
+    elif isinstance(block, Facts):
+        items = [_element("dt", label) + _element("dd", text) for label, text in block.items]
+        yield f"<dl>{''.join(items)}</dl>"
+    elif isinstance(block, Paragraph) and block.label:
+        yield f"<dl>{_element('dt', block.label)}{_element('dd', block.text, block.tone)}</dl>"
+    elif isinstance(block, Paragraph):
+        yield _element("p", block.text, block.tone)
+    else:
+        yield from _verbatim(block)
+
+
+def _table(table: Table) -> Iterator[str]:
+    classes = [" ".join(["right"] * (c.align == "right") + ["wrap"] * bool(c.wrap)) for c in table.columns]
+    yield '<div class="scroll"><table>'
+    heads = (_element("th", c.title, name, ' scope="col"') for c, name in zip(table.columns, classes, strict=True))
+    yield f"<thead><tr>{''.join(heads)}</tr></thead>"
+    yield "<tbody>"
+    for number, row in enumerate(table.rows):
+        if table.total and number == len(table.rows) - 1:
+            yield "</tbody><tfoot>"
+        fields = (_field(*both) for both in zip(row, (c.tone for c in table.columns), classes, strict=True))
+        yield f"<tr>{''.join(fields)}</tr>"
+    yield "</tfoot></table></div>" if table.total and table.rows else "</tbody></table></div>"
+    if table.legend:
+        yield _element("p", table.legend, "muted")
+
+
+def _field(cell: Cell, usual: Tone, name: str) -> str:
+    tone = cell.tone or usual
+    mark = f' <span class="muted">{escape(cell.mark)}</span>' if cell.mark else ""
+    return f"<td{_class(f'{name} {tone}')}>{_coloured(cell.text, tone, cell.axes)}{mark}</td>"
+
+
+def _coloured(text: str, tone: Tone, axes: str) -> str:
+    pieces = by_axis(text, tone, axes)
+    return "".join(_element("span", piece, f"axis-{axis}") if axis else escape(piece) for piece, axis in pieces)
+
+
+def _verbatim(block: Verbatim) -> Iterator[str]:
+    shape, axes = _coloured(block.shape, "shape", block.axes), _coloured(block.axes, "axes", "")
+    yield f"<h3>{escape(block.title)} <span>{shape} {axes}</span></h3>"
+    yield f'<div class="scroll"><pre>{escape(block.text)}</pre></div>'
+
+
+def _titled(tag: str, title: str, detail: str) -> str:
+    return f"<{tag}>{escape(title)}{_element('span', detail) if detail else ''}</{tag}>"
+
+
+def _element(tag: str, text: str, name: str = "", settings: str = "") -> str:
+    return f"<{tag}{_class(name)}{settings}>{escape(text)}</{tag}>"
+
+
+def _class(names: str) -> str:
+    return f' class="{names.strip()}"' if names.strip() else ""
