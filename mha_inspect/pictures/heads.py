@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
     """Return the norms of each head's part of W_q, W_k, W_v and W_o: a panel for each attention, heads side by side.
 
-    A head of keys and values that several heads of queries share stands at each of them. Raises `SpecError` where there
-    are no norms.
+    What is drawn is how many times the mean of its matrix a head has, for one matrix may be as a whole far smaller than
+    another: a dead head is 0, and twins are alike in every row. A head of keys and values that several heads of queries
+    share stands at each of them. Raises `SpecError` where there are no norms.
     """
     parts = list(dict.fromkeys(one.part for one in norms))
     owners = list(dict.fromkeys(one.owner for one in norms))
@@ -29,14 +30,18 @@ def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
     values = np.full((len(owners), len(parts), most), -np.inf, np.float32)
     for one in norms:
         heads = max(len(other.norms) for other in norms if other.owner == one.owner)
-        shared = np.repeat(np.array(one.norms, np.float32), heads // max(len(one.norms), 1))
+        own = np.array(one.norms)
+        shared = np.repeat(own / (own.mean() or 1.0), heads // max(len(one.norms), 1))
         values[owners.index(one.owner), parts.index(one.part), : len(shared)] = shared
+    every = {part: [norm for one in norms if one.part == part for norm in one.norms] for part in parts}
+    ranges = ", ".join(f"{part} {min(own):.4g} to {max(own):.4g}" for part, own in every.items())
     return Picture(
-        "norm of each head's part",
+        "norm of each head's part, over the mean of its matrix",
         tuple(owner or "the layer itself" for owner in owners),
         values,
         Side("part", tuple(parts)),
         Side("head"),
+        notes=(f"Norms: {ranges}.",),
     )
 
 

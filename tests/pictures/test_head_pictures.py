@@ -38,7 +38,10 @@ def test_norms_are_those_of_the_matrices():
     assert report.head_norms[0].norms[1] == 0
     picture = norms_picture(report.head_norms)
     assert picture.rows.labels == ("W_q", "W_k", "W_v", "W_o")
-    assert picture.values[0].tolist() == [pytest.approx(norms) for norms in norms_of_torch(layer).values()]
+    for drawn, norms in zip(picture.values[0].tolist(), norms_of_torch(layer).values(), strict=True):
+        assert drawn == pytest.approx([norm / (sum(norms) / 3) for norm in norms])
+    first = norms_of_torch(layer)["W_v"]
+    assert f"W_v {min(first):.4g} to {max(first):.4g}" in picture.notes[0]
     assert params(layer, own=Subject(layer, (x, x, x), {})).head_norms is None
 
 
