@@ -100,10 +100,10 @@ RULES = {
     "targets.spec": ("errors",),
     "reports": ("reports", "errors", "text"),
     "schemas": (),
-    "render": ("render", "reports", "errors", "text", "targets.spec", "naming.stages", "schemas", ""),
     "pictures": ("pictures", "reports", "render.layout", "naming", "errors", "text"),
+    "render": ("text", "render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
     "graph": ("graph", "record", "naming.stages", "errors"),
-    "layers": ("layers", "measure", "errors", "text", "targets", "reports"),
+    "layers": ("text", "layers", "measure", "errors", "targets", "reports"),
 }
 """What a module, or all in a folder, may import from the package; nothing else."""
 

@@ -10,7 +10,6 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params, params_spec
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
@@ -22,6 +21,7 @@ from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSp
 
 from .foreign import styles
 from .foreign.styles import D, E, H
+from .foreign.truth import cut
 
 PLAIN = (
     "Base",
@@ -109,7 +109,10 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
     forward = load_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
     row = params(forward.module, own=forward).parameters[0]
-    assert (row.axes, row.role) == ("head_dim 4", "W_q of head 0: it reads 4 of the 12 features")
+    assert (row.axes, row.role) == (
+        "head_dim 4",
+        "W_q of head 0: it reads features 0–3 of the embedding and no others",
+    )
 
 
 def matrices(found: dict[str, Parameter], module: nn.Module, part: str, head: int) -> torch.Tensor:
@@ -198,7 +201,7 @@ def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes:
 def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
     found = read_off(layer, torch.randn(3, 5, 14))
-    assert found["linear1.weight"].role == "read by addmm"
+    assert found["linear1.weight"].role == "read by _addmm_activation"
     assert found["linear1.weight"].heads is None
     assert found["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))

@@ -1,164 +1,163 @@
-"""Proving by running it that one big projection then split equals one small matrix per head."""
+"""Proving on a run that one big projection then split equals one small matrix per head."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..layers.roles import Role
-from ..record.copying import copy_module
-from ..record.rounding import first_tensor, judge, max_difference, noise_floor
+from ..graph.attention import Attention
+from ..graph.walk import Graph
+from ..measure.weights import Weights, as_matrix, weights_of
+from ..naming.axes import AxisNames
+from ..naming.canonical import contents_of
+from ..record.ops import TensorRef
+from ..record.rounding import judge, max_difference
+from ..record.subject import Run, Subject
 from ..reports.common import Verdict
-from ..reports.params import HeadSlice, PerHeadProof
-from ..targets.flag_inputs import Inputs
-from ..targets.spec import AttentionSpec
+from ..reports.params import PerHeadProof
 
 _SAID: dict[Verdict, str] = {
-    "same": "give the same output",
+    "same": "give the same output within rounding",
     "differs": "give different outputs",
     "inconclusive": "give outputs too close to tell apart from rounding",
 }
+_SIDES = {"q": "query", "k": "key", "v": "value"}
 
 
-class HeadMatrices:
-    """The small matrices and biases of each head, cut out of a layer's parameters by their roles."""
+def prove(subject: Subject, run: Run) -> PerHeadProof | None:
+    """Compute each attention of a run again with one small matrix per head, and compare with what the run gave.
 
-    def __init__(self, parameters: Mapping[str, Tensor], roles: Mapping[str, Role]) -> None:
-        self._pieces: dict[tuple[str, int], Tensor] = {}
-        self.shared: dict[str, Tensor] = {}
-        """By name, what belongs to no head: `b_o`."""
-        self.widths: dict[str, int] = {}
-        """By name, how many columns the parameter that a piece was cut from has."""
-        for name, role in roles.items():
-            if name not in parameters:
-                continue
-            parameter = parameters[name].detach()
-            for part in role.parts:
-                if part.columns is not None:
-                    self.widths[part.name] = parameter.shape[-1]
-                if part.split is None:
-                    self.shared[part.name] = _cut(parameter, part.rows, part.columns)
-                for piece in part.slices():
-                    self._pieces[part.name, piece.head] = cut(parameter, piece)
-
-    def get(self, part: str, head: int) -> Tensor | None:
-        """This head's piece of a part: `W_q` is `head_dim embed`, `b_q` is `head_dim`, `W_o` is `embed head_dim`."""
-        return self._pieces.get((part, head))
-
-    def heads(self, part: str) -> int:
-        """How many heads own a piece of this part."""
-        return sum(name == part for name, _ in self._pieces)
-
-
-def cut(parameter: Tensor, piece: HeadSlice) -> Tensor:
-    """The rows and columns of a matrix, or the elements of a bias, that a head owns: a view."""
-    return _cut(parameter, piece.rows, piece.columns)
-
-
-def _cut(parameter: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
-    if columns is None:
-        return parameter.view(-1)[slice(*rows)]
-    return parameter[slice(*rows), slice(*columns)]
-
-
-def output_by_head(matrices: HeadMatrices, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Concat(head_1 … head_h) W_o with head_i = Attention(Q W_q_i, K W_k_i, V W_v_i), one head at a time.
-
-    "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.2, read literally: no matrix here is wider than a
-    head.
-
-    Args:
-        matrices: the pieces of each head.
-        spec: for the head counts, and for what the layer appends to the keys.
-        query: `batch query embed` or `query embed`.
-        key: `batch key kdim` or `key kdim`.
-        value: `batch key vdim` or `key vdim`.
-
-    Returns:
-        `batch query embed` or `query embed`.
+    The run must have been recorded with its tensors kept. None where there are no numbers, or in no attention do the
+    heads come from such matrices alone: where they are rotated or normed, or more is done to scores than to mask them.
+    The worst of several attentions is told.
     """
-    contexts = []
-    for head in range(spec.num_heads):
-        shared = head // (spec.num_heads // spec.kv_heads)
-        q = _project(query, matrices, "q", head)
-        k = _append(_project(key, matrices, "k", shared), matrices.get("bias_k", shared), spec.add_zero_attn)
-        v = _append(_project(value, matrices, "v", shared), matrices.get("bias_v", shared), spec.add_zero_attn)
-        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
-        contexts.append(weights @ v)
-    concat = torch.cat(contexts, dim=-1)
-    pieces = (matrices.get("W_o", head) for head in range(spec.num_heads))
-    columns = [piece for piece in pieces if piece is not None]
-    if not columns:
-        return concat
-    output = concat @ torch.cat(columns, dim=1).T
-    return output + matrices.shared["b_o"] if "b_o" in matrices.shared else output
-
-
-def _project(x: Tensor, matrices: HeadMatrices, letter: str, head: int) -> Tensor:
-    """x W_hᵀ + b_h: `batch seq width` to `batch seq head_dim`."""
-    weight, bias = matrices.get(f"W_{letter}", head), matrices.get(f"b_{letter}", head)
-    assert weight is not None, f"no head {head} in W_{letter}"
-    return x @ weight.T if bias is None else x @ weight.T + bias
-
-
-def _append(x: Tensor, learned: Tensor | None, zeros: bool) -> Tensor:
-    """`batch key head_dim` with the learned key or value after it, and then one of zeros."""
-    one_more = (*x.shape[:-2], 1, x.shape[-1])
-    if learned is not None:
-        x = torch.cat([x, learned.expand(one_more)], dim=-2)
-    return torch.cat([x, x.new_zeros(one_more)], dim=-2) if zeros else x
-
-
-def prove(
-    module: nn.Module,
-    roles: Mapping[str, Role],
-    spec: AttentionSpec,
-    inputs: Inputs,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-) -> PerHeadProof | None:
-    """Run the layer, and the same with one small matrix per head; None where its heads are not such matrices.
-
-    Without masks and dropout: what is proved is the projections. A module in training mode is run as a copy in eval
-    mode.
-    """
-    matrices = HeadMatrices(dict(module.named_parameters()), roles)
-    if inputs.query.is_meta or spec.rope or not _reads_whole_inputs(matrices, spec):
+    proofs = []
+    for (found, names), weights in zip(run.attentions, weights_of(run, subject.module), strict=True):
+        measured = _measured(run, found, names, weights)
+        if measured is not None:
+            proofs.append((*judge(*measured), *measured, names))
+    if not proofs:
         return None
-    args, kwargs = arguments
-    layer = copy_module(module).eval() if module.training else module
-    with torch.no_grad():
-        expected = first_tensor(layer(*args, **kwargs))
-        swap = not spec.batch_first and not inputs.unbatched
-        tensors = (inputs.query, inputs.key, inputs.value)
-        query, key, value = (tensor.transpose(0, 1) if swap else tensor for tensor in tensors)
-        output = output_by_head(matrices, spec, query, key, value)
-        difference = max_difference(output.transpose(0, 1) if swap else output, expected)
-    floor = noise_floor(layer, args, kwargs)
-    times, verdict = judge(difference, floor)
-    width = int(spec.head_dim)
+    _, verdict, difference, floor, names = max(proofs, key=lambda proof: (proof[0], proof[2]))
+    heads = f"{names.num_heads} {'head' if names.num_heads == 1 else 'heads'}"
+    several = f" in each of {len(proofs)} attentions" if len(proofs) > 1 else ""
     sentence = (
-        f"One projection to {spec.num_heads * width} features split into {spec.num_heads} "
-        f"{'head' if spec.num_heads == 1 else 'heads'} of {width}, and one small matrix of {width} rows per head, "
-        f"{_SAID[verdict]}: {_apart(difference, times)}."
+        f"One projection to {names.num_heads * names.head_dim} features split into {heads} of {names.head_dim}, and "
+        f"one small matrix of {names.head_dim} rows per head, {_SAID[verdict]}{several}."
     )
     return PerHeadProof(max_abs_difference=difference, noise_floor=floor, verdict=verdict, sentence=sentence)
 
 
-def _apart(difference: float, times: float) -> str:
-    """The report has the numbers themselves beside the sentence."""
-    return "bit for bit" if difference == 0 else f"they are {times:.2g} times the rounding error apart"
+def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) -> tuple[float, float] | None:
+    """The largest difference from what was recorded, and the rounding error of the heads' own computation."""
+    plain = found.divided is None and found.softcap is None and found.sinks is None and not found.key_first
+    mixed = found.mixed_scores or found.mixed_weights or any(op.base_name != "expand" and op.kind == "compute"
+                                                             for op in found.weights_path)  # fmt: skip
+    last = "output" if "W_o" in weights.projections else "concat"
+    if not plain or mixed or found.scale is None or last not in found.stages or weights.missing:
+        return None
+    if not {"W_q", "W_k", "W_v"} <= weights.projections.keys() or not _heads_are_projections(run.graph, found):
+        return None
+    contents = contents_of(run, found, names)
+    if not {*_SIDES.values(), "weights", last} <= contents.keys() or contents[last].is_meta:
+        return None
+    if any(contents[side].shape[-1] != weights.shapes[f"W_{letter}"][-1] for letter, side in _SIDES.items()):
+        return None
+    numbers = weights.read()
+    # Beside float64 there is nothing finer: float32 is measured, and scaled by the ratio of the rounding steps.
+    double = contents[last].dtype == torch.float64
+    coarser, finer = (torch.float32, torch.float64) if double else (contents[last].dtype, torch.float64)
+
+    def by_head(dtype: torch.dtype) -> Tensor:
+        given = [{name: tensor.to(dtype) for name, tensor in own.items()} for own in (numbers, contents)]
+        return output_by_head(given[0], weights.users(), given[1], float(found.scale or 1))
+
+    try:
+        rounded, exact = by_head(coarser), by_head(finer)
+    except RuntimeError:  # sizes that do not fit: what comes in was cut or padded on the way
+        return None
+    own = exact if double else rounded
+    if own.shape != contents[last].shape:
+        return None
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
+    return max_difference(own, contents[last]), max_difference(rounded, exact) * ratio
 
 
-def _reads_whole_inputs(matrices: HeadMatrices, spec: AttentionSpec) -> bool:
-    """Whether every head has its own W_q, W_k and W_v, each as wide as the input."""
-    counts = {"W_q": spec.num_heads, "W_k": spec.kv_heads, "W_v": spec.kv_heads}
-    widths = {"W_q": spec.embed_dim, "W_k": spec.key_width, "W_v": spec.value_width}
-    for name, count in counts.items():
-        first = matrices.get(name, 0)
-        if first is None or matrices.heads(name) != count or first.shape[-1] != widths[name]:
-            return False
-    return True
+def _heads_are_projections(graph: Graph, found: Attention) -> bool:
+    """Whether heads are what the projections give, moved, scaled and biased at most."""
+    return all(
+        _only_moved(graph, turn.stages[f"{letter}_heads"], turn.projections[side].index)
+        for turn in found.branches or (found,)
+        for letter, side in _SIDES.items()
+        if side in turn.projections
+    )
+
+
+def _only_moved(graph: Graph, tensor: TensorRef, projection: int) -> bool:
+    op = graph.recording.producer(tensor)
+    if op is None or op.index <= projection or not graph.comes_from_inputs(tensor):
+        return True
+    sources = [source for source in op.inputs if not graph.is_weight(source)]
+    added = op.base_name.rstrip("_") == "add" and len(op.inputs) == 2 and len(sources) == 1
+    if op.kind == "compute" and not (graph.is_scale(op) or added or op.base_name in ("repeat", "constant_pad_nd")):
+        return False
+    return all(_only_moved(graph, source, projection) for source in sources)
+
+
+def output_by_head(
+    numbers: Mapping[str, Tensor], users: list[int], contents: Mapping[str, Tensor], scale: float
+) -> Tensor:
+    """Concat(head_1 … head_h) W_o with head_i = Attention(Q W_q_i, K W_k_i, V W_v_i), one head at a time.
+
+    "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.2, read literally: no matrix here is wider than a
+    head. What was added to the scores for a mask is taken from the recorded stages.
+
+    Args:
+        numbers: the weights in canonical form.
+        users: for each head, which of the key/value heads it uses.
+        contents: the stages `query`, `key`, `value`, `weights`, and `scores` and `masked_scores` where there is a mask,
+            in canonical axes.
+        scale: of the scores.
+
+    Returns:
+        `batch query embed`, or `batch query (heads head_dim)` without W_o.
+    """
+    mask, keys = _mask(contents), contents["weights"].shape[-1]
+    contexts = []
+    for head, shared in enumerate(users):
+        q = _project(contents["query"], numbers, "q", head)
+        k = _project(contents["key"], numbers, "k", shared)
+        v = _project(contents["value"], numbers, "v", shared)
+        k, v = (_append(one, numbers.get(f"bias_{name}"), shared, keys) for one, name in ((k, "k"), (v, "v")))
+        scores = q @ k.mT * scale
+        if mask is not None:
+            scores = scores + mask[:, head]
+        contexts.append(scores.softmax(dim=-1) @ v)
+    concat = torch.cat(contexts, dim=-1)
+    if "W_o" not in numbers:
+        return concat
+    output = concat @ as_matrix("W_o", numbers["W_o"]).T
+    return output + numbers["b_o"] if "b_o" in numbers else output
+
+
+def _mask(contents: Mapping[str, Tensor]) -> Tensor | None:
+    """`batch heads query key`: what was added to the scores; None where nothing was."""
+    if "scores" not in contents or "masked_scores" not in contents:
+        return None
+    scores, masked = contents["scores"], contents["masked_scores"]
+    return torch.where(masked.isfinite(), masked - scores, masked).to(scores.dtype)
+
+
+def _project(x: Tensor, numbers: Mapping[str, Tensor], letter: str, head: int) -> Tensor:
+    """x W_hᵀ + b_h: `batch seq width` to `batch seq head_dim`."""
+    projected = x @ numbers[f"W_{letter}"][head].T
+    return projected + numbers[f"b_{letter}"][head] if f"b_{letter}" in numbers else projected
+
+
+def _append(x: Tensor, learned: Tensor | None, head: int, keys: int) -> Tensor:
+    """`batch key head_dim` with the learned key or value after it, and with zeros up to the number of keys."""
+    if learned is not None:
+        x = torch.cat([x, learned[head].expand(*x.shape[:-2], 1, -1)], dim=-2)
+    return torch.nn.functional.pad(x, (0, 0, 0, max(keys - x.shape[-2], 0)))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..layers.catalog import LayerKind
-from ..layers.roles import Role
+from ..naming.parameter_words import ParameterRole
 from ..reports.params import HeadCountColumn
-from ..targets.spec import AttentionSpec
 from ..text import listed
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A module under one head count."""
+
+    num_heads: int
+    head_dim: int
+    parameters: Mapping[str, Tensor]
+    roles: Mapping[str, ParameterRole]
 
 
 @dataclass(frozen=True)
@@ -31,43 +39,25 @@ class _Change:
         return bool(self.shapes or self.values or self.gone or self.new)
 
 
-def side_by_side(
-    kind: LayerKind, spec: AttentionSpec, device: torch.device, counts: tuple[int, ...]
-) -> tuple[tuple[HeadCountColumn, ...], str]:
-    """A column a head count, and one sentence on what changes from the first: found by comparing, bit for bit.
-
-    Raises `SpecError` when a head count does not fit the other sizes.
-    """
-    specs = [replace(spec, num_heads=count) for count in counts]
-    columns, changes = [], []
-    baseline: dict[str, Tensor] | None = None
-    for one in specs:
-        parameters = _built(kind, one, device)
-        columns.append(_column(kind, one, parameters))
-        if baseline is None:
-            baseline = parameters
-        else:
-            changes.append(_compare(baseline, parameters, one.num_heads))
-    return tuple(columns), _sentence(specs, changes, len(baseline or {}), known=device.type != "meta")
+def side_by_side(counted: Sequence[Counted]) -> tuple[tuple[HeadCountColumn, ...], str]:
+    """Return a column a head count, and a sentence on what changes from the first: found by comparing, bit for bit."""
+    baseline, *others = counted
+    changes = [_compare(baseline.parameters, other.parameters, other.num_heads) for other in others]
+    return tuple(map(_column, counted)), _sentence(counted, changes)
 
 
-def _built(kind: LayerKind, spec: AttentionSpec, device: torch.device) -> dict[str, Tensor]:
-    module = kind.load().build(spec, str(device))
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-def _column(kind: LayerKind, spec: AttentionSpec, parameters: Mapping[str, Tensor]) -> HeadCountColumn:
-    declared = getattr(kind.load(), "roles", None)
-    roles: Mapping[str, Role] = {} if declared is None else declared(spec)
+def _column(one: Counted) -> HeadCountColumn:
     first = {
-        name: tuple(piece for piece in roles[name].slices() if piece.head == 0) for name in parameters if name in roles
+        name: tuple(piece for piece in role.heads if piece.head == 0)
+        for name, role in one.roles.items()
+        if name in one.parameters
     }
     return HeadCountColumn(
-        num_heads=spec.num_heads,
-        head_dim=int(spec.head_dim),
-        numel=sum(parameter.numel() for parameter in parameters.values()),
-        shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        first_head={name: pieces for name, pieces in first.items() if pieces},
+        num_heads=one.num_heads,
+        head_dim=one.head_dim,
+        numel=sum(parameter.numel() for parameter in one.parameters.values()),
+        shapes={name: tuple(parameter.shape) for name, parameter in one.parameters.items()},
+        first_head={name: first[name] for name in one.parameters if first.get(name)},
     )
 
 
@@ -90,19 +80,21 @@ def _compare(baseline: Mapping[str, Tensor], other: Mapping[str, Tensor], num_he
     )
 
 
-def _sentence(specs: list[AttentionSpec], changes: list[_Change], number: int, known: bool) -> str:
+def _sentence(counted: Sequence[Counted], changes: Sequence[_Change]) -> str:
     if any(changes):
-        return " ".join(_describe(specs[0].num_heads, change) for change in changes if change)
-    heads = listed([str(spec.num_heads) for spec in specs])
-    widths = listed([str(int(spec.head_dim)) for spec in specs])
+        return " ".join(_describe(counted[0].num_heads, change) for change in changes if change)
+    heads, widths = (
+        [str(n) for n in sizes] for sizes in zip(*((o.num_heads, o.head_dim) for o in counted), strict=True)
+    )
+    known = not any(parameter.is_meta for parameter in counted[0].parameters.values())
     same = (
         "the same shapes and the same values, bit for bit,"
         if known
         else "the same shapes (on meta they hold no values)"
     )
     return (
-        f"Nothing but the slices: all {number} parameters have {same} with {heads} heads. "
-        f"Only which rows and columns belong to a head changes: head_dim {widths}."
+        f"Nothing but the slices: all {len(counted[0].parameters)} parameters have {same} with {listed(heads)} heads. "
+        f"Only which rows and columns belong to a head changes: head_dim {listed(widths)}."
     )
 
 

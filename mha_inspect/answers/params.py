@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,40 +12,46 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError
 from ..layers import torch_mha
 from ..layers.catalog import LayerKind, find_layer
-from ..layers.roles import Role
 from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
-from ..naming.parameter_roles.found import FoundRole, found_roles
+from ..naming.parameter_words import ParameterRole, roles_of
 from ..record.subject import Subject
 from ..reports.common import Environment, LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
 from ..targets.flag_inputs import make_inputs
+from ..targets.load import load_layer
 from ..targets.memory import require_memory
 from ..targets.placing import arguments_of
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
 from .head_norms import head_norms
 from .head_proof import prove
-from .parameter_columns import side_by_side
+from .parameter_columns import Counted, side_by_side
+
+_INPUTS = InputSpec(batch=2, seq_len=5)
+"""On what a layer built from flags is run: small, and of no size one."""
+_AXES = {
+    nn.Linear: {"weight": "out_features in_features", "bias": "out_features"},
+    nn.Embedding: {"weight": "num_embeddings embedding_dim"},
+}
+"""What the axes of parameters are that belong to no attention, by the kind of module."""
 
 
 @dataclass(frozen=True)
 class _Known:
     """What is known of a module beyond its parameters."""
 
-    roles: Mapping[str, Role]
+    roles: Mapping[str, ParameterRole]
     formula: str = ""
     formula_numel: int | None = None
-    found: Mapping[str, FoundRole] = field(default_factory=dict)
-    """What a recording shows; it stands where a kind of module says less."""
+    proof: PerHeadProof | None = None
+    has_attention: bool = True
 
-    def of(self, name: str, parameter: torch.Tensor) -> FoundRole:
+    def of(self, name: str, parameter: torch.Tensor) -> ParameterRole:
         """The role of one parameter. What nothing is known of keeps its sizes for axes."""
-        sizes = " ".join(map(str, parameter.shape))
-        declared = self.roles.get(name) or Role("", "")
-        found = self.found.get(name) or FoundRole(declared.axes, declared.text, declared.slices(), bool(declared.parts))
-        return replace(found, axes=found.axes or declared.axes or sizes)
+        role = self.roles.get(name, ParameterRole("", ""))
+        return replace(role, axes=role.axes or " ".join(map(str, parameter.shape)))
 
 
 def params_spec(
@@ -78,20 +84,17 @@ def params_spec(
     spec = own_spec(kind, spec)
     device = resolve(run.device, spec.dtype)
     _require_memory(kind, spec, device, per_head, several=len(num_heads) > 1)
-    code = kind.load()
-    module = code.build(spec, str(device))
-    known = _known_layer(kind, spec)
-    proof = None
-    if per_head and device.type != "meta":
-        inputs = make_inputs(spec, InputSpec(), run)
-        proof = prove(module, known.roles, spec, inputs, arguments_of(module, layer, inputs, run))
-    columns, changes = side_by_side(kind, spec, device, num_heads) if len(num_heads) > 1 else (None, "")
+    every = [replace(spec, num_heads=count) for count in num_heads] if len(num_heads) > 1 else []
+    forward = load_layer(spec, _INPUTS, run, layer)
+    known = _with_formula(_read_off(forward, per_head), kind, spec)
+    module = forward.module
+    columns, changes = side_by_side([_counted(one, run, layer) for one in every]) if every else (None, "")
     return ParamsReport(
         environment=Environment(torch=torch.__version__, device=str(device), dtype=spec.dtype, seed=spec.seed),
         layer=LayerInfo(name=layer, spec=plain_fields(spec)),
         parameters=_parameters(module, known, show, per_head),
         total=_total(module, known),
-        per_head_proof=proof,
+        per_head_proof=known.proof,
         side_by_side=columns,
         changes=changes,
         head_norms=head_norms(module, _parameters(module, known, Show(), per_head=True)) if norms else None,
@@ -123,9 +126,17 @@ def params(
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
-    known, notes = _known_module(module), tuple[str, ...]()
+    by_kind = _by_kind(module, per_head and own is None)
+    known, notes = by_kind, tuple[str, ...]()
     if own is not None:
-        known, notes = _read_off(own, known)
+        seen = _read_off(own, per_head)
+        # What a recording shows stands where a kind of module says less.
+        axes = {name: replace(r, axes=r.axes or by_kind.roles.get(name, r).axes) for name, r in seen.roles.items()}
+        known = replace(
+            seen, roles={**by_kind.roles, **axes}, formula=by_kind.formula, formula_numel=by_kind.formula_numel
+        )
+        if not seen.has_attention:
+            notes = ("No attention was found in the forward: it tells what reads the parameters.",)
     first = next(module.parameters(), None)
     return ParamsReport(
         environment=Environment(
@@ -137,66 +148,72 @@ def params(
         layer=LayerInfo(name=type(module).__qualname__, spec={}),
         parameters=_parameters(module, known, Show() if show is None else show, per_head),
         total=_total(module, known),
-        per_head_proof=_prove_module(module, known.roles) if per_head else None,
+        per_head_proof=known.proof,
         notes=notes,
         head_norms=head_norms(module, _parameters(module, known, Show(), per_head=True)) if norms else None,
     )
 
 
-def _read_off(own: Subject, known: _Known) -> tuple[_Known, tuple[str, ...]]:
-    """What a run of the module shows its parameters to be for, and a sentence where it has no attention."""
-    with torch.no_grad(), own.replaying(own.state()):
-        seen = own.recorded(keep=True)
-    found = found_roles(own.module, seen)
-    notes = () if seen.attentions else ("No attention was found in the forward: it tells what reads the parameters.",)
-    return replace(known, found=found), notes
+def _read_off(own: Subject, per_head: bool) -> _Known:
+    """What a run of the module shows its parameters to be for; it leaves no trace.
+
+    Where heads are to be proved, dropout is off, which would change them.
+    """
+    training = [module for module in own.module.modules() if module.training] if per_head else []
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad(), own.replaying(own.state()):
+            # Kept for tables of indices: which features they pick is a matter of their numbers.
+            seen = own.recorded(keep=True)
+    finally:
+        for module in training:
+            module.training = True
+    proof = prove(own, seen) if per_head else None
+    return _Known(roles_of(seen), proof=proof, has_attention=bool(seen.attentions))
 
 
-def _known_layer(kind: LayerKind, spec: AttentionSpec) -> _Known:
-    """What the layer's own file declares; its line in the catalog stands in for a formula that it does not."""
-    code = kind.load()
-    roles = getattr(code, "roles", None)
-    formula = getattr(code, "formula", None)
+def _counted(spec: AttentionSpec, run: RunSpec, layer: str) -> Counted:
+    forward = load_layer(spec, _INPUTS, run, layer)
+    parameters = {name: parameter.detach() for name, parameter in forward.module.named_parameters()}
+    return Counted(spec.num_heads, int(spec.head_dim), parameters, _read_off(forward, False).roles)
+
+
+def _with_formula(known: _Known, kind: LayerKind, spec: AttentionSpec) -> _Known:
+    """With the layer's own formula; its line in the registry stands in for one that it does not declare."""
+    formula = getattr(kind.load(), "formula", None)
     text = kind.parameter_formula if formula is None else formula(spec)
-    return _Known({} if roles is None else roles(spec), text, evaluate(text, symbols(spec)))
+    return replace(known, formula=text, formula_numel=evaluate(text, symbols(spec)))
 
 
-def _known_module(module: nn.Module) -> _Known:
-    """Roles by the kind of each submodule; a formula for torch's own layer alone."""
-    table: dict[str, Role] = {}
+def _by_kind(module: nn.Module, per_head: bool) -> _Known:
+    """What the kinds of a module's parts tell: torch's attention layers are each run by themselves, to be read off."""
+    table: dict[str, ParameterRole] = {}
+    known = _Known(table)
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        for name, role in _roles_by_kind(part).items():
+        if isinstance(part, nn.MultiheadAttention):
+            seen = _of_torchs_layer(part, per_head and part is module)
+            roles = seen.roles
+            known = replace(known, proof=seen.proof) if part is module else known
+        else:
+            roles = {name: ParameterRole(axes, "") for name, axes in _axes_by_kind(part).items()}
+        for name, role in roles.items():
             # named_modules goes from the outside in: what an attention layer says of its Linear stands.
             table.setdefault(prefix + name, role)
-    if type(module) is not nn.MultiheadAttention:
-        return _Known(table)
-    spec = torch_mha.spec_of(module)
-    text = torch_mha.formula(spec)
-    return _Known(table, text, evaluate(text, symbols(spec)))
+    if type(module) is nn.MultiheadAttention:
+        known = _with_formula(known, find_layer("torch"), torch_mha.spec_of(module))
+    return known
 
 
-def _roles_by_kind(module: nn.Module) -> dict[str, Role]:
-    if isinstance(module, nn.MultiheadAttention):
-        return torch_mha.roles(torch_mha.spec_of(module))
-    if isinstance(module, nn.Linear):
-        return {"weight": Role("out_features in_features", ""), "bias": Role("out_features", "")}
-    if isinstance(module, nn.Embedding):
-        return {"weight": Role("num_embeddings embedding_dim", "")}
-    return {}
-
-
-def _prove_module(module: nn.Module, roles: Mapping[str, Role]) -> PerHeadProof | None:
-    """For torch's own layer, whose arguments are known, where it holds numbers, of a dtype to draw inputs in."""
-    if type(module) is not nn.MultiheadAttention:
-        return None
-    spec = torch_mha.spec_of(module)
-    weight = module.out_proj.weight
-    if weight.is_meta or _dtype(weight) != spec.dtype:
-        return None
+def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
+    """Read off a run of torch's own layer, whose arguments are known; nothing in a dtype that none is drawn in."""
+    spec, weight = torch_mha.spec_of(module), module.out_proj.weight
+    if _dtype(weight) != spec.dtype:
+        return _Known({})
     run = RunSpec(device=str(weight.device))
-    inputs = make_inputs(spec, InputSpec(), run)
-    return prove(module, roles, spec, inputs, arguments_of(module, "torch", inputs, run))
+    args, kwargs = arguments_of(module, "torch", make_inputs(spec, _INPUTS, run), run)
+    return _read_off(Subject(module, args, kwargs), per_head)
 
 
 def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) -> tuple[Parameter, ...]:
@@ -239,9 +256,13 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _require_memory(kind: LayerKind, spec: AttentionSpec, device: torch.device, per_head: bool, several: bool) -> None:
     """Refuse before anything is allocated: drawn in float32, cast, and for the proof held in float64 as well."""
-    count = _known_layer(kind, spec).formula_numel or 0
+    count = _with_formula(_Known({}), kind, spec).formula_numel or 0
     size = torch.finfo(getattr(torch, spec.dtype)).bits // 8
     drawn = 4 + (size if size != 4 else 0)
     need = count * max(drawn + (size if several else 0), size + (8 + 4 if per_head else 0))
     way_out = "Shapes and counts need none: try --device meta."
     require_memory(need, device, f"{count} parameters ({spec.dtype}, embed_dim {spec.embed_dim})", way_out)
+
+
+def _axes_by_kind(module: nn.Module) -> Mapping[str, str]:
+    return next((axes for kind, axes in _AXES.items() if isinstance(module, kind)), {})

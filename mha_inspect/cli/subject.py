@@ -204,6 +204,8 @@ def running(options: Options) -> Iterator[None]:
 def load(text: str | None, options: Options, room: Room | None = None) -> Subject:
     """Build a layer or a target, and make its inputs.
 
+    A forward that raises is left to raise where it is recorded.
+
     Raises `MhaInspectError` where it cannot be built or called as asked, or does not fit into the room.
     """
     from ..targets.load import call_target, load_layer, subject_of
@@ -212,7 +214,7 @@ def load(text: str | None, options: Options, room: Room | None = None) -> Subjec
         spec = attention(options, single_head_count(options, "trace"))
         return load_layer(spec, inputs(options), run(options), options.layer, room)
     target = load_target(text, options)
-    return subject_of(target, call_target(target, asked(options), room), options.seed, options.grad)
+    return subject_of(target, call_target(target, asked(options), room, may_fail=True), options.seed, options.grad)
 
 
 def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:

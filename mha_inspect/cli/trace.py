@@ -60,7 +60,8 @@ def trace(
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
-    The plain forward is run too, and the last line says whether both outputs agree.
+    It is run once, as it is. Where PyTorch hides stages in a fused kernel, its steps are computed beside it, and the
+    last line says how near they come to its result.
 
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
     the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs

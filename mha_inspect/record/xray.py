@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..targets.memory import is_out_of_memory
+from ..text import first_line
 from .arguments import argument_names, tensors_in
 from .kernel_proof import check_attention, check_part
 from .kernels import (
@@ -169,7 +170,7 @@ class XRay(Recorder):
         except NotOpenedError as error:
             reason = str(error)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
-            reason = "no room" if is_out_of_memory(error) else (str(error) or type(error).__name__).splitlines()[0]
+            reason = "no room" if is_out_of_memory(error) else first_line(error)
         self._rewind(start)
         self._log(known.name, func, args, kwargs, result)
         return result, {"opened": False, "note": reason}
@@ -300,4 +301,4 @@ def _checked(given: Tensor, check: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"check": check()}
     except Exception as error:  # as on devices without float64: what was opened is opened
-        return {"note": f"not compared: {(str(error) or type(error).__name__).splitlines()[0]}"}
+        return {"note": f"not compared: {first_line(error)}"}

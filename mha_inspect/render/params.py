@@ -102,8 +102,11 @@ def _per_head(parameters: tuple[Parameter, ...]) -> Table:
 
 
 def _proof(proof: PerHeadProof) -> Paragraph:
+    """How far apart they are is said where it is more than rounding: the digits of that are another on each machine."""
+    if proof.verdict == "same":
+        return Paragraph(proof.sentence, VERDICT_TONES["same"], "same")
     measured = f"largest difference {text.small(proof.max_abs_difference)}"
-    floor = f"noise floor {text.small(proof.noise_floor)} (measured against float64)"
+    floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
     return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
 

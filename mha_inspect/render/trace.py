@@ -26,6 +26,8 @@ from .parts import changes_only, contents, layer_page, notes, shape_cell, statis
 OPENED = "*"
 """Behind the name of a stage that the plain run hides."""
 LEGEND = f"{OPENED} hidden inside a kernel in the plain run, opened here to be seen"
+SHAPE_ONLY = "°"
+SHAPE_LEGEND = f"{SHAPE_ONLY} its shape alone is known: it was never made, for it has too many numbers"
 
 STAGE_COLUMNS = (
     Column("stage", tone="strong"),
@@ -112,7 +114,7 @@ def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
 def _form(attention: Attention) -> object:
     """Return what an attention is but for where it stands and what is in it."""
     stages = tuple(
-        (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, stage.opened)
+        (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, _mark(stage))
         for stage in attention.stages
     )
     return (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.kind, attention.notes, stages)
@@ -124,6 +126,7 @@ def _path(path: Path) -> Facts:
         items.append(("reason", path.reason))
     if path.opened:
         items.append(("opened", ", ".join(path.opened)))
+    items += [("not opened", kernel) for kernel in path.not_opened]
     return Facts(tuple(items))
 
 
@@ -190,13 +193,18 @@ def _attention(attention: Attention, title: str, dtype: str) -> Section:
     return Section(tuple(blocks), named, ", ".join(facts))
 
 
+def _mark(stage: Stage) -> str:
+    return OPENED * stage.opened + SHAPE_ONLY * stage.shape_only
+
+
 def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
+    legends = {OPENED: LEGEND, SHAPE_ONLY: SHAPE_LEGEND}
     dtypes = changes_only((stage.dtype for stage in stages), dtype)
     return table(
         STAGE_COLUMNS,
         (
             (
-                Cell(stage.name, mark=OPENED if stage.opened else ""),
+                Cell(stage.name, mark=_mark(stage)),
                 shape_cell(stage.shape, stage.axes),
                 stage.axes,
                 stage.formula,
@@ -207,7 +215,7 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
             )
             for stage, changed in zip(stages, dtypes, strict=True)
         ),
-        legend=LEGEND if any(stage.opened for stage in stages) else "",
+        legend="; ".join(text for sign, text in legends.items() if any(sign in _mark(stage) for stage in stages)),
     )
 
 

@@ -16,7 +16,7 @@ from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec
 from ..record.copying import copy_module
 from ..record.subject import Subject
-from .call import Call, explained
+from .call import Call, TargetFailedError, explained
 from .device import resolve
 from .flag_inputs import Inputs, make_inputs
 from .inputs import Asked, make_call
@@ -151,8 +151,10 @@ def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     )
 
 
-def call_target(target: Target, asked: Asked, room: Room | None = None) -> Call:
+def call_target(target: Target, asked: Asked, room: Room | None = None, *, may_fail: bool = False) -> Call:
     """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
+
+    With `may_fail` a forward that raises in that call is left to raise again, where it is recorded.
 
     Raises:
         InputError: it has no forward, an argument is needed that nothing tells, or a file does not fit.
@@ -173,7 +175,9 @@ def call_target(target: Target, asked: Asked, room: Room | None = None) -> Call:
             with torch.no_grad():
                 own.plain()
         except Exception as error:
-            raise explained(error, own) from error
+            told = explained(error, own)
+            if not (may_fail and isinstance(told, TargetFailedError)):
+                raise told from error
     return call
 
 

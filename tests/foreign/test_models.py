@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers.head_proof import cut
 from mha_inspect.answers.params import params
 from mha_inspect.graph.attention import find_attentions
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.record.subject import Pass
+from mha_inspect.record.subject import Subject
 from mha_inspect.record.xray import record_opened
 
-from .truth import Shown, assert_close, assert_true, attentions
+from .truth import Shown, assert_close, assert_true, attentions, cut
 
 transformers = pytest.importorskip("transformers")
 
@@ -185,7 +184,7 @@ def test_a_model_without_softmax_has_no_attention() -> None:
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "gpt_neox", "bloom", "falcon"])
 def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> None:
     module, given = model(kind), {**inputs(kind, 2, 7)}
-    report = params(module, own=Pass(module, (), given), per_head=True)
+    report = params(module, own=Subject(module, (), given), per_head=True)
     heads, shared, _ = HEADS[kind] or (1, 1, 0)
     group = heads // shared
 
@@ -233,7 +232,7 @@ def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> 
 )
 def test_what_the_parameters_of_a_model_are_for(kind: str, parameter: str, axes: str, said: str) -> None:
     module = model(kind)
-    report = params(module, own=Pass(module, (), inputs(kind, 2, 7)))
+    report = params(module, own=Subject(module, (), inputs(kind, 2, 7)))
     row = next(row for row in report.parameters if row.name == parameter)
     assert row.axes == (axes or "num_embeddings embedding_dim")
     assert said in row.role
