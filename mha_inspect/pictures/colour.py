@@ -49,9 +49,9 @@ _COOLWARM = (
     "d1493fd0473dcf453ccd423bcc403acb3e38ca3b37c83836c73635c53334c43032c32e31c12b30c0282fbe242ebd1f2dbb1b2cba162b"
     "b8122ab70d28b50927b40426"
 )
-# The entries of xterm's palette that lie nearest to each map, every one once, in the map's order.
-_VIRIDIS_256 = (53, 54, 60, 24, 30, 36, 72, 71, 77, 113, 149, 148, 184, 220)
-_COOLWARM_256 = (61, 62, 68, 69, 105, 111, 147, 153, 189, 253, 188, 224, 223, 217, 216, 210, 209, 173, 167, 125, 124)
+# Entries of xterm's palette that lie near to each map, in its order: lightness rises, around zero from both ends.
+_VIRIDIS_256 = (53, 54, 24, 30, 36, 78, 113, 148, 184, 220)
+_COOLWARM_256 = (62, 69, 111, 153, 189, 254, 224, 216, 209, 167, 124)
 
 
 def hex_table(signed: bool) -> tuple[str, ...]:

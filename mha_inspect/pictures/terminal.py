@@ -195,8 +195,12 @@ class _Page:
         elif low == high:
             parts = [f"{title}: every number is {number(low)} {self._sample(low)}"]
         else:
-            ends = f"{title}  {number(low)} ", f" {number(high)}"
-            parts = [self._bar(self.width - sum(map(cells, ends))).join(ends)]
+            ends = f"{number(low)} ", f" {number(high)}"
+            room = self.width - sum(map(cells, ends))
+            beside = cells(title) + 2
+            # A title that would leave the bar no room stands above it.
+            parts = [] if room - beside >= BAR // 2 else [title]
+            parts.append(("" if parts else f"{title}  ") + self._bar(room if parts else room - beside).join(ends))
             if picture.signed:
                 parts.append(f"from {number(held.least)} to {number(held.most)}")
         if held.masked:
@@ -234,7 +238,7 @@ class _Page:
         if self.depth == "none":
             return RAMP
         size = max(min(BAR, room), 2)
-        places = [place * (self._count - 1) // (size - 1) for place in range(size)]
+        places = [place * self._count // size for place in range(size)]
         return self._pairs(places, None)
 
     def _sample(self, value: float) -> str:

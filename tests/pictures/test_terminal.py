@@ -163,15 +163,24 @@ def test_maps_are_those_of_matplotlib():
         assert hex_table(signed) == tuple(bytes(row.tolist()).hex() for row in theirs)
 
 
-def test_256_colours_are_near_those_of_the_map():
-    """Each entry of the palette lies nearer to its place on the map than a third of the whole of a colour."""
+def lightness(colour: tuple[int, ...]) -> float:
+    """L* of CIELAB, which steps of the same size look the same in."""
+    red, green, blue = (c / 3294 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
+    return 116 * (0.2126 * red + 0.7152 * green + 0.0722 * blue) ** (1 / 3) - 16
+
+
+def test_256_colours_are_near_those_of_the_map_and_rise_in_lightness():
     levels = (0, 95, 135, 175, 215, 255)
     palette = {16 + 36 * r + 6 * g + b: (levels[r], levels[g], levels[b]) for r, g, b in np.ndindex(6, 6, 6)}
     palette |= {232 + n: (8 + 10 * n,) * 3 for n in range(24)}
     for signed in (False, True):
-        table = [tuple(int(c[i : i + 2], 16) for i in (0, 2, 4)) for c in hex_table(signed)]
-        entries = [int(code.removeprefix("5;")) for code in codes(signed, "256")]
-        assert len(set(entries)) == len(entries)
-        for step, entry in enumerate(entries):
-            there = table[round((step + 0.5) / len(entries) * 255)]
-            assert max(abs(a - b) for a, b in zip(palette[entry], there, strict=True)) <= 85
+        table = np.array([[int(c[i : i + 2], 16) for i in (0, 2, 4)] for c in hex_table(signed)])
+        shown = [palette[int(code.removeprefix("5;"))] for code in codes(signed, "256")]
+        nearest = [np.abs(table - colour).max(axis=1) for colour in shown]
+        assert max(away.min() for away in nearest) <= 50
+        places = [int(away.argmin()) for away in nearest]
+        assert places == sorted(places)
+        light = [lightness(colour) for colour in shown]
+        middle = len(light) // 2 if signed else len(light) - 1
+        assert light[: middle + 1] == sorted(light[: middle + 1])
+        assert light[middle:] == sorted(light[middle:], reverse=True)
