@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mha_inspect.answers.kernels import path_of
 from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.record.kernels import describe, fused_kernels
 from mha_inspect.record.recorder import record
 from mha_inspect.record.subject import Run
+from mha_inspect.record.xray import record_opened
 from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -75,9 +76,8 @@ def test_the_kernel_is_the_one_that_torch_dispatches(name: str) -> None:
     inside = {"scores", "weights"}
     whole = inside | {"q_proj", "k_proj", "v_proj", "q_heads", "k_heads", "v_heads", "context", "concat"}
     assert marked == (whole if FUSED[0] in fused else inside if fused else set())
-    assert {op.name for op in fused_kernels(forward.recorded(open_up=False).recording)} == {
-        f"{k}.default" for k in fused
-    }
+    outer = {kernel.op for kernel in forward.recorded().recording.kernels if kernel.within is None}
+    assert outer == {f"{kernel}.default" for kernel in fused}
 
 
 @pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"torch"}))
@@ -203,8 +203,8 @@ def test_a_fast_path_that_is_left_without_a_word_is_said_to_be(bias: bool) -> No
     layer = nn.MultiheadAttention(6, 2, bias=bias, batch_first=True).eval()
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        seen = Run(*record(layer, x, x, x))
+        seen = Run(*record_opened(layer, x, x, x))
     took_it = any("_native_multi_head_attention" in op.name for op in seen.recording.ops)
     assert took_it is bias
     assert seen.recording.fast_path_refusals == ("",)
-    assert describe(seen).reason == (None if bias else "torch names none; its fast path asks for biases")
+    assert path_of(seen).reason == (None if bias else "torch names none; its fast path asks for biases")

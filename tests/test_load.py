@@ -103,7 +103,27 @@ def test_each_row_is_told_once_by_the_first_attention_that_has_it() -> None:
     rows = trace(Subject(Two().eval(), (x, none, other), {})).masked_rows
     assert [(row.batch, row.query, row.plain) for row in rows] == [(0, 4, "nan")]
     both = trace(Subject(Two().eval(), (x, other, other), {})).masked_rows
-    assert len(both) == len({(row.batch, row.query) for row in both}) == 1
+    # In the second, scores are NaN already.
+    assert [(row.batch, row.query, row.stage) for row in both] == [(0, 4, "weights")]
+
+
+class TwoMasks(Attend):
+    """Masks its scores twice."""
+
+    def forward(self, x: Tensor, barred: Tensor, other: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.mT / 2).masked_fill(barred, float("-inf"))
+        scores = scores + torch.zeros_like(scores).masked_fill(other, float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_masks_that_are_put_on_one_after_another_bar_together() -> None:
+    x, early = torch.randn(2, 5, 12), torch.zeros(2, 1, 5, 5, dtype=torch.bool)
+    late = early.clone()
+    early[1, 0, 2, :3], late[1, 0, 2, 3:] = True, True
+    module = TwoMasks(3).eval()
+    rows = trace(Subject(module, (x, early, late), {})).masked_rows
+    assert [(row.batch, row.query) for row in rows] == nan_rows(module(x, early, late)) == [(1, 2)]
 
 
 @pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"narrow"}))  # its first products read a slice of the input

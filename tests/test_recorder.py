@@ -179,7 +179,6 @@ def settings() -> tuple[Any, ...]:
 def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callable[[], Any]) -> None:
     class Layer(Attention):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert not torch.backends.mha.get_fastpath_enabled()
             output = super().forward(x)
             return output.view(-1, 1_000_003) if raises else output
 

@@ -41,7 +41,7 @@ def test_a_scripted_module(layer):
         record(scripted, X)
 
 
-def test_flex_attention_is_one_operation_that_hides_its_stages():
+def test_flex_attention_is_opened_where_it_runs():
     class Flex(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             from torch.nn.attention.flex_attention import flex_attention
@@ -58,7 +58,10 @@ def test_flex_attention_is_one_operation_that_hides_its_stages():
     assert torch.equal(returned, expected)
     assert [op.base_name for op in recording.ops].count("flex_attention") == 1
     assert "flex attention: one kernel" in trace.path.plain
-    assert trace.attentions == ()
+    (attention,) = trace.attentions
+    weights = next(stage for stage in attention.stages if stage.name == "weights")
+    assert weights.opened
+    assert weights.shape == (2, 2, 128, 128)
 
 
 def test_a_lazy_module_can_be_built_and_run_inside_of_a_recording():

@@ -10,7 +10,6 @@ from ..reports.trace import Path, Proof
 
 _UNSAID = "torch names none; its fast path asks for biases"
 """It goes on without a word where there is no in_proj_bias."""
-_DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "rrelu_with_noise", "_fused_dropout"}
 _PRODUCTS = ("aten.baddbmm", "aten.addmm")
 """Kernels that are a product, with a mask added: they are told as operations like any others."""
 
@@ -63,7 +62,7 @@ def has_shape_only(seen: Run, tensor: TensorRef) -> bool:
 def drops_at_random(seen: Run) -> bool:
     """Return whether a run drops elements at random: by a dropout, or in a fused kernel."""
     ops, kernels = seen.recording.ops, seen.recording.kernels
-    return any(op.base_name in _DROPOUTS for op in ops) or any(kernel.drops for kernel in kernels)
+    return any(op.does("draws") for op in ops) or any(kernel.drops for kernel in kernels)
 
 
 def proof_of(seen: Run) -> Proof:

@@ -19,6 +19,8 @@ from .pattern import dims_of
 
 _BARRED = -1e4
 """A mask that adds this or less leaves no weight, in any dtype."""
+_LARGEST = 1 << 24
+"""Elements of a mask up to which its content is looked at. Of a larger one it counts that a triangle was cut out."""
 _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
@@ -106,10 +108,12 @@ def _bars_the_future(
     seen: Run, op: Op, found: Attention, replay: Replay, lengths: tuple[int, int, int | None]
 ) -> bool | None:
     """Whether this operation bars every key behind the query's position; None where its mask is not known."""
-    barred = barred_by(seen, found, op, replay)
-    if barred is not None and barred.is_meta:
+    masks = _masks_of(seen, found, op)
+    large = any(tensor.numel > _LARGEST for tensor in masks)
+    barred = None if large else barred_by(seen, found, op, replay)
+    if large or (barred is not None and barred.is_meta):
         # Without content there is only the operation that cuts a triangle out.
-        return any(_is_cut(seen, tensor) for tensor in _masks_of(seen, found, op))
+        return any(_is_cut(seen, tensor) for tensor in masks)
     if barred is None or barred.dim() < 2:
         return None
     if _keys_before_queries(seen, op, found):

@@ -16,29 +16,30 @@ _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's, in which it is measured: there is nothing finer."""
 
 
-def check_attention(asked: Attention, given: Tensor, made: Tensor | None) -> Rounding:
+def check_attention(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Rounding:
     """How far a kernel's result is from its steps', `... heads query head_dim`, beside the rounding of a few rows.
 
-    The rows are those of one head, where the two are farthest apart. Without `made` (steps that have shapes alone) a
-    few rows of the first head are computed, and compared.
+    The rows are those of one head, where the two are farthest apart. Without `made` (steps that are described alone) a
+    few rows of one head are computed and compared, of another head at each `turn`.
     """
     count = given.shape[-2]
-    place = _worst(given, made) if made is not None else (0,) * (given.dim() - 2) + (count - 1, 0)
-    rows = sorted({place[-2], *range(0, count, max(1, count // _ROWS))})[:_ROWS] if count else []
+    place = _worst(given, made) if made is not None else (*_at(turn, given.shape[:-2]), count - 1, 0)
+    rows = [*range(0, count, max(1, count // _ROWS))][:_ROWS]
     rows = sorted({*rows, place[-2]})
     queries, head = torch.tensor(rows, device=given.device), place[:-2]
     real = given[head][queries]
     dtype = torch.float32 if given.dtype != torch.float64 else torch.float64
     if made is None:
-        own = attention(run, asked.of_head(head, queries, dtype))[0].to(given.dtype)
+        own = attention(run, asked.of_head(head, queries, dtype), dtype)[0].to(given.dtype)
     else:
         own = made[head][queries]
-    exact = attention(run, asked.of_head(head, queries, torch.float64))[0]
+    exact = attention(run, asked.of_head(head, queries, torch.float64), torch.float64)[0]
     difference = max_difference(given if made is not None else real, made if made is not None else own)
     if given.dtype == torch.float64:
-        coarse = attention(run, asked.of_head(head, queries, torch.float32))[0]
+        coarse = attention(run, asked.of_head(head, queries, torch.float32), torch.float32)[0]
         return Rounding.of(difference, rounding_error(coarse, exact) * _STEP)
-    return Rounding.of(difference, _error(own, exact))
+    # The smaller error of the two: where one of them is wrong, its error is no rounding.
+    return Rounding.of(difference, min(_error(own, exact), _error(real, exact)))
 
 
 def check_part(
@@ -59,7 +60,8 @@ def check_part(
     if given[0].dtype == torch.float64:
         coarse = part.steps(run, *(_double(arg, torch.float32) for arg in some))
         return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * _STEP)
-    return Rounding.of(difference, max(map(_error, own, exact)))
+    real = map(few, given)
+    return Rounding.of(difference, min(max(map(_error, own, exact)), max(map(_error, real, exact))))
 
 
 def _double(value: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -70,6 +72,15 @@ def _error(own: Tensor, exact: Tensor) -> float:
     """The largest rounding error, which to store the largest number alone may make half a step."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(own, exact), float(largest) * torch.finfo(own.dtype).eps / 2)
+
+
+def _at(turn: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One place after the other in a shape."""
+    place = []
+    for size in reversed(shape):
+        turn, at = divmod(turn, size)
+        place.append(at)
+    return tuple(reversed(place))
 
 
 def _worst(given: Tensor, made: Tensor) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .sketch import Sketch
+
 _A = torch.ops.aten
 Do = Callable[..., Any]
 """Runs one operation of torch, and has it recorded."""
@@ -154,13 +156,18 @@ class Attention:
         group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
         shared = (*place[:-1], place[-1] // group) if place else place
         parts = (self.query[place][queries], self.key[shared], self.value[shared])
-        query, key, value = (part.to(dtype)[None] for part in parts)
+        query, key, value = (part[None] for part in parts)
         return Attention(query, key, value, added, scale=self.scale)
 
-    def on_meta(self, stand_in: Callable[[Tensor], Tensor]) -> Attention:
-        """The same with tensors that have a shape alone."""
-        own = replace(self, query=stand_in(self.query), key=stand_in(self.key), value=stand_in(self.value))
-        return own if self.bias is None else replace(own, bias=stand_in(self.bias))
+    def with_tensors(self, change: Callable[[Tensor], Any]) -> Attention:
+        """The same with something made of each tensor in its place."""
+        own = replace(self, query=change(self.query), key=change(self.key), value=change(self.value))
+        return own if self.bias is None else replace(own, bias=change(self.bias))
+
+    def heads_first(self, do: Do) -> Attention:
+        """The same with heads before rows, where they come after them."""
+        query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
 
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Attention, bool]:
-    """What an attention kernel was asked for, and whether its heads stand after its rows.
+    """What an attention kernel was asked for, its operands as they were given, and whether heads stand after rows.
 
     Raises `NotOpenedError` where it was asked for something that the steps do not follow.
     """
@@ -182,15 +189,18 @@ def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if got.get(name) is not None:
             raise NotOpenedError(f"it is given {name}")
     name = str(func)
-    packed = got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))) is not None
-    rows_first = not name.startswith(("aten._scaled", "aten._triton")) and (packed or "cudnn" not in name)
+    starts = [
+        next(
+            (got[f"{start}_{side}"] for start in ("cum_seq", "cu_seqlens", "cu_seq") if f"{start}_{side}" in got), None
+        )
+        for side in "qk"
+    ]
+    rows_first = not name.startswith(("aten._scaled", "aten._triton")) and (
+        starts[0] is not None or "cudnn" not in name
+    )
     query, key, value = (got[name] if name in got else got[name[0]] for name in ("query", "key", "value"))
     if any(tensor.is_nested for tensor in (query, key, value)):
         raise NotOpenedError("its rows have different lengths (nested tensors)")
-    starts = (got.get("cum_seq_q", got.get("cu_seqlens_q", got.get("cu_seq_q"))),)
-    starts += (got.get("cum_seq_k", got.get("cu_seqlens_k", got.get("cu_seq_k"))),)
-    if rows_first:
-        query, key, value = (tensor.transpose(-3, -2) for tensor in (query, key, value))
     kind = got.get("custom_mask_type", 0)
     window = _window(got)
     if isinstance(got.get("window_size"), int) and got["window_size"] > 0:
@@ -233,22 +243,29 @@ def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Ten
     """
     query, key, value = asked.query, asked.key, asked.value
     dtype = finer or (torch.float32 if query.dtype in (torch.half, torch.bfloat16) else query.dtype)
-    if dtype != query.dtype:
-        query, key, value = (do(_A._to_copy.default, tensor, dtype=dtype) for tensor in (query, key, value))
     heads, own = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
-    if heads != own:
-        key, value = (_repeated(do, tensor, heads // own) for tensor in (key, value))
     bias = _bias(do, asked, dtype)
-    query = do(_A.mul.Scalar, query, asked.scale)
+    query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
+    key = _in_dtype(do, key, dtype)
+    key = key if heads == own else _repeated(do, key, heads // own)
     scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
-    del query, key
+    del query, key  # a long sequence's keys in float64 are freed before its values are there
     if bias is None:
         weights = do(_A._softmax.default, scores, -1, False)
     else:
         scores = do(_A.add.Tensor, scores, bias)
-        weights = do(_A._safe_softmax.default, scores, -1)
+        # Where a lower triangle is all there is, each query has a key to look at.
+        whole = asked.is_plainly_causal and asked.bias is None
+        weights = do(_A._softmax.default, scores, -1, False) if whole else do(_A._safe_softmax.default, scores, -1)
     del scores, bias
+    value = _in_dtype(do, value, dtype)
+    value = value if heads == own else _repeated(do, value, heads // own)
     return _product(do, weights, value)
+
+
+def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast: Tensor = tensor if tensor.dtype == dtype else do(_A._to_copy.default, tensor, dtype=dtype)
+    return cast
 
 
 def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
@@ -264,7 +281,10 @@ def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
         causal = _filled(do, do(_A.tril.default, whole), dtype)
         bias = causal if bias is None else do(_A.add.Tensor, bias, causal)
     elif asked.causal or asked.slopes is not None or asked.starts is not None or max(asked.window) >= 0:
-        if device.type == "meta":
+        added: Any
+        if isinstance(asked.query, Sketch):
+            added = Sketch.new(asked.scores_shape[-2:], dtype, device)
+        elif device.type == "meta":
             added = torch.empty(asked.scores_shape[-2:], dtype=dtype, device=device)
         else:
             queries = torch.arange(asked.query.shape[-2], device=device)
@@ -293,16 +313,16 @@ def _repeated(do: Do, tensor: Tensor, times: int) -> Tensor:
 
 def _product(do: Do, left: Tensor, right: Tensor) -> Tensor:
     """A product of matrices as torch makes it: one `bmm` over all that stands before them."""
-    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    lead = max(tuple(left.shape[:-2]), tuple(right.shape[:-2]))
     made = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
     shape = [*lead, left.shape[-2], right.shape[-1]]
     found: Tensor = made if list(made.shape) == shape else do(_A._unsafe_view.default, made, shape)
     return found
 
 
-def _as_one(do: Do, tensor: Tensor, lead: torch.Size) -> Tensor:
+def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     """With everything before the matrices in one dimension, copied where strides do not allow a view of that."""
-    if tensor.shape[:-2] != lead:
+    if tuple(tensor.shape[:-2]) != lead:
         tensor = do(_A.expand.default, tensor, [*lead, *tensor.shape[-2:]])
     if len(lead) == 1:
         return tensor

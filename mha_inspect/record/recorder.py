@@ -27,6 +27,7 @@ from .ops import Kind, Named, Recording
 from .replay import Replay
 from .schema import About, about, known_as
 from .site import ModuleCall, Site
+from .sketch import Sketch
 from .source import ATTENTION_FORWARD
 from .storage import Look, look_at, weak_refs
 
@@ -72,7 +73,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._keep = keep
         self._entries: list[Any] = []
-        """Entries of operations; names with what is known under them; pairs of a stand-in and what it stands for."""
+        """Entries of operations; names with what is known under them."""
         self._replay = Replay()
         self._weak = weak_refs()
         self._look = self._look_and_keep if keep else look_at
@@ -165,10 +166,8 @@ class Recorder(TorchDispatchMode):
         for entry in entries:
             if isinstance(entry[0], About):
                 replay.add(entry)
-            elif isinstance(entry[0], list):
-                entry[0].extend(replay.named(entry[1]))
             else:
-                replay.alias(*entry[1:])
+                entry[0].extend(replay.named(entry[1]))
         return replay
 
     def __torch_dispatch__(
@@ -243,12 +242,6 @@ class Recorder(TorchDispatchMode):
         """Run what hides several steps in a way of its own; `NotImplemented` where it is recorded as any other."""
         return NotImplemented
 
-    def _shadow(self, real: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on meta that the recording takes for this one."""
-        meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        self._entries.append((None, look_at(meta, self._weak), self._look(real, self._weak)))
-        return meta
-
     def _new_call(self) -> None:
         """Give what follows a call number of its own, though Python may stand where it stood; not in `_one_call`."""
         if self._mark > 0:
@@ -287,6 +280,8 @@ class Recorder(TorchDispatchMode):
             return value
         if isinstance(value, torch.Tensor):
             return self._look(value, self._weak)
+        if isinstance(value, Sketch):
+            return value.look
         if isinstance(value, (list, tuple)):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)

@@ -67,11 +67,6 @@ class Replay:
         # Written since through another view, or never seen: its content is what the last writer of this memory left.
         return self._new(look, key, storage, storage.made_by)
 
-    def alias(self, look: Look, real: Look) -> None:
-        """Take the first tensor, which nothing was done with so far, for the second."""
-        storage = self._add_storage(look, None)
-        storage.seen[look[1:5]] = self.read(real), 0
-
     def add(self, entry: Entry) -> None:
         """Take in one operation."""
         known, args, kwargs, made, written, site, mark, kind, kernel = entry
@@ -117,7 +112,8 @@ class Replay:
                     outputs,
                     kind,
                     known.pointwise,
-                    *place,
+                    place[0],
+                    place[1],
                     call,
                     kernel,
                 )

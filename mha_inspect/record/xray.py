@@ -31,6 +31,7 @@ from .kernels import (
     bound,
     hidden_by,
     read_attention,
+    run,
     title_of,
 )
 from .mode_stack import put_on, take_off
@@ -38,6 +39,7 @@ from .ops import RESULT, Kernel, Op, Recording
 from .recorder import Recorder
 from .rounding import max_difference
 from .schema import About, about
+from .sketch import Sketch, sketched
 
 _Key = torch._C.DispatchKey
 BUDGET = 1 << 30
@@ -181,20 +183,25 @@ class XRay(Recorder):
         """Compute an attention step by step beside its kernel."""
         asked, rows_first = read_attention(func, args, kwargs)
         given = result[0] if isinstance(result, tuple) else result
-        shapes_only = 4 * prod(asked.scores_shape) > self._budget and not given.is_meta
-        made = attention(self._step, asked.on_meta(self._shadow) if shapes_only else asked)
+        whole = asked.heads_first(run) if rows_first else asked
+        shapes_only = 4 * prod(whole.scores_shape) > self._budget and not given.is_meta
+        do = self._do(given, shapes_only)
+        own = asked if do == self._step else asked.with_tensors(self._sketch)
+        made = attention(do, own.heads_first(do) if rows_first else own)
         if made.dtype != given.dtype:
-            made = self._step(torch.ops.aten._to_copy.default, made, dtype=given.dtype)
+            made = do(torch.ops.aten._to_copy.default, made, dtype=given.dtype)
         if rows_first:
-            made = self._step(torch.ops.aten.transpose.int, made, -3, -2)
+            made = do(torch.ops.aten.transpose.int, made, -3, -2)
         self._link(known.name, made, result)
         changes: dict[str, Any] = {"shapes_only": shapes_only}
         if asked.dropout > 0:
             note = "it draws its dropout itself, and its steps drop nothing: not compared"
             return {**changes, "drops": True, "note": note}
+        there = made if isinstance(made, Tensor) else None
         if rows_first:
-            made, given = (tensor.transpose(-3, -2) for tensor in (made, given))
-        return changes | _checked(given, lambda: check_attention(asked, given, None if shapes_only else made))
+            given, there = given.transpose(-3, -2), None if there is None else there.transpose(-3, -2)
+        check = partial(check_attention, whole, given, there, len(self._kernels))
+        return changes | _checked(given, check)
 
     def _take_part(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -207,11 +214,12 @@ class XRay(Recorder):
             raise NotOpenedError("its rows have different lengths (nested tensors)")
         given = result if isinstance(result, tuple) else (result,)
         shapes_only = 4 * given[0].numel() > self._budget and not given[0].is_meta
-        own = [self._shadow(arg) if shapes_only and isinstance(arg, Tensor) else arg for arg in args]
-        made = part.steps(self._step, *own, **kwargs)
+        do = self._do(given[0], shapes_only)
+        own = [arg if do == self._step or not isinstance(arg, Tensor) else self._sketch(arg) for arg in args]
+        made = part.steps(do, *own, **kwargs)
         for one, other in zip(made, given, strict=True):
             self._link(known.name, one, other)
-        check = partial(check_part, part, args, kwargs, given, None if shapes_only else made)
+        check = partial(check_part, part, args, kwargs, given, made if do == self._step else None)
         return {"shapes_only": shapes_only} | _checked(given[0], check)
 
     def _pad(
@@ -243,6 +251,24 @@ class XRay(Recorder):
         self._log(about(func).name, func, args, kwargs, result)
         return result
 
+    def _do(self, given: Tensor, shapes_only: bool) -> Callable[..., Any]:
+        """How to run steps: described alone where nobody keeps what comes of them, or there would be too much of it."""
+        return self._step if (self._keep and not shapes_only) or given.is_meta else self._describe
+
+    def _describe(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write down a step that is not run."""
+        result = sketched(func, *args, **kwargs)
+        made = result if isinstance(result, list) else [result]
+        given = [arg.look if isinstance(arg, Sketch) else self._plain(arg) for arg in args]
+        named = {name: self._plain(value) for name, value in kwargs.items()}
+        site = self._site(self._asking)
+        looks = [one.look for one in made]
+        self._entries.append((about(func), given, named, looks, None, site, self._mark, None, self._kernel))
+        return result
+
+    def _sketch(self, tensor: Tensor) -> Sketch:
+        return Sketch.of(tensor, self._look(tensor, self._weak))
+
     def _run_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
         written = self._about_to_write(about(func), args, kwargs)
@@ -252,7 +278,7 @@ class XRay(Recorder):
         self._log(name, func, args, rest, result, kind="compute", written=written)
         return result
 
-    def _link(self, name: str, made: Tensor, result: Any) -> None:
+    def _link(self, name: str, made: Tensor | Sketch, result: Any) -> None:
         """Lead from the last step to what the kernel itself has made."""
         self._log(RESULT, None, (made,), {"kernel": name}, result, kind="copy")
 

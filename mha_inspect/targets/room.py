@@ -8,7 +8,7 @@ memory. What cannot be told so is let pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -107,7 +107,7 @@ class Room:
 
     def need(self, own: Subject, there: int = 0, held: float = HELD) -> int:
         """Bytes that a run takes at its peak, beside those that are there: its subject is on meta."""
-        with torch.device("meta"):
+        with torch.device("meta"), nullcontext() if self.kept else _FusedAttention():
             recording = own.recorded().recording
         given = given_bytes(recording)
         # What a backward pass would need is left behind by a run, as what is kept is.
@@ -118,10 +118,22 @@ class Room:
         largest = max((t.numel for op in recording.ops for t in op.outputs), default=0)
         # Statistics are worked out of so many elements at a time, in float64.
         run += _STATISTICS * min(_CHUNK, largest) if self.statistics else 0
-        # A kernel's steps are held until they are compared with its result.
-        run += 2 * 4 * largest if held > 1 and recording.kernels else 0
         exact = (given + run) * 8 // size if self.exact and size < 8 and not own.module.training else 0
         return max(0, given - there) + run + exact
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Takes scaled-dot-product attention for one kernel, as it is where there is memory; meta writes it out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p")
+            given = {"dropout_p": 0.0, **dict(zip(names, args, strict=False)), **kwargs}
+            query = given["query"]
+            if not given["dropout_p"] and query.dim() == 4 and query.shape[-1] == given["value"].shape[-1]:
+                return query.new_empty(query.shape)
+        return func(*args, **kwargs)
 
 
 def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
