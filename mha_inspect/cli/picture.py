@@ -189,8 +189,7 @@ def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Dr
     """
     attended = attended_in(trace, run)
     in_page = export is not None and export.format == "html"
-    shows = any("weights" in one.contents() or "scores" in one.contents() for one in attended)
-    if in_page and not want.asked and not shows:
+    if in_page and not want.asked and not any(_shows(one) for one in attended):
         return None
     if not attended:
         raise SpecError(f"{want.stage} cannot be drawn: no attention was found.")
@@ -239,6 +238,12 @@ def averaged(subjects: "Sequence[tuple[int, Subject]]") -> "Picture":
         several = f"attention 1 of {len(run.attentions)}" if len(run.attentions) > 1 else ""
         counts.append((count, Attended(several, count, count, partial(contents_of, run, *run.attentions[0]))))
     return counts_picture(counts)
+
+
+def _shows(one: "Attended") -> bool:
+    """Return whether a page has something to show of an attention."""
+    contents = one.contents()
+    return any(name in contents and not contents[name].is_meta for name in ("scores", "masked_scores", "weights"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ExitCode, ForwardError, SpecError
+from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..text import did_you_mean, shown
 from .collection import resume
 from .help import GroupedCommand
@@ -82,7 +82,14 @@ def trace(
     resume()
     if text is not None:
         options, want = with_text(text, target, options, want)
-    report, run = _trace(target, options, keep=want is not None)
+    try:
+        report, run = _trace(target, options, keep=want is not None)
+    except DoesNotFitError as error:
+        if want is None or want.asked or export is None or export.format != "html":
+            raise
+        subject.tell(f"The page has no pictures, for which the tensors have to be kept: {error}")
+        want = None
+        report, run = _trace(target, options, keep=False)
     if run is None:
         give(report, options, export)
         return ExitCode.CONDITION

@@ -78,13 +78,14 @@ def range_of(values: Floats) -> Range:
     least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
     if np.isfinite(least) and np.isfinite(most):
         return Range(least, most)
-    finite = np.isfinite(values)
+    unmasked = values[values != -np.inf]
+    finite = unmasked[np.isfinite(unmasked)]
     return Range(
-        float(values.min(where=finite, initial=np.inf)) if finite.any() else 0.0,
-        float(values.max(where=finite, initial=-np.inf)) if finite.any() else 0.0,
-        nan=int(np.isnan(values).sum()),
-        infinite=int((values == np.inf).sum()),
-        masked=int((values == -np.inf).sum()),
+        float(finite.min()) if finite.size else 0.0,
+        float(finite.max()) if finite.size else 0.0,
+        nan=int(np.isnan(unmasked).sum()),
+        infinite=int((unmasked == np.inf).sum()),
+        masked=values.size - unmasked.size,
     )
 
 

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import SpecError
 from ..naming.stages import CANONICAL_AXES
-from .grid import Picture, Side
+from .grid import Floats, Picture, Side
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _IN_A_PAGE = ("scores", "masked_scores", "weights")
-_FAR_BELOW = 1000.0
-"""A score that is moved down by so much has no weight in any dtype: its exponential is zero also in float64."""
+_FAR = 900.0
+"""A score below -900 that was above it before the mask is masked: masks add -inf, or -1e4 and less."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,8 @@ def for_viewer(
 
     def drawable(one: Attended) -> list[str]:
         found = one.contents()
-        return [name for name in stages if name in found and batch_row < found[name].shape[0]]
+        there = [name for name in stages if name in found and not found[name].is_meta]
+        return [name for name in there if batch_row < found[name].shape[0]]
 
     sizes: dict[str, tuple[int, int]] = {}
     for one in attended:
@@ -144,6 +143,11 @@ def stage_picture(
 
     Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
     """
+    if stage in contents and contents[stage].is_meta:
+        raise SpecError(
+            f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
+            "Try a smaller --seq-len."
+        )
     if stage not in contents:
         instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
         raise SpecError(
@@ -190,33 +194,34 @@ def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:
     return row if row.dim() == 3 else row[None]
 
 
-def _numbers(
-    drawn: Tensor, chosen: list[int], masked: Tensor | None
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _numbers(drawn: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
     """Return the panels as float32, with -inf where a mask is."""
     if len(chosen) < len(drawn):
         drawn = drawn[chosen]
         masked = masked[chosen] if masked is not None and len(masked) > 1 else masked
     numbers = drawn.detach().float()
     if masked is not None:
-        # What has a weight all the same, as a row does of which every key is masked, is a number to be shown.
-        without = (numbers == 0) | (numbers < -_FAR_BELOW)
-        numbers = numbers.masked_fill(without & masked.to(numbers.device), -float("inf"))
-    array: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = numbers.cpu().numpy()
+        numbers = numbers.masked_fill(masked.to(numbers.device), -float("inf"))
+    array: Floats = numbers.cpu().numpy()
     return array
 
 
 def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tensor | None:
-    """Return where a mask takes scores out, `heads query key`; None where nothing tells, or the stage is before it."""
+    """Return where a mask takes scores out, `heads query key`; None where nothing tells, or the stage is before it.
+
+    What has a weight all the same, as a row does of which every key is masked, is a number to be shown.
+    """
     scores = contents.get("masked_scores")
     if stage not in ("masked_scores", "weights") or scores is None or scores.shape[-2:] != contents[stage].shape[-2:]:
         return None
-    row = scores[batch_row if batch_row < len(scores) else 0].detach()
+    place = batch_row if batch_row < len(scores) else 0
+    masked = scores[place].detach() < -_FAR
     free = contents.get("scores")
     if free is not None and free.shape == scores.shape:
-        moved = row.float() - free[batch_row if batch_row < len(scores) else 0].detach().float()
-        return (moved < -_FAR_BELOW) | (row == -float("inf"))
-    return row.float() < row.float().amax(-1, keepdim=True) - _FAR_BELOW
+        masked &= free[place].detach() >= -_FAR
+    if stage == "weights":
+        masked = masked & (contents[stage][batch_row].detach() == 0)
+    return masked
 
 
 def _side(name: str, size: int, labels: Sequence[str]) -> Side:

@@ -136,3 +136,26 @@ def test_what_is_no_attention_has_a_page_and_no_picture(invoke, tmp_path):
 
 def test_other_commands_draw_nothing_into_a_png(invoke, tmp_path):
     assert "a.png is a picture, and none is drawn." in invoke("layers", "--export", str(tmp_path / "a.png")).err
+
+
+def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):
+    from mha_inspect.errors import DoesNotFitError
+    from mha_inspect.targets.room import Room
+
+    def require(room, planned):
+        if room.kept:
+            raise DoesNotFitError("it needs 3 GiB and 2 GiB are free.")
+
+    monkeypatch.setattr(Room, "require", require)
+    code, _, err = invoke(*LINE, "--export", str(tmp_path / "a.html"))
+    assert code == 0
+    assert "The page has no pictures, for which the tensors have to be kept: it needs 3 GiB" in err
+    assert "mha-viewer" not in (tmp_path / "a.html").read_text()
+    assert invoke(*LINE, "--picture", "weights").code == 3
+
+
+def test_where_shapes_alone_are_known_it_says_so(monkeypatch):
+    from mha_inspect.pictures.stages import stage_picture
+
+    with pytest.raises(SpecError, match="its shape alone is known"):
+        stage_picture({"weights": torch.empty(1, 2, 3, 3, device="meta")}, "weights", 2)
