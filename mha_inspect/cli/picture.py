@@ -19,10 +19,11 @@ from .options import Options, option, size
 from .screen import columns, in_color
 
 if TYPE_CHECKING:
+    from ..answers.head_runs import Counted
     from ..pictures.colour import Depth
     from ..pictures.grid import Picture
     from ..pictures.stages import Attended
-    from ..record.subject import Run, Subject
+    from ..record.subject import Run
     from ..reports.trace import Trace
 
 PANEL = "Picture"
@@ -217,7 +218,7 @@ def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Dr
     return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
 
 
-def averaged(subjects: "Sequence[tuple[int, Subject]]") -> "Picture":
+def averaged(counted: "Sequence[Counted]") -> "Picture":
     """Return the weights of each head count, averaged over the heads: of the first attention, where there are several.
 
     Each subject is run once more, and that leaves no trace.
@@ -229,7 +230,8 @@ def averaged(subjects: "Sequence[tuple[int, Subject]]") -> "Picture":
     from ..pictures.stages import Attended
 
     counts = []
-    for count, own in subjects:
+    for one in counted:
+        count, own = one.num_heads, one.own
         with torch.no_grad(), own.replaying(own.state()):
             run = own.recorded(keep=True)
         run = replace(run, wider=own.wider_run(run))

@@ -164,6 +164,7 @@ def with_viewer(page: str, data: Mapping[str, Any]) -> str:
     """Return a whole page with the viewer in it, below what it has."""
     head, _, rest = page.partition('<meta name="viewport"')
     body, _, end = rest.rpartition("</body>")
+    body = body.replace("<body>", '<body>\n<p><a href="#mha-viewer-title">What the heads look at</a></p>', 1)
     return f'{head}{policy()}<meta name="viewport"{body}{fragment(data)}</body>{end}'
 
 
