@@ -30,7 +30,7 @@ BAR = 24
 
 _RESET = "\x1b[0m"
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-_MASKED, _NONE = -1, -9
+_MASKED, _NAN, _NONE = -1, -2, -9
 _TICK = 4
 """Lines between two numbers of rows."""
 
@@ -176,13 +176,15 @@ class _Page:
             return f"38;{self._code(below)}", "▄"
         if below in empty:
             return f"38;{self._code(above)}", "▀"
+        if above == below and above < _MASKED:  # told apart by more than a colour
+            return f"38;5;16;48;{self._code(above)}", "×" if above == _NAN else "+"
         return f"38;{self._code(above)};48;{self._code(below)}", "▀"
 
     def _code(self, step: int) -> str:
         if step >= 0:
             return self._codes[step]
         assert self.depth != "none"
-        return (NO_NUMBER if step == -2 else INFINITE)[self.depth]
+        return (NO_NUMBER if step == _NAN else INFINITE)[self.depth]
 
     # -- the legend ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class _Page:
         if held.masked:
             parts.append(("·" if inked else "blank") + ": masked")
         for count, step, sign, colour, name in (
-            (held.nan, -2, "?", "magenta", "NaN"),
+            (held.nan, _NAN, "?", "magenta", "NaN"),
             (held.infinite, -3, "!", "white", "inf"),
         ):
             if count:

@@ -146,6 +146,7 @@
     context.stroke();
     context.imageSmoothingEnabled = false;
     context.drawImage(image(one, chosen.head, codes(one, chosen.head), rows, columns), left, top, width, height);
+    cross(one, context, width / columns, height / rows);
     context.restore();
     context.strokeStyle = style.getPropertyValue("--line");
     context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
@@ -186,6 +187,23 @@
       context.strokeStyle = "#fff";
       context.strokeRect(x - 1, y - 1, w + 2, h + 2);
     }
+  }
+
+  // NaN is told apart by more than its colour, where there is room.
+  function cross(one, context, width, height) {
+    const nan = 2 ** one.bits - 1, all = codes(one, chosen.head), columns = one.cells[1];
+    if (Math.min(width, height) < 6 || !one.signs.some(([kind]) => kind === "nan")) return;
+    context.strokeStyle = "#000";
+    context.beginPath();
+    for (let i = 0; i < all.length; i++) {
+      if (all[i] !== nan) continue;
+      const x = plot.left + ((i % columns) + 0.25) * width, y = plot.top + (Math.floor(i / columns) + 0.25) * height;
+      context.moveTo(x, y);
+      context.lineTo(x + width / 2, y + height / 2);
+      context.moveTo(x, y + height / 2);
+      context.lineTo(x + width / 2, y);
+    }
+    context.stroke();
   }
 
   function ticks(one, side, length, names, room) {

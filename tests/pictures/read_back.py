@@ -38,7 +38,8 @@ def screen(text: str) -> list[list[tuple[str, str, str]]]:
 def halves(cell: tuple[str, str, str]) -> tuple[str, str]:
     """The colours of the upper and the lower half of a character; empty where it has none."""
     character, ink, ground = cell
-    return {"▀": (ink, ground), "▄": (ground, ink)}.get(character, ("", ""))
+    both = (ground, ground)
+    return {"▀": (ink, ground), "▄": (ground, ink), "×": both, "+": both}.get(character, ("", ""))
 
 
 def panels(text: str, table: tuple[str, ...], columns: int, rows: int, zoom: int = 1) -> list[list[list[int]]]:
