@@ -49,4 +49,4 @@ def test_where_the_first_sequence_is_alike_the_one_that_differs_is_looked_at(tmp
     x = torch.zeros(BATCH, QUERY, 22)
     x[1, 4:] = torch.randn(3, 22, generator=torch.Generator().manual_seed(0))
     report = compare_heads((1, 2), embed_dim=22, input=saved(tmp_path / "x.pt", x), causal=True)
-    assert (report.counts[1].verdict, report.counts[1].first_differing_stage) == ("differs", "masked_scores")
+    assert (report.counts[1].verdict, report.counts[1].first_differing_stage) == ("differs", "scores")

@@ -185,7 +185,7 @@ def test_nan_beside_nan_is_no_difference_and_is_said():
 def test_where_nothing_differs_in_the_first_queries_the_others_are_looked_at():
     # One key for each query of the first sequence, and two sequences that nothing is masked in.
     report = compare_heads((1, 2), embed_dim=EMBED, batch=2, seq_len=71, causal=True)
-    assert report.counts[1].first_differing_stage == "masked_scores"
+    assert report.counts[1].first_differing_stage == "scores"
 
 
 def test_long_inputs_say_how_many_queries_were_looked_at(monkeypatch):
