@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.layers.weights import read_weights
 from mha_inspect.naming.canonical import NamedAxes, own_axes
 from mha_inspect.record.subject import Run
 from mha_inspect.targets.load import Layer, load_layer
 from mha_inspect.targets.spec import InputSpec, RunSpec
+
+from .layers.declared_weights import read_weights
 
 LOOPS = ("per-head", "narrow")
 """Layers that compute one head after the other: what is shown of a single head is the first's."""
@@ -208,3 +209,15 @@ def dims_of(pattern: str) -> list[list[str]]:
         else:
             dims.append([word])
     return dims
+
+
+def sizes_of(forward: Layer) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in some layout."""
+    spec = forward.spec
+    return {
+        "batch": forward.inputs.batch,
+        "heads": spec.num_heads,
+        "kv_heads": spec.kv_heads,
+        "group": spec.num_heads // spec.kv_heads,
+        "head_dim": int(spec.head_dim),
+    }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
-
 from .conftest import BATCH, HEAD_DIM, HEADS, KDIM, KEY, QUERY, VDIM
+from .declared_weights import canonical_weights, load_weights, read_weights
 
 SAME = {
     "split-heads": {},

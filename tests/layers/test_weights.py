@@ -14,9 +14,9 @@ from torch import nn
 from mha_inspect.errors import ExitCode, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 
 from .conftest import HEAD_DIM, HEADS
+from .declared_weights import canonical_weights, load_weights, read_weights
 
 EMBED = HEADS * HEAD_DIM
 

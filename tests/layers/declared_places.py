@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..errors import WeightsError
-from ..reports.params import HeadSlice
-from ..targets.spec import AttentionSpec
-from . import torch_mha
-from .roles import Role
+from mha_inspect.errors import WeightsError
+from mha_inspect.layers import torch_mha
+from mha_inspect.layers.roles import Role
+from mha_inspect.reports.params import HeadSlice
+from mha_inspect.targets.spec import AttentionSpec
 
 Heads = tuple[Tensor, ...]
 """One view a head."""
@@ -83,7 +83,7 @@ def _declared(module: nn.Module) -> tuple[AttentionSpec, dict[str, Role]]:
         return spec, torch_mha.roles(spec)
     home = type(module).__module__
     code = sys.modules.get(home)
-    if code is None or not home.startswith(f"{__package__}.") or not hasattr(code, "roles"):
+    if code is None or not home.startswith("mha_inspect.layers.") or not hasattr(code, "roles"):
         raise WeightsError(
             f"The weights of {type(module).__name__} cannot be told apart by head: which of its parameters are W_q, "
             "W_k, W_v and W_o is known for the layers that mha-inspect builds, and for torch.nn.MultiheadAttention."

@@ -9,10 +9,11 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from ..errors import WeightsError
-from ..measure.compare import same_bits
-from ..targets.spec import AttentionSpec
-from .places import Heads, Places, places_of
+from mha_inspect.errors import WeightsError
+from mha_inspect.measure.compare import same_bits
+from mha_inspect.targets.spec import AttentionSpec
+
+from .declared_places import Heads, Places, places_of
 
 
 @dataclass(frozen=True, eq=False)
