@@ -25,6 +25,7 @@ from ..targets.load import load_layer
 from ..targets.memory import require_memory
 from ..targets.placing import arguments_of
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
 
@@ -61,6 +62,7 @@ def params_spec(
     layer: str = "torch",
     per_head: bool = False,
     num_heads: tuple[int, ...] = (),
+    norms: bool = False,
 ) -> ParamsReport:
     """The parameters of a layer built from a spec.
 
@@ -71,6 +73,7 @@ def params_spec(
         layer: name in the catalog of layers.
         per_head: whether to show each head's rows and columns, and to prove them by running.
         num_heads: several head counts are set side by side, with what changes between them.
+        norms: whether to measure each head's part of each matrix.
 
     Raises:
         SpecError: the layer is unknown, or a head count does not fit.
@@ -94,11 +97,17 @@ def params_spec(
         per_head_proof=known.proof,
         side_by_side=columns,
         changes=changes,
+        head_norms=head_norms(module, _parameters(module, known, Show(), per_head=True)) if norms else None,
     )
 
 
 def params(
-    module: nn.Module, *, own: Subject | None = None, show: Show | None = None, per_head: bool = False
+    module: nn.Module,
+    *,
+    own: Subject | None = None,
+    show: Show | None = None,
+    per_head: bool = False,
+    norms: bool = False,
 ) -> ParamsReport:
     """The parameters of any module.
 
@@ -109,6 +118,7 @@ def params(
             buffers and generators as they were.
         show: whether statistics and values are shown.
         per_head: whether to show each head's rows and columns.
+        norms: whether to measure each head's part of each matrix.
 
     Raises:
         InputError: the module has lazy parameters, which have no shape before its first call.
@@ -140,6 +150,7 @@ def params(
         total=_total(module, known),
         per_head_proof=known.proof,
         notes=notes,
+        head_norms=head_norms(module, _parameters(module, known, Show(), per_head=True)) if norms else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from ..errors import ExitCode, MhaInspectError
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
+from .picture import Drawn, require_drawable
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
@@ -31,6 +32,9 @@ def params(
     target: TargetArgument = None,
     per_head: Annotated[
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
+    ] = False,
+    picture: Annotated[
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
     ] = False,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
@@ -53,15 +57,27 @@ def params(
     subject.show(options)
     from .answer import give, prepare
 
-    export = prepare(options)
+    if picture:
+        require_drawable(options, in_json=True)
+    export = prepare(options, draws=picture)
 
     resume()
-    report = _of_layer(options, per_head) if target is None else _of_target(target, options, per_head)
-    give(report, options, export)
+    asked: dict[str, Any] = {"per_head": per_head, "norms": picture}
+    report = _of_layer(options, asked) if target is None else _of_target(target, options, asked)
+    give(report, options, export, _drawn(report))
     return ExitCode.OK
 
 
-def _of_layer(options: Options, per_head: bool) -> ParamsReport:
+def _drawn(report: ParamsReport) -> Drawn | None:
+    """Return the picture of a report that has norms."""
+    if report.head_norms is None:
+        return None
+    from ..pictures.heads import norms_picture
+
+    return Drawn((norms_picture(report.head_norms),), printed=True)
+
+
+def _of_layer(options: Options, asked: dict[str, Any]) -> ParamsReport:
     from ..answers.params import params_spec
     from . import subject
 
@@ -71,12 +87,12 @@ def _of_layer(options: Options, per_head: bool) -> ParamsReport:
         subject.run(options),
         subject.show(options),
         layer=options.layer,
-        per_head=per_head,
         num_heads=(first, *more) if more else (),
+        **asked,
     )
 
 
-def _of_target(text: str, options: Options, per_head: bool) -> ParamsReport:
+def _of_target(text: str, options: Options, asked: dict[str, Any]) -> ParamsReport:
     """Build the target, and report its parameters: what they are for is read off one call of it.
 
     Where its inputs cannot be made, or its forward raises, the report says why, and has no roles.
@@ -97,13 +113,13 @@ def _of_target(text: str, options: Options, per_head: bool) -> ParamsReport:
         try:
             own = subject_of(target, subject.call_of(target, options), options.seed, options.grad)
             try:
-                report = params(target.module, own=own, show=show, per_head=per_head)
+                report = params(target.module, own=own, show=show, **asked)
             except Exception as error:
                 raise explained(error, own) from error
         except MhaInspectError as error:
             if options.input_shape or options.input or any(map(is_lazy, target.module.parameters())):
                 raise
-            report = params(target.module, show=show, per_head=per_head)
+            report = params(target.module, show=show, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
     for note in target.notes:
         subject.tell(note)
