@@ -347,14 +347,13 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     """
     _require_module(left, "diff")
     _require_module(right, "diff")
-    from .answers.module_diff import diff_modules
-    from .answers.sides.module_run import ModuleSide
+    from .answers.diff import diff as report_of
+    from .answers.side import Side, SideRun
 
-    def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
-        own = Subject(copy_module(module), args, kwargs)
-        return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
+    def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
+        return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
 
-    return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
+    return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 
 
 def _require_module(value: object, asked: str) -> None:
