@@ -290,6 +290,7 @@ def compare_heads(
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    time: bool = False,
     **kwargs: Any,
 ) -> LiveReport:
     """The same weights and the same input through several head counts, the first being the baseline.
@@ -311,7 +312,8 @@ def compare_heads(
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned.
-        focus: whether to measure what each head looks at.
+        focus: whether to measure what each head looks at; with steps before training and after it.
+        time: whether to measure how long each head count takes.
         **kwargs: settings of a layer, or arguments of the forward.
 
     Raises:
@@ -320,7 +322,7 @@ def compare_heads(
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
         DoesNotFitError: it needs more memory than there is.
     """
-    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus}
+    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
     from .answers.head_runs import Counted
     from .targets.head_counts import layers_by_name, modules_with_heads

@@ -112,7 +112,7 @@ def test_operations_name_the_stages_that_they_complete() -> None:
         assert any(out.shape == stages[name].shape and out.axes == stages[name].axes for out in op.outputs)
     softmax = completed["weights"]
     assert softmax.name == "aten._softmax.default"
-    assert softmax.settings == "-1, False"
+    assert softmax.settings == "3, False"
     assert [operand.axes for operand in softmax.inputs] == ["batch heads query key"]
 
 
