@@ -147,8 +147,10 @@ def report(
 
 
 def _of_rows(seen: Run) -> tuple[str, ...]:
-    """What is not seen of rows that are recorded as one buffer."""
-    nested = any("nested" in op.base_name for op in seen.graph.recording.ops)
+    """Say what is not seen of rows that are recorded as one buffer: those of kernels that are opened are padded."""
+    closed = any("nested" in kernel.note for kernel in seen.recording.kernels if not kernel.opened)
+    missed = closed or not seen.attentions
+    nested = missed and any("nested" in op.base_name for op in seen.graph.recording.ops)
     said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
     return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
 
