@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeviceError, SpecError
+from ..errors import DeviceError
 from . import subject
 from .options import Options
-from .subject import call_of, load_target, tell
+from .subject import call_of, load_target, require_head_count, tell, with_heads
 
 if TYPE_CHECKING:
     from ..reports.compare_heads import CompareHeadsReport
@@ -22,20 +21,11 @@ def check_counts(options: Options, counts: tuple[int, ...]) -> None:
 
     Raises `MhaInspectError` when an option is of no use to a target, or contradicts another.
     """
-    from ..targets.aliases import flag_of
-    from ..targets.values import parse_settings
-
     subject.inputs(options)
     subject.show(options)
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
-    fixed = next(
-        (n for n in parse_settings(options.settings or []) if flag_of(n.rpartition(".")[2]) == "num_heads"), None
-    )
-    if fixed is not None:
-        raise SpecError(f"--set {fixed} is one number of heads for all: drop it. --heads gives the counts to compare.")
-    if min(counts) < 1:
-        raise SpecError(f"heads {min(counts)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+    subject.require_open_head_count(options, counts, "--heads gives the counts to compare.")
 
 
 def compare_heads_target(
@@ -63,8 +53,8 @@ def compare_heads_target(
     room = Room(kept=True, exact=True)
     with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
         for count in counts:
-            target = load_target(text, _with_heads(options, count))
-            _require_head_count(target)
+            target = load_target(text, with_heads(options, count))
+            require_head_count(target, "compare-heads")
             call = call_of(target, options, room)
             room.exact = False  # rounding is measured of the baseline alone
             if made:
@@ -79,25 +69,3 @@ def compare_heads_target(
         if note:
             tell(note)
     return report
-
-
-def _with_heads(options: Options, count: int) -> Options:
-    """The options with this head count, as if it had been set by a variable: the target need not have a use for it."""
-    changed = copy.copy(options)
-    changed.num_heads = str(count)
-    changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
-    return changed
-
-
-def _require_head_count(target: Target) -> None:
-    """Raise `SpecError` where no argument of the target is a number of heads."""
-    from ..targets.aliases import flag_of
-
-    if any(flag_of(name) == "num_heads" for name in target.arguments):
-        return
-    own = [name for name in target.arguments if not name.startswith("_")]
-    names = (", ".join(own[:12]) or "none") + (f" and {len(own) - 12} more" if len(own) > 12 else "")
-    raise SpecError(
-        f"{target.name} takes no number of heads (its arguments: {names}), and compare-heads builds it once for each. "
-        "Name a class or a function that takes one, as num_heads, n_head or nhead."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,11 +44,14 @@ def params(
     """
     from . import subject
 
+    heads = subject.head_counts(options)
     if target is not None:
-        subject.check_target(target, options, "params")
+        subject.check_target(target, options, "params", many_heads=True)
+        if len(heads) > 1:
+            subject.require_open_head_count(options, heads, "--num-heads gives the counts.")
     else:
         options.require_no_target_settings("params")
-        for count in subject.head_counts(options):
+        for count in heads:
             subject.attention(options, count)
         subject.inputs(options)
     subject.show(options)
@@ -56,60 +60,55 @@ def params(
     export = prepare(options)
 
     resume()
-    report = _of_layer(options, per_head) if target is None else _of_target(target, options, per_head)
+    report = _of_layer(options, heads, per_head) if target is None else _of_target(target, options, heads, per_head)
     give(report, options, export)
     return ExitCode.OK
 
 
-def _of_layer(options: Options, per_head: bool) -> ParamsReport:
-    from ..answers.params import params_spec
+def _of_layer(options: Options, heads: Sequence[int], per_head: bool) -> ParamsReport:
+    from ..answers.params import layers_for_params, params
     from . import subject
 
-    first, *more = subject.head_counts(options)
-    return params_spec(
-        subject.attention(options, first),
-        subject.run(options),
-        subject.show(options),
-        layer=options.layer,
-        per_head=per_head,
-        num_heads=(first, *more) if more else (),
-    )
+    spec, run = subject.attention(options, heads[0]), subject.run(options)
+    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=per_head)
+    return params(first, subject.show(options), per_head=per_head, beside=others)
 
 
-def _of_target(text: str, options: Options, per_head: bool) -> ParamsReport:
+def _of_target(text: str, options: Options, heads: Sequence[int], per_head: bool) -> ParamsReport:
     """Build the target, and report its parameters: what they are for is read off one call of it.
 
-    Where its inputs cannot be made, or its forward raises, the report says why, and has no roles.
+    Where its inputs cannot be made, or its forward raises, the report of one head count says why, and has no roles.
 
     Raises `MhaInspectError` where it cannot be built, or inputs were asked for that are of no use.
     """
     from torch.nn.parameter import is_lazy
 
     from ..answers.params import params
-    from ..reports.common import LayerInfo
+    from ..record.subject import Subject
     from ..targets.call import explained
     from ..targets.load import subject_of
     from . import subject
 
-    show, why = subject.show(options), ""
+    show, many, why = subject.show(options), len(heads) > 1, ""
     with subject.running(options):
-        target = subject.load_target(text, options)
+        each = [subject.with_heads(options, count) for count in heads] if many else [options]
+        targets = [subject.load_target(text, one) for one in each]
+        first = targets[0]
+        if many:
+            subject.require_head_count(first, "params")
         try:
-            own = subject_of(target, subject.call_of(target, options), options.seed, options.grad)
+            calls = zip(targets, map(subject.call_of, targets, each), strict=True)
+            made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
             try:
-                report = params(target.module, own=own, show=show, per_head=per_head)
+                report = params(made[0], show, per_head=per_head, beside=made[1:])
             except Exception as error:
-                raise explained(error, own) from error
+                raise explained(error, made[0]) from error
         except MhaInspectError as error:
-            if options.input_shape or options.input or any(map(is_lazy, target.module.parameters())):
+            if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise
-            report = params(target.module, show=show, per_head=per_head)
+            own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
+            report = params(own, show, per_head=per_head, called=False)
             why = f"What they are for is read off a run, and there is none: {error}"
-    for note in target.notes:
+    for note in first.notes:
         subject.tell(note)
-    return replace(
-        report,
-        environment=replace(report.environment, seed=options.seed),
-        layer=LayerInfo(target.name, target.passed),
-        notes=(*report.notes, *filter(None, [why])),
-    )
+    return replace(report, notes=(*report.notes, *filter(None, [why])))
