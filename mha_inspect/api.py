@@ -219,16 +219,18 @@ def compare_heads(
         DoesNotFitError: it needs more memory than there is.
     """
     asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus}
-    if isinstance(layer, str):
-        if args:
-            raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
-        from .answers.compare_heads import compare_heads as report_of
+    from .answers.compare_heads import compare_heads as report_of
+    from .answers.head_runs import Counted
+    from .targets.head_counts import layers_by_name, modules_with_heads
 
-        return LiveReport(report_of(heads, layer=layer, **asked, **kwargs))
-    from .answers.head_counts.built import build_each
-    from .answers.head_counts.modules import compare_modules
-
-    return LiveReport(compare_modules(build_each(layer, heads, args, kwargs), **asked))
+    if not isinstance(layer, str):
+        made = modules_with_heads(layer, heads, args, kwargs)
+    elif args:
+        raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
+    else:
+        made = iter(layers_by_name(layer, heads, kwargs))
+    counted = [Counted(count, own, is_known=isinstance(layer, str)) for count, own in made]
+    return LiveReport(report_of(counted, **asked))
 
 
 def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:

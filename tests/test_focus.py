@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mha_inspect.answers.compare_heads import compare_heads
-from mha_inspect.answers.head_counts.focus import entropy_of, focus_of
+from mha_inspect import compare_heads
+from mha_inspect.answers.focus import entropy_of, focus_of
 
 LN2 = math.log(2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from .arguments import argument_names, described, tensors_in
 from .copying import copy_module
 from .footprint import kept_bytes
 from .ops import Recording
+from .rounding import cast_tensors
 from .xray import record_opened
 
 _SMALL = 1 << 29
@@ -121,6 +122,23 @@ class Subject:
                 return Run(other.recorded().recording, None)
         except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
             return None
+
+    def copied(self, dtype: torch.dtype) -> Subject:
+        """Return it in another dtype: a copy of the module and of the arguments, without gradients.
+
+        On the CPU where the device has no such dtype. Raises what copying a module may raise.
+        """
+        on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in((self.args, self.kwargs)))
+        device = torch.device("cpu") if on_cpu and dtype == torch.float64 else None
+        module = copy_module(self.module).to(device=device, dtype=dtype)
+        return replace(self, module=module, grad=False).with_arguments_of(self, dtype)
+
+    def with_arguments_of(self, other: Subject, dtype: torch.dtype) -> Subject:
+        """Return this module with the arguments of another subject, cast to a dtype."""
+        device = next((p.device for p in self.module.parameters() if p.device.type == "cpu"), None)
+        seen: dict[int, torch.Tensor] = {}
+        args, kwargs = (cast_tensors(given, dtype, device, seen) for given in (other.args, other.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
 
     def state(self) -> State:
         """What a run may change: the generators and the module's buffers."""

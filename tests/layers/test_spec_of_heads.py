@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.answers.compare_heads import compare_heads_spec
 from mha_inspect.answers.diff import diff_spec
 from mha_inspect.answers.params import layers_for_params, params
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.targets.head_counts import layers_with_heads
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
 from ..built import trace_layer
@@ -79,7 +79,7 @@ def test_so_it_is_for_several_head_counts():
     plain, own = AttentionSpec(embed_dim=15, num_heads=5), spec_for(LAYERS["wide"], embed_dim=15, num_heads=5)
     for report_of in (
         lambda spec: params_of(*layers_for_params(spec, RunSpec(), "wide", num_heads=(1, 2))),
-        lambda spec: compare_heads_spec(spec, (1, 2), InputSpec(), RunSpec(), layer="wide"),
+        lambda spec: [own.spec for _, own in layers_with_heads(spec, (1, 2), InputSpec(), RunSpec(), "wide")],
     ):
         assert report_of(plain) == report_of(own)
 

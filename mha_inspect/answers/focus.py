@@ -3,69 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...errors import RecordingError
-from ...measure.stages import StageContents
-from ...reports.compare_heads import Focus, HeadFocus, HeadsFocus
-from ...targets.load import Layer
-from ..sides.module_run import ModuleRun
+from ..errors import RecordingError
+from ..reports.compare_heads import Focus, HeadFocus, HeadsFocus
+from .head_runs import Look
 
 
-@dataclass(frozen=True, eq=False)
-class HeadWeights:
-    """The weights of one attention."""
-
-    weights: Tensor
-    """`batch heads query key`."""
-    key_len: int | None = None
-    """Keys that have a position; those that are appended after them have none. None means all."""
-    attention: int | None = None
-    """Which of several, from 1."""
-    module: str | None = None
-
-
-def compare_focus(every: Iterable[HeadWeights]) -> Focus:
-    """What the heads of each head count look at, the baseline's first."""
-    counts = [replace(focus_of(one.weights, one.key_len), attention=one.attention, module=one.module) for one in every]
+def compare_focus(counts: Sequence[HeadsFocus]) -> Focus:
+    """Return what the heads of each head count look at, the baseline's first."""
     return Focus(tuple(counts), _answer(counts))
 
 
-def layer_weights(forward: Layer) -> HeadWeights:
-    """The weights of a layer that was built from flags.
+def focus_of_look(look: Look, label: str) -> list[HeadsFocus]:
+    """Return what the heads of every attention look at.
 
-    Raises `RecordingError` where they could not be found, or their axes not be named.
+    Raises `RecordingError` where the axes of the weights of one cannot be named.
     """
-    weights = StageContents(forward, forward.recorded(keep=True)).get("weights")
-    if weights is None:
-        raise RecordingError(f"layer {forward.layer} has no weights that can be laid out by head.")
-    return HeadWeights(weights, forward.inputs.key_len)
-
-
-def module_weights(run: ModuleRun) -> list[HeadWeights]:
-    """The weights of every attention in a module.
-
-    Raises `RecordingError` where the axes of one cannot be named.
-    """
-    several = len(run.contents) > 1
-    found = []
-    for place, contents in enumerate(run.contents):
-        if "weights" not in contents:
+    several = len(look.attentions) > 1
+    counts = []
+    for place, (found, _) in enumerate(look.attentions):
+        weights, given = look.get(place, "weights"), look.get(place, "key")
+        if weights is None:
             raise RecordingError(
-                f"--focus: the weights of {run.side.label} are never formed, and cannot be looked at. Leave it out."
-                if run.opened.attentions[place][0].divided is not None
-                else f"--focus: an axis of the weights of {run.side.label} has no name, and by head they cannot be "
+                f"--focus: the weights of {label} are never formed, and cannot be looked at. Leave it out."
+                if found.divided is not None
+                else f"--focus: an axis of the weights of {label} has no name, and by head they cannot be "
                 "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
             )
-        given = contents.get("key")
-        key_len = None if given is None else min(given.shape[1], contents["weights"].shape[-1])
-        module = run.opened.attentions[place][0].module if several else None
-        found.append(HeadWeights(contents["weights"], key_len, place + 1 if several else None, module))
-    return found
+        key_len = None if given is None else min(given.shape[1], weights.shape[-1])
+        own = focus_of(weights, key_len)
+        counts.append(replace(own, attention=place + 1, module=found.module) if several else own)
+    return counts
 
 
 def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:

@@ -3,39 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ...reports.compare_heads import HeadCount
-from ...targets.spec import AttentionSpec
-from ...text import listed, multiple, percent, plural
-from .runs import Walk
-from .weights import Carried
+from ..reports.compare_heads import HeadCount
+from ..text import listed, multiple, percent, plural
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
-def reason(base: AttentionSpec, spec: AttentionSpec, walk: Walk, count: HeadCount, carried: Carried, cause: str) -> str:
-    """Why this head count's output differs from the baseline's, or does not, in one sentence.
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that sentences speak of."""
+
+    num_heads: int
+    head_dim: int
+    turned: bool
+    """Whether positions turn the features of each head (RoPE)."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What became of the baseline's weights in a module with another head count."""
+
+    same: bool
+    """Whether it holds the baseline's numbers, bit for bit, all of them and no others."""
+    went: tuple[str, ...] = ()
+    """`W_o`: those that are the same."""
+    changes: tuple[str, ...] = ()
+    """What cannot be the same: `W_k [32, 64] becomes [16, 64]`."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The stages of two head counts side by side, in order, in the first attention in which one differs."""
+
+    same: tuple[str, ...]
+    """Those before the first that differs whose content is the same."""
+    first: str | None
+    """The first whose content differs."""
+    note: str = ""
+    """Why it could not be subtracted, where the shapes differ."""
+    rejoined: str | None = None
+    """The stage after it from which on everything is the same again."""
+    looked_at: int = 0
+    """Queries whose stages were looked at, where they are not all of them; else 0."""
+    unnamed: tuple[str, ...] = ()
+    """Stages that could not be compared, for an axis of them has no name."""
+
+
+def reason(base: Sizes, own: Sizes, walk: Walk, count: HeadCount, carried: Carried, cause: str) -> str:
+    """Return why this head count's output differs from the baseline's, or does not, in one sentence.
 
     Args:
-        base: the baseline's spec.
-        spec: this head count's.
+        base: the baseline's sizes.
+        own: this head count's.
         walk: what the stages have been found to hold.
         count: the row of the report, its verdict in it.
         carried: what became of the baseline's weights.
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
     """
+    if walk.first is None and walk.unnamed:
+        text = "All that can be compared holds the same numbers; not compared, for an axis has no name: "
+        text += f"{', '.join(walk.unnamed)}."
+        return f"{text} The outputs are the same because {cause}." if cause and count.verdict == "same" else text
     if walk.first is None:
         if count.verdict == "differs":
             return "No stage that can be compared differs before the output itself."
         where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
         return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
-    parts = [f"{_same(walk.same)}; "] if walk.same else []
-    parts.append(f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}")
-    parts.append(f": {_how(base, spec, walk, carried)}")
+    text = f"{_same(walk.same)}; " if walk.same else ""
+    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, own, walk, carried)}"
     if count.verdict != "differs":
-        parts.append(f"; {_how_it_ends(walk, count, cause)}")
-    return "".join(parts) + "."
+        text += f"; {_how_it_ends(walk, count, cause)}"
+    return f"{text}."
 
 
 def _same(stages: Sequence[str]) -> str:
@@ -48,35 +89,24 @@ def _same(stages: Sequence[str]) -> str:
     return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
 
 
-def _how(base: AttentionSpec, spec: AttentionSpec, walk: Walk, carried: Carried) -> str:
+def _how(base: Sizes, own: Sizes, walk: Walk, carried: Carried) -> str:
     if walk.first in ("scores", "masked_scores"):
-        return f"{_sums(spec)} instead of {_sums(base)}"
+        return f"{_sums(own)} instead of {_sums(base)}"
     if not carried.same:
-        change = _about(walk.first or "", carried.changes)
+        # The change of the weights that the stage is made with, or the first that there is.
+        letter = (walk.first or "")[:1]
+        change = next((change for change in carried.changes if change[2:3] == letter), carried.changes[0])
         return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
-    if spec.rope and walk.first in _HEADS:
-        return f"positions turn the features within {_split(spec)} instead of {_of(base)}"
-    return walk.note or f"{_split(spec)} features instead of {_of(base)}"
+    split = f"{plural(own.num_heads, 'head')} of {own.head_dim}"
+    instead = f"instead of {base.num_heads} of {base.head_dim}"
+    if own.turned and walk.first in _HEADS:
+        return f"positions turn the features within {split} {instead}"
+    return walk.note or f"{split} features {instead}"
 
 
-def _about(stage: str, changes: Sequence[str]) -> str:
-    """The change of the weights that a stage is made with, or the first that there is."""
-    letter = stage[0]
-    return next((change for change in changes if change[2:3] == letter), changes[0])
-
-
-def _sums(spec: AttentionSpec) -> str:
-    width = int(spec.head_dim)
-    number = f"{spec.num_heads} sums" if spec.num_heads > 1 else "1 sum"
-    return f"{number} over {width} {'feature' if width == 1 else 'features'}{' each' if spec.num_heads > 1 else ''}"
-
-
-def _split(spec: AttentionSpec) -> str:
-    return f"{plural(spec.num_heads, 'head')} of {int(spec.head_dim)}"
-
-
-def _of(spec: AttentionSpec) -> str:
-    return f"{spec.num_heads} of {int(spec.head_dim)}"
+def _sums(own: Sizes) -> str:
+    each = " each" if own.num_heads > 1 else ""
+    return f"{plural(own.num_heads, 'sum')} over {plural(own.head_dim, 'feature')}{each}"
 
 
 def _how_it_ends(walk: Walk, count: HeadCount, cause: str) -> str:
@@ -89,12 +119,12 @@ def _how_it_ends(walk: Walk, count: HeadCount, cause: str) -> str:
 
 
 def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: bool = False) -> tuple[str, str]:
-    """Whether the number of heads changes the output, and whether it changes the parameters."""
+    """Return whether the number of heads changes the output, and whether it changes the parameters."""
     if all_nan:
         about_output = "It cannot be told from this input: the output is NaN throughout, for every head count."
     else:
         about_output = _about_output(counts, all(one.same for one in carried))
-    return about_output, about_parameters(counts, carried)
+    return about_output, _about_parameters(counts, carried)
 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
@@ -126,8 +156,7 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     return f"{text}."
 
 
-def about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) -> str:
-    """Whether the parameters are the same numbers, and what changes where they are not."""
+def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) -> str:
     changed = [(count, one) for count, one in zip(counts, carried, strict=True) if not one.same]
     if not changed:
         return (
@@ -136,11 +165,10 @@ def about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) ->
         )
     count, one = changed[0]
     numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
-    same = f"; {listed(one.carried)} {'are' if len(one.carried) > 1 else 'is'} the same" if one.carried else ""
-    few = ", ".join(one.changes[:3])
+    same = f"; {listed(one.went)} {'are' if len(one.went) > 1 else 'is'} the same" if one.went else ""
     return (
         f"The weights cannot be the same, for the head count changes the parameters ({numbers}): with "
-        f"{plural(count.num_heads, 'head')} {few}{same}."
+        f"{plural(count.num_heads, 'head')} {', '.join(one.changes[:3])}{same}."
     )
 
 
