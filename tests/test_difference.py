@@ -14,8 +14,7 @@ from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
 from mha_inspect.reports.diff import DiffReport, StageRow
-from mha_inspect.targets.flag_inputs import make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mha_inspect.errors import InputError
 from mha_inspect.layers import torch_mha
-from mha_inspect.targets.flag_inputs import Inputs, make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import Inputs, arguments_of, make_inputs
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=10, num_heads=2)

@@ -20,10 +20,9 @@ from ..record.subject import Run, Subject
 from ..reports.common import LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
-from ..targets.flag_inputs import make_inputs
+from ..targets.layer_inputs import arguments_of, make_inputs
 from ..targets.load import Layer, load_layer
 from ..targets.memory import require_memory
-from ..targets.placing import arguments_of
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side

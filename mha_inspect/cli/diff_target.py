@@ -174,7 +174,7 @@ def _layer_side(
     from ..answers.sides.settings import parse_settings
     from ..layers.settings import check_settings
     from ..reports.common import LayerInfo
-    from ..targets.flag_inputs import make_inputs
+    from ..targets.layer_inputs import make_inputs
     from ..targets.load import called_with
     from ..targets.same_inputs import layer_inputs
     from ..targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..layers import torch_mha
 from ..record.arguments import described
-from ..text import did_you_mean, shown
+from ..text import did_you_mean, printable, shown
 from .aliases import ALIASES, Flags, dashed, plain
 from .arguments import signature_of
 from .call import Call
-from .drawing import Plan, draw
+from .drawing import Plan, draw, generator_of
 from .files import read_tensors
-from .flag_inputs import INPUT_STREAM
+from .layer_inputs import require_fit
 from .masks import masks_of
 from .names import Kind, kind_of
 from .probe import Evidence, Probed, probe
@@ -81,7 +82,7 @@ class _Maker:
         first = next(self.module.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.batch_first = self._is_batch_first()
-        self.generator = torch.Generator("cpu").manual_seed((asked.seed + INPUT_STREAM) % 2**64)
+        self.generator = generator_of(asked.seed)
 
     def call(self) -> Call:
         """The arguments, worked out."""
@@ -136,6 +137,12 @@ class _Maker:
         if len(held) == 1 and next(iter(held)) not in self.parameters:
             held = {"": next(iter(held.values()))}
         given = self._named(held, f"{shown(str(path))}")
+        query = given.get("query")
+        if isinstance(self.module, nn.MultiheadAttention) and query is not None:
+            key = given.get("key", query)
+            inputs = replace(self.asked.inputs, unbatched=query.dim() == 2)
+            spec = torch_mha.spec_of(self.module)
+            require_fit(printable(path), (query, key, given.get("value", key)), spec, inputs)
         return {name: self._moved(tensor) for name, tensor in given.items()}
 
     def _moved(self, tensor: Tensor) -> Tensor:

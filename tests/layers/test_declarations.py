@@ -14,8 +14,7 @@ from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
 from mha_inspect.naming.formulas import evaluate, symbols
-from mha_inspect.targets.flag_inputs import make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
 from mha_inspect.targets.spec import InputSpec, RunSpec
 
 OURS = [name for name in LAYERS if name != "torch"]
