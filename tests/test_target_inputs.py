@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
-from mha_inspect.targets.aliases import Flags
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.shapes import InputShape, parse_shapes
 from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.values import InputShape, parse_shapes
+from mha_inspect.targets.vocabulary import Flags
 
 STYLES = str(Path(__file__).parent / "targets" / "styles.py")
 SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "batch_first": True, "seq_len": 5}

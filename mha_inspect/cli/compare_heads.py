@@ -136,8 +136,8 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
         return [Counted(count, own, is_known=True) for count, own in layers]
     from ..targets.call import try_once
     from ..targets.load import subject_of
+    from ..targets.pairing import with_the_same
     from ..targets.room import Room
-    from ..targets.same_inputs import with_the_same
 
     made: list[Counted] = []
     first: tuple[Call, nn.Module] | None = None

@@ -99,9 +99,9 @@ def _called_targets(
 
     One that is a part of a model says what the other gets: its sizes, and its arguments.
     """
-    from ..targets.part import part_of, with_arguments_of
+    from ..targets.pairing import with_the_same
     from ..targets.room import Room
-    from ..targets.same_inputs import with_the_same
+    from ..targets.submodule import part_of, with_arguments_of
 
     made: dict[int, CalledTarget] = {}
     # Of a part it is not known before what its run takes.
@@ -176,7 +176,7 @@ def _layer_side(
     from ..reports.common import LayerInfo
     from ..targets.layer_inputs import make_inputs
     from ..targets.load import called_with
-    from ..targets.same_inputs import layer_inputs
+    from ..targets.pairing import layer_inputs
     from ..targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
     kind, (target, call, side) = find_layer(name), beside

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
-from ..targets.aliases import Flags
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..targets.vocabulary import Flags
 from ..text import shown
 from .options import FORMS, Options, is_target
 from .values import counts
@@ -146,8 +146,8 @@ def with_heads(options: Options, count: int) -> Options:
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
-    from ..targets.aliases import flag_of
     from ..targets.values import parse_settings
+    from ..targets.vocabulary import flag_of
 
     own = parse_settings(options.settings or [])
     fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
@@ -159,7 +159,7 @@ def require_open_head_count(options: Options, heads: Sequence[int], way: str) ->
 
 def require_head_count(target: Target, command: str) -> None:
     """Raise `SpecError` where no argument of the target is a number of heads."""
-    from ..targets.aliases import flag_of
+    from ..targets.vocabulary import flag_of
 
     if any(flag_of(name) == "num_heads" for name in target.arguments):
         return
@@ -212,8 +212,7 @@ def check_target(
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
     from ..targets.importing import split_target
-    from ..targets.shapes import parse_shapes
-    from ..targets.values import parse_settings
+    from ..targets.values import parse_settings, parse_shapes
 
     if not is_target(text):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
@@ -282,7 +281,7 @@ def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Map
 def asked(options: Options) -> Asked:
     """Return what the options say of a target's inputs."""
     from ..targets.inputs import Asked
-    from ..targets.shapes import parse_shapes
+    from ..targets.values import parse_shapes
 
     return Asked(inputs(options), flags(options), parse_shapes(options.input_shape or []), options.seed)
 

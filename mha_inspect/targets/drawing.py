@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .memory import require_memory
-from .names import Kind
+from .vocabulary import Kind
 
 INPUT_STREAM = 0x6D68612D696E70
 """Added to the seed of the inputs, so that they are not the numbers that the parameters were drawn from."""

@@ -1,6 +1,6 @@
 """What a target's forward is called with: tensors that follow its signature, and what somebody said of them.
 
-A name says what an argument is (`target_names`), a small run says how wide it is (`target_probe`). --input-shape and
+A name says what an argument is (`vocabulary`), a small run says how wide it is (`probe`). --input-shape and
 --input say it outright, and come first.
 """
 
@@ -19,18 +19,17 @@ from ..errors import InputError, SpecError
 from ..layers import torch_mha
 from ..record.arguments import described
 from ..text import did_you_mean, printable, shown
-from .aliases import ALIASES, Flags, dashed, plain
-from .arguments import signature_of
 from .call import Call
+from .constructor import signature_of
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
 from .layer_inputs import require_fit
 from .masks import masks_of
-from .names import Kind, kind_of
 from .probe import Evidence, Probed, probe
-from .shapes import InputShape
 from .spec import InputSpec
 from .target import Target
+from .values import InputShape
+from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""

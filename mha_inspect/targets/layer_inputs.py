@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..layers.catalog import find_layer
 from ..text import printable
-from .arguments import signature_of
+from .constructor import signature_of
 from .device import resolve
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
 from .masks import MaskSizes, apart, attention_mask, in_style, merged, padding_mask
-from .names import kind_of
 from .spec import AttentionSpec, InputSpec, RunSpec, divisors
+from .vocabulary import kind_of
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Query, key and value."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..text import printable
-from .aliases import Flags, plain
 from .files import read_tensor
 from .hugging_face_inputs import is_hugging_face
 from .spec import InputSpec
+from .vocabulary import Flags, plain
 
 if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
