@@ -24,6 +24,7 @@ from ..targets.layer_inputs import arguments_of, make_inputs
 from ..targets.load import Layer, load_layer
 from ..targets.memory import require_memory
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
 from .trace import environment_of
@@ -74,6 +75,7 @@ def params(
     show: Show | None = None,
     *,
     per_head: bool = False,
+    norms: bool = False,
     beside: Sequence[Subject] = (),
     called: bool = True,
 ) -> ParamsReport:
@@ -84,6 +86,7 @@ def params(
             to which head. The run leaves buffers and generators as they were.
         show: whether statistics and values are shown.
         per_head: whether to show each head's rows and columns, and to prove them by running.
+        norms: whether to measure each head's part of each matrix.
         beside: the same under other head counts, to be set side by side.
         called: whether the arguments are those of a call. Without one it is said what the kind of module tells.
 
@@ -98,6 +101,7 @@ def params(
     known = _known(own, seen, per_head)
     counted = [_counted(own, seen), *(_counted(one, _seen(one, False)) for one in beside)] if seen and beside else []
     columns, changes = side_by_side(counted) if counted else (None, "")
+    no_attention = seen is not None and not seen.attentions
     return ParamsReport(
         environment=replace(environment_of(Subject(own.module, (), {})), seed=own.seed),
         layer=LayerInfo(own.label or type(own.module).__qualname__, dict(own.made_with)),
@@ -106,9 +110,8 @@ def params(
         per_head_proof=known.proof,
         side_by_side=columns,
         changes=changes,
-        notes=()
-        if seen is None or seen.attentions
-        else ("No attention was found in the forward: it tells what reads the parameters.",),
+        notes=("No attention was found in the forward: it tells what reads the parameters.",) if no_attention else (),
+        head_norms=head_norms(own.module, _parameters(own.module, known, Show(), per_head=True)) if norms else None,
     )
 
 

@@ -13,6 +13,7 @@ from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
+from .picture import Drawn, averaged, require_drawable
 from .values import counts
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def compare_heads(
     focus: Annotated[
         bool, option("--focus", PANEL, "Measure how many keys each head looks at, how far away, how differently.")
     ] = False,
+    picture: Annotated[
+        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.")
+    ] = False,
     fail_if: FailIf = None,
 ) -> ExitCode:
     """Run the same weights and the same input through several head counts, and say what differs, where and why.
@@ -78,16 +82,19 @@ def compare_heads(
     from . import subject
     from .answer import give, prepare
 
-    export = prepare(options)
+    if picture:
+        require_drawable(options)
+    export = prepare(options, draws=picture)
     resume()
     from ..answers.compare_heads import compare_heads as compare
 
     with subject.running(options):
         made = _made(target, options, compared)
         report = compare(made, **extras)
+        drawn = Drawn((averaged(made),), printed=True) if picture else None
     for note in made[0].own.notes:
         subject.tell(note)
-    give(report, options, export)
+    give(report, options, export, drawn)
     return exit_code(report.verdict, fail_if)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from ..errors import ExitCode, MhaInspectError
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
+from .picture import Drawn, require_drawable
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
@@ -32,6 +33,9 @@ def params(
     target: TargetArgument = None,
     per_head: Annotated[
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
+    ] = False,
+    picture: Annotated[
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
     ] = False,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
@@ -57,24 +61,36 @@ def params(
     subject.show(options)
     from .answer import give, prepare
 
-    export = prepare(options)
+    if picture:
+        require_drawable(options, in_json=True)
+    export = prepare(options, draws=picture)
 
     resume()
-    report = _of_layer(options, heads, per_head) if target is None else _of_target(target, options, heads, per_head)
-    give(report, options, export)
+    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
+    report = _of_layer(options, heads, asked) if target is None else _of_target(target, options, heads, asked)
+    give(report, options, export, _drawn(report))
     return ExitCode.OK
 
 
-def _of_layer(options: Options, heads: Sequence[int], per_head: bool) -> ParamsReport:
+def _drawn(report: ParamsReport) -> Drawn | None:
+    """Return the picture of a report that has norms."""
+    if report.head_norms is None:
+        return None
+    from ..pictures.heads import norms_picture
+
+    return Drawn((norms_picture(report.head_norms),), printed=True)
+
+
+def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
     from ..answers.params import layers_for_params, params
     from . import subject
 
     spec, run = subject.attention(options, heads[0]), subject.run(options)
-    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=per_head)
-    return params(first, subject.show(options), per_head=per_head, beside=others)
+    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
+    return params(first, beside=others, **asked)
 
 
-def _of_target(text: str, options: Options, heads: Sequence[int], per_head: bool) -> ParamsReport:
+def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
     """Build the target, and report its parameters: what they are for is read off one call of it.
 
     Where its inputs cannot be made, or its forward raises, the report of one head count says why, and has no roles.
@@ -89,7 +105,7 @@ def _of_target(text: str, options: Options, heads: Sequence[int], per_head: bool
     from ..targets.load import subject_of
     from . import subject
 
-    show, many, why = subject.show(options), len(heads) > 1, ""
+    many, why = len(heads) > 1, ""
     with subject.running(options):
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, one) for one in each]
@@ -100,14 +116,14 @@ def _of_target(text: str, options: Options, heads: Sequence[int], per_head: bool
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
             try:
-                report = params(made[0], show, per_head=per_head, beside=made[1:])
+                report = params(made[0], beside=made[1:], **asked)
             except Exception as error:
                 raise explained(error, made[0]) from error
         except MhaInspectError as error:
             if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise
             own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
-            report = params(own, show, per_head=per_head, called=False)
+            report = params(own, called=False, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
     for note in first.notes:
         subject.tell(note)

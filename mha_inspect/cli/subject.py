@@ -283,7 +283,8 @@ def asked(options: Options) -> Asked:
     from ..targets.inputs import Asked
     from ..targets.values import parse_shapes
 
-    return Asked(inputs(options), flags(options), parse_shapes(options.input_shape or []), options.seed)
+    shapes = parse_shapes(options.input_shape or [])
+    return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
 
 
 def call_of(target: Target, options: Options, room: Room | None = None) -> Call:

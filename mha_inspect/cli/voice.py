@@ -11,6 +11,11 @@ from ..text import MESSAGE, did_you_mean, shown
 OPTIONS_OF_ONE_COMMAND = {
     "--attention": "trace",
     "--module": "trace",
+    "--picture": "trace",
+    "--head": "trace",
+    "--batch-row": "trace",
+    "--tokens": "trace",
+    "--text": "trace",
     "--per-head": "params",
     "--heads": "compare-heads",
     "--pairwise": "compare-heads",

@@ -43,6 +43,8 @@ class Asked:
     flags: Flags = field(default_factory=Flags)
     shapes: Mapping[str, InputShape] = field(default_factory=dict)
     seed: int = 0
+    ids: Tensor | None = None
+    """Tokens of a text, `batch seq`: the forward's `input_ids`."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
@@ -61,7 +63,7 @@ def make_call(target: Target, asked: Asked) -> Call:
 def _without_ones(asked: Asked) -> Asked | None:
     """The same with another size in the place of each that is one; None where none is, or inputs were given."""
     inputs = None if asked.shapes or asked.inputs.input is not None else asked.inputs.without_ones()
-    return None if inputs is None else replace(asked, inputs=inputs)
+    return None if inputs is None else replace(asked, inputs=inputs, ids=None)
 
 
 class _Maker:
@@ -86,7 +88,7 @@ class _Maker:
     def call(self) -> Call:
         """The arguments, worked out."""
         shapes = self._named(self.asked.shapes, "--input-shape")
-        given: dict[str, Any] = {**self.target.forward_settings, **self._from_file()}
+        given: dict[str, Any] = {**self.target.forward_settings, **self._from_file(), **self._from_text()}
         twice = [name for name in shapes if name in given]
         if twice:
             raise SpecError(f"--input-shape and --input (or --set) both give {twice[0]}. Drop one of the two.")
@@ -143,6 +145,15 @@ class _Maker:
             spec = torch_mha.spec_of(self.module)
             require_fit(printable(path), (query, key, given.get("value", key)), spec, inputs)
         return {name: self._moved(tensor) for name, tensor in given.items()}
+
+    def _from_text(self) -> dict[str, Any]:
+        if self.asked.ids is None:
+            return {}
+        if "input_ids" not in self.parameters:
+            raise InputError(
+                f"--text gives input_ids, which {self._owner()} does not take: {', '.join(self.parameters)}."
+            )
+        return {"input_ids": self._moved(self.asked.ids)}
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
