@@ -290,6 +290,7 @@ def compare_heads(
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    time: bool = False,
     **kwargs: Any,
 ) -> LiveReport:
     """The same weights and the same input through several head counts, the first being the baseline.
@@ -311,7 +312,8 @@ def compare_heads(
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned.
-        focus: whether to measure what each head looks at.
+        focus: whether to measure what each head looks at; with steps before training and after it.
+        time: whether to measure how long each head count takes.
         **kwargs: settings of a layer, or arguments of the forward.
 
     Raises:
@@ -320,7 +322,7 @@ def compare_heads(
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
         DoesNotFitError: it needs more memory than there is.
     """
-    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus}
+    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
     from .answers.head_runs import Counted
     from .targets.head_counts import layers_by_name, modules_with_heads
@@ -345,14 +347,13 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     """
     _require_module(left, "diff")
     _require_module(right, "diff")
-    from .answers.module_diff import diff_modules
-    from .answers.sides.module_run import ModuleSide
+    from .answers.diff import diff as report_of
+    from .answers.side import Side, SideRun
 
-    def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
-        own = Subject(copy_module(module), args, kwargs)
-        return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
+    def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
+        return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
 
-    return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
+    return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 
 
 def _require_module(value: object, asked: str) -> None:

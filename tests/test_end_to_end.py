@@ -89,7 +89,7 @@ def test_the_case_it_began_with(invoke: Callable[..., Any]) -> None:
     assert seen["output"] == seen["returned output"] == ([1, 12, 512], "batch query embed")
     assert seen["returned weights"] == ([1, 12, 12], "batch query key")
     assert "q_heads · k_headsᵀ / √256" in text
-    assert text.splitlines()[-1].startswith("plain and opened outputs agree: largest difference ")
+    assert text.splitlines()[-1].startswith("the opened stages and the kernels' own results agree: largest difference ")
     text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --per-head-weights")
     assert rows(text)["returned weights"] == ([1, 2, 12, 12], "batch heads query key")
 

@@ -234,6 +234,17 @@ def test_keys_that_are_all_the_same(x, slopes):
     assert len(said) == (0 if slopes else 1)
 
 
+def test_every_head_count_must_see_the_same(x):
+    """A head count of its own bias, or of its own mask, is under no claim that the baseline's queries make."""
+    keys = x[:, :1].expand(x.shape).contiguous()
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Cross(DIM, heads, slopes=heads == 3), x, keys)
+    assert not any(sentence.startswith("The keys") for sentence in report.equalities)
+    masked = mha_inspect.compare_heads(
+        (1, 3), lambda heads: Attention(DIM, heads, CAUSAL if heads == 1 else CAUSAL & ~CAUSAL), x
+    )
+    assert masked.equalities == ()
+
+
 def test_no_claim_where_nothing_must_be(x):
     assert compared((1, 3), x).equalities == ()
 

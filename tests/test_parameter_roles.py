@@ -22,6 +22,7 @@ from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSp
 from .foreign import styles
 from .foreign.styles import D, E, H
 from .foreign.truth import cut
+from .layers.declared import ROLES
 
 PLAIN = (
     "Base",
@@ -72,7 +73,7 @@ def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[s
     dtype = getattr(torch, spec.dtype)
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
     found = params(Subject(module, tuple(given), {}), per_head=True)
-    declared = torch_mha.roles(spec)
+    declared = ROLES["torch"](spec)
     rows = [(row.name, row.axes, row.role, row.heads) for row in found.parameters]
     assert rows == [(name, declared[name].axes, declared[name].text, declared[name].slices()) for name, *_ in rows]
 
@@ -98,7 +99,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
         except MhaInspectError:
             continue  # a layer has no use for every setting
         found = params(forward, per_head=True).parameters
-        declared = LAYERS[layer].load().roles(forward.spec)  # type: ignore[attr-defined]
+        declared = ROLES[layer](forward.spec)
         assert [row.heads for row in found] == [declared[row.name].slices() for row in found]
         # A loop of one turn is no loop, heads that are not shared are heads, and which features are read is not told.
         alike = layer == "grouped-query" and spec.kv_heads == spec.num_heads

@@ -17,12 +17,14 @@ from ..naming.stages import STAGES
 from ..record.rounding import judge
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus
+from ..text import plural
 from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
 from .head_runs import GIVEN, Counted, HeadRun, Look, Noise, Place, overall
 from .head_sentences import Carried, Sizes, Walk, answer, reason
 from .kernels import drops_at_random
 from .learning import Learner, compare_gradients, compare_training
+from .timing import compare_times
 from .trace import environment_of, layer_of
 
 _ORDER = {part: number for number, part in enumerate(PARTS)}
@@ -36,6 +38,7 @@ def compare_heads(
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    time: bool = False,
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
@@ -46,7 +49,8 @@ def compare_heads(
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
-        focus: whether to measure what each head looks at.
+        focus: whether to measure what each head looks at, before training and after it.
+        time: whether to measure how long each head count takes.
 
     Raises:
         SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
@@ -68,6 +72,7 @@ def compare_heads(
     walks: list[Walk] = []
     learners: list[Learner] = []
     seen: list[HeadsFocus] = []
+    learned: list[HeadsFocus] = []
     for run, own in zip(runs, carried, strict=True):
         _require_comparable(run, baseline)
         sizes.append(_sizes(run))
@@ -89,6 +94,12 @@ def compare_heads(
     said = equalities.measured(runs, "" if counted[0].is_known else baseline.label) if same_weights else ()
     masked = masked_note(runs)
     outputs = [(run.num_heads, run.output) for run in runs]
+
+    def look_after(learner: Learner) -> None:
+        if focus:
+            learned.extend(focus_of_look(Look(learner.own), baseline.label))
+
+    training = compare_training(learners, steps, cause, look_after) if steps else None
     return CompareHeadsReport(
         environment=environment_of(baseline.own),
         layer=layer_of(baseline.own),
@@ -99,8 +110,10 @@ def compare_heads(
         answer=answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
         pairs=_pairs(outputs, noise.of_output) if pairwise else None,
         gradients=compare_gradients(learners, cause) if gradients else None,
-        training=compare_training(learners, steps, cause) if steps else None,
+        training=training,
         focus=compare_focus(seen) if focus else None,
+        focus_after=compare_focus(learned, f"after {plural(steps, 'step')}") if learned else None,
+        timing=compare_times(runs) if time else None,
     )
 
 

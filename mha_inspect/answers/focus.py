@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from ..errors import RecordingError
-from ..reports.compare_heads import Focus, HeadFocus, HeadsFocus
+from ..reports.compare_heads import Alike, Focus, HeadFocus, HeadsFocus, Strongest
 from .head_runs import Look
 
+_STRONGEST = 3
+"""Pairs of a query and a key that are told of each head."""
 
-def compare_focus(counts: Sequence[HeadsFocus]) -> Focus:
-    """Return what the heads of each head count look at, the baseline's first."""
-    return Focus(tuple(counts), _answer(counts))
+
+def compare_focus(counts: Sequence[HeadsFocus], weights: str = "as given") -> Focus:
+    """Return what the heads of each head count look at, the baseline's first; `weights` says which they had."""
+    return Focus(weights, tuple(counts), _answer(counts))
 
 
 def focus_of_look(look: Look, label: str) -> list[HeadsFocus]:
@@ -56,6 +60,7 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
     away = _distances(queries, key_len)
     rows = [_double(weights[:, head]) for head in range(num_heads)]
     known = torch.stack([row.isfinite().all(dim=-1) for row in rows]).all(dim=0)
+    choosing = known & (torch.stack(rows).amax(dim=-1) < 1).any(dim=0)
     mean = torch.zeros_like(rows[0])
     heads, entropies = [], []
     for head, row in enumerate(rows):
@@ -65,10 +70,41 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
         placed = row[..., :key_len]
         share = placed.sum(dim=-1)
         reach = ((placed * away).sum(dim=-1) / share)[known & (share > 0)]
-        heads.append(HeadFocus(head, entropies[-1], _mean(entropy.exp()), _mean(reach)))
+        strongest = _strongest(placed, choosing)
+        heads.append(HeadFocus(head, entropies[-1], _mean(entropy.exp()), _mean(reach), strongest))
     # Rounding alone may bring equal heads a hair below 0.
     divergence = max(0.0, _mean(entropy_of(mean)[known]) - sum(entropies) / num_heads) if known.any() else math.nan
-    return HeadsFocus(num_heads, tuple(heads), divergence if num_heads > 1 else 0.0, math.log(num_heads))
+    alike = _alike(rows, known)
+    return HeadsFocus(
+        num_heads,
+        tuple(heads),
+        divergence if num_heads > 1 else 0.0,
+        math.log(num_heads),
+        alike[0] if alike else None,
+        alike[-1] if len(alike) > 1 else None,
+    )
+
+
+def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
+    """The pairs with the largest weights of `batch query key`, over the sequences in which a query has a choice."""
+    number = choosing.sum(dim=0).double()
+    mean = weights.where(choosing[..., None], 0.0).sum(dim=0) / number[:, None].clamp(min=1)
+    found = mean.flatten().topk(min(_STRONGEST, mean.numel()))
+    keys = mean.shape[1]
+    pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+    return tuple(Strongest(place // keys, place % keys, weight) for weight, place in pairs if weight > 0)
+
+
+def _alike(rows: Sequence[Tensor], known: Tensor) -> list[Alike]:
+    """Every two heads, those first that are most alike; empty where no query's weights are numbers."""
+    if not bool(known.any()):
+        return []
+    entropies = [entropy_of(row)[known] for row in rows]
+    found = []
+    for left, right in combinations(range(len(rows)), 2):
+        apart = entropy_of((rows[left] + rows[right])[known] / 2) - (entropies[left] + entropies[right]) / 2
+        found.append(Alike(left, right, max(0.0, _mean(apart))))
+    return sorted(found, key=lambda pair: pair.divergence)
 
 
 def entropy_of(weights: Tensor) -> Tensor:
@@ -112,4 +148,7 @@ def _answer(counts: Sequence[HeadsFocus]) -> str:
         known = [head.effective_keys for count in fewest for head in count.by_head]
         average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
         text += f"; with {few} {average} {_keys(f'{sum(known) / len(known):.3g}')}"
+    alike, apart = most[0].most_alike, most[0].least_alike
+    if len(most) == 1 and alike is not None and apart is not None and alike.divergence < apart.divergence:
+        text += f". Heads {alike.left} and {alike.right} are the most alike"
     return f"{text}."

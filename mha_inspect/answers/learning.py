@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..measure.stage_difference import distances
 from ..measure.weights import PARTS, Weights, weights_of
+from ..record.arguments import tensors_in
 from ..record.copying import copy_module
 from ..record.rounding import first_tensor, judge, rounding_error
 from ..record.subject import Subject
@@ -27,6 +28,9 @@ OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
 # Not Adam: it divides a gradient by its own size, and so makes whole steps of those that are 0 but for rounding.
 _TARGET_STREAM = 0x746172676574
 """Added to the seed of the target, so that it is neither the weights nor the input."""
+
+_WORTH_THREADS = 1 << 27
+"""Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
 
 Parts = dict[str, Tensor]
 """Numbers by part: `W_q` to `b_o` where the weights of one attention are all there is, else parameters by name."""
@@ -211,13 +215,16 @@ class Trained:
     """The copy that was trained."""
 
 
-def compare_training(learners: Sequence[Learner], steps: int, cause: str = "") -> Training:
+def compare_training(
+    learners: Sequence[Learner], steps: int, cause: str = "", after: Callable[[Learner], None] = lambda learner: None
+) -> Training:
     """Train a copy of each module and compare the weights with those of the first.
 
     Args:
         learners: one a head count, the baseline first, with the same weights.
         steps: of the optimiser.
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
+        after: is called with each when it has learned.
 
     Raises:
         SpecError: there are no steps.
@@ -231,6 +238,7 @@ def compare_training(learners: Sequence[Learner], steps: int, cause: str = "") -
     for learner in learners:
         pair = train(learner, steps), train(learner.exact, steps)
         base = base or pair
+        after(replace(learner, own=replace(learner.own, module=pair[0].module)))
         counts.append(_training_row(learner.num_heads, pair, base, scale))
     return Training(
         steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, cause)
@@ -243,7 +251,7 @@ def train(learner: Learner, steps: int) -> Trained:
     copied = replace(learner, own=replace(learner.own, module=module))
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
-    with copied.undisturbed():
+    with copied.undisturbed(), few_threads(copied.own):
         for _ in range(steps):
             optimizer.zero_grad()
             loss = copied.loss()
@@ -252,6 +260,19 @@ def train(learner: Learner, steps: int) -> Trained:
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())
     return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+
+
+@contextmanager
+def few_threads(own: Subject) -> Iterator[None]:
+    """Run the body in one thread where a step is so small that threads would wait longer than they work."""
+    before = torch.get_num_threads()
+    rows = max((t.numel() // max(t.shape[-1:], default=1) for _, t in tensors_in((own.args, own.kwargs))), default=1)
+    if rows * sum(parameter.numel() for parameter in own.module.parameters()) < _WORTH_THREADS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _training_row(

@@ -290,7 +290,7 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
 
     def stage_of(op: Op) -> str:
         made = [t for t in op.outputs if seen.recording.producers.get(t.id) == op.index]
-        return next((known[t.id][0] for t in made if t.id in known), "")
+        return ", ".join(known[t.id][0] for t in made if t.id in known)
 
     return tuple(
         OpLine(

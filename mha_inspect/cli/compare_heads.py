@@ -62,8 +62,9 @@ def compare_heads(
         ),
     ] = None,
     focus: Annotated[
-        bool, option("--focus", PANEL, "Measure how many keys each head looks at, how far away, how differently.")
+        bool, option("--focus", PANEL, "Measure what each head looks at; with --steps before training and after it.")
     ] = False,
+    time: Annotated[bool, option("--time", PANEL, "Measure how long each head count takes.")] = False,
     picture: Annotated[
         bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.")
     ] = False,
@@ -78,6 +79,7 @@ def compare_heads(
     if steps is not None and steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
+    extras |= {"time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
     from . import subject
     from .answer import give, prepare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -257,10 +257,16 @@ def load(text: str | None, options: Options, room: Room | None = None) -> Subjec
     return subject_of(target, call_target(target, asked(options), room, may_fail=True), options.seed, options.grad)
 
 
-def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:
+def load_target(
+    text: str,
+    options: Options,
+    own: Sequence[str] = (),
+    sizes: Mapping[str, Any] | None = None,
+    elsewhere: Collection[str] = (),
+) -> Target:
     """Build a target as the options say, and with settings of its own that come before those of --set.
 
-    `sizes` stand in for those options that nobody has given.
+    `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
     from ..targets.target import TargetSpec
     from ..targets.target import load_target as build
@@ -268,8 +274,9 @@ def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Map
 
     set_flags = flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in set_flags.given}
+    typed = set_flags.typed - frozenset(elsewhere)
     spec = TargetSpec(
-        flags=replace(set_flags, values={**set_flags.values, **unsaid}),
+        flags=replace(set_flags, values={**set_flags.values, **unsaid}, typed=typed),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,

@@ -22,6 +22,7 @@ OPTIONS_OF_ONE_COMMAND = {
     "--gradients": "compare-heads",
     "--steps": "compare-heads",
     "--focus": "compare-heads",
+    "--time": "compare-heads",
     "--fail-if": "compare-heads",
     "--left-set": "diff",
     "--right-set": "diff",

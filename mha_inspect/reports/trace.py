@@ -129,7 +129,7 @@ class OpLine:
     """Arguments that are not tensors, as text: `-1, False`."""
     memory: Memory
     stage: str
-    """Name of the stage that this operation completes; empty for the others."""
+    """Name of the stage that this operation completes, or several (`q_proj, k_proj`); empty for the others."""
 
 
 @dataclass(frozen=True)

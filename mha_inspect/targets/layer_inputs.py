@@ -45,25 +45,6 @@ class Inputs:
     query_len: int
     key_len: int
     unbatched: bool = False
-    extra_keys: int = 0
-    """Keys that the layer appends itself, which no mask covers (add_bias_kv, add_zero_attn)."""
-
-    def fully_masked_rows(self, num_heads: int) -> list[tuple[int, int]]:
-        """(batch, query) of every row that has no key left to look at, in at least one head.
-
-        One such head is enough: W_o mixes its context into the whole row of the output. Empty where the layer appends a
-        key of its own, and on meta, where a mask has no content.
-        """
-        if self.extra_keys or self.query.is_meta or (self.attn_mask is None and self.key_padding_mask is None):
-            return []
-        masked = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-        if self.attn_mask is not None:
-            barred = (self.attn_mask if self.attn_mask.dtype == torch.bool else self.attn_mask == float("-inf")).cpu()
-            masked = masked | (barred.view(self.batch, num_heads, *barred.shape[-2:]) if barred.dim() == 3 else barred)
-        if self.key_padding_mask is not None:
-            masked = masked | self.key_padding_mask.cpu().view(self.batch, 1, 1, self.key_len)
-        rows = masked.all(dim=-1).any(dim=1).expand(self.batch, self.query_len)
-        return [(int(row), int(query)) for row, query in rows.nonzero().tolist()]
 
 
 def make_inputs(spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> Inputs:
@@ -99,7 +80,6 @@ def make_inputs(spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> Inputs:
         query_len=sizes.query,
         key_len=sizes.key,
         unbatched=inputs.unbatched,
-        extra_keys=int(spec.add_bias_kv) + int(spec.add_zero_attn),
     )
 
 

@@ -34,6 +34,11 @@ class Layer(Subject):
     run: RunSpec
     inputs: Inputs
 
+    def small(self) -> Layer:
+        """Return the same layer with little input: enough to see where its weights are."""
+        asked = InputSpec(batch=1 if self.inputs.unbatched else 2, seq_len=3, unbatched=self.inputs.unbatched)
+        return called_with(self.module, self.spec, self.run, make_inputs(self.spec, asked, self.run), self.layer)
+
 
 def load_layer(
     spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch", room: Room | None = None

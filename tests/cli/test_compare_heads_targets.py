@@ -188,7 +188,8 @@ def test_it_says_what_was_passed(invoke, mine):
     assert code == 0
     assert "nhead=1 (--num-heads)" in err
     assert "x float32 [3, 5, 22]" in err
-    assert out.rstrip().endswith("only which of them belong to which head changes.")
+    assert "\nonly which of them belong to which head changes.\n" in out.replace("for every head count; ", "\n")
+    assert out.rstrip().endswith("--time which is faster.")
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import torch
 
 from mha_inspect.errors import InputError
 from mha_inspect.layers.building import mask_of_head
-from mha_inspect.layers.weights import canonical_weights, load_weights
 from mha_inspect.targets.layer_inputs import arguments_of
 from mha_inspect.targets.masks import merged
 from mha_inspect.targets.spec import RunSpec
 
 from .conftest import BATCH, HEADS, KEY, QUERY
+from .declared import canonical_weights, load_weights
 
 
 @pytest.mark.parametrize(("name", "finite"), [("split-heads", True), ("bert", True), ("fold-heads", False)])

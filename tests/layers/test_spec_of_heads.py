@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.answers.diff import diff_spec
+from mha_inspect.answers.diff import diff_layers
 from mha_inspect.answers.params import layers_for_params, params
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
@@ -67,7 +67,7 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
     own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
     masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
     assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
-    assert diff_spec(layer, layer, plain, masked, run).verdict == "same"
+    assert diff_layers(layer, layer, plain, masked, run).verdict == "same"
 
 
 def params_of(own, *others):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
+from typing import TYPE_CHECKING
 
-from ...reports.diff import DiffReport, MaskedRowPair, ParameterPair
-from ...text import multiple, percent, small
-from .settings import Side
+from ..reports.diff import DiffReport, MaskedRowPair, ParameterPair
+from ..text import multiple, percent, small
+
+if TYPE_CHECKING:
+    from .shared_weights import Shared
 
 
 @dataclass(frozen=True)
@@ -23,25 +26,9 @@ class Blocked:
     """Whether both softmaxes make every one of them exactly 0."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A report without its sentences, and what else they hang on."""
-
-    report: DiffReport
-    left: Side
-    right: Side
-    blocked: Blocked | None
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What to call both sides."""
-        one, other = self.left.label, self.right.label
-        return (f"the left {one}", f"the right {other}") if one == other else (one, other)
-
-
-def stage_note(stage: str, left: str, left_has: frozenset[str], right: str, right_has: frozenset[str]) -> str:
-    """Why a stage was not compared."""
-    for name, has in ((left, left_has), (right, right_has)):
+def stage_note(stage: str, *sides: tuple[str, frozenset[str]]) -> str:
+    """Say why a stage was not compared, from what to call each side and the stages that it has."""
+    for name, has in sides:
         if stage in has:
             continue
         if stage == "scores" and "masked_scores" in has:
@@ -56,24 +43,30 @@ def stage_note(stage: str, left: str, left_has: frozenset[str], right: str, righ
     return "an axis of it has no name on one side: not compared"
 
 
-def notes(measured: Measured) -> tuple[str, ...]:
-    """What a reader should not miss beside the answer."""
-    return tuple(_notes(measured))
+def notes(
+    report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None
+) -> tuple[str, ...]:
+    """Say what a reader should not miss beside the answer: which sides drop elements, how many attentions each has."""
+    return tuple(_notes(report, drop, counts, blocked))
 
 
-def _notes(measured: Measured) -> Iterator[str]:
-    yield from measured.left.unheard
-    yield from (sentence for sentence in measured.right.unheard if sentence not in measured.left.unheard)
-    if any(side.spec.training and side.spec.dropout for side in (measured.left, measured.right)):
+def _notes(
+    report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None
+) -> Iterator[str]:
+    labels = [report.left.label, report.right.label]
+    for label, count in zip(labels, counts, strict=True):
+        if not count:
+            yield f"No attention was found in {label}: only the outputs are compared."
+    if counts[0] != counts[1] and all(counts):
+        yield (
+            f"{labels[0]} has {counts[0]} attention{'s' if counts[0] > 1 else ''} and {labels[1]} has {counts[1]}: "
+            f"they are paired in the order in which they are computed, the first {min(counts)}."
+        )
+    if any(drop):
         yield (
             "Dropout is at work: where both do not draw the same elements, the difference is theirs. The noise floor "
             "is measured without it."
         )
-    yield from note_of_masks(measured.blocked)
-
-
-def note_of_masks(blocked: Blocked | None) -> Iterator[str]:
-    """What a mask does to scores, where it does the same on both sides."""
     if blocked is not None and blocked.left == blocked.right and blocked.zero:
         yield (
             f"The mask puts {blocked.left} in {blocked.count:,} scores on both sides, and softmax makes all of them "
@@ -81,12 +74,18 @@ def note_of_masks(blocked: Blocked | None) -> Iterator[str]:
         )
 
 
-def answer(measured: Measured) -> tuple[str, ...]:
-    """The answer: whether both compute the same, and what makes or does not make the difference."""
-    return (whether(measured.report, measured.names), *_why(measured))
+def answer(report: DiffReport, shared: Shared, blocked: Blocked | None) -> tuple[str, ...]:
+    """Return the answer: whether both compute the same, and what makes or does not make the difference."""
+    one, other = report.left.label, report.right.label
+    names = (f"the left {one}", f"the right {other}") if one == other else (one, other)
+    given = "weights of its own on each side"
+    if shared.are_carried:
+        whole = report.weights.whole or shared.are_drawn
+        given = "the same weights" if whole else "weights that are the same as far as they could be carried"
+    return (whether(report, names, f"with {given} and the same input"), *_why(report, shared, names, blocked))
 
 
-def whether(report: DiffReport, names: tuple[str, str], given: str = "with the same weights and the same input") -> str:
+def whether(report: DiffReport, names: tuple[str, str], given: str) -> str:
     """Whether both compute the same, in a sentence; `given` says what both were given."""
     left, right = names
     output, floor = report.output, f"the rounding of {report.noise.dtype}"
@@ -120,12 +119,14 @@ def whether(report: DiffReport, names: tuple[str, str], given: str = "with the s
     )
 
 
-def _why(measured: Measured) -> Iterator[str]:
-    report, (left, right) = measured.report, measured.names
-    output = next((row for row in report.stages if row.name == "output"), None)
-    if report.first_differing_stage is None and report.verdict == "differs" and output and output.verdict is None:
-        yield f"Every stage that both have is the same; {output.note}."
-    yield from of_weights(report, measured.names)
+def _why(report: DiffReport, shared: Shared, names: tuple[str, str], blocked: Blocked | None) -> Iterator[str]:
+    left, right = names
+    compared = any(row.verdict for row in report.stages)
+    if report.first_differing_stage is None and report.verdict == "differs" and compared:
+        output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
+        after = ": what differs comes after the attention, or around it" if output is None else f"; {output.note}"
+        yield f"Every stage that both have is the same{after}."
+    yield from of_weights(report, shared, names)
     pair = _split(report)
     if pair is not None and report.verdict == "same":
         many, one = (right, left) if _places(pair)[1] > 1 else (left, right)
@@ -133,8 +134,10 @@ def _why(measured: Measured) -> Iterator[str]:
             f"The split of {one} is a logical one, exactly one matrix a head as {many} has them: in {pair.part}, "
             f"{pair.mapping}."
         )
-    yield from of_masks(report, measured.names, measured.blocked)
-    yield from of_accuracy(report, measured.names)
+    yield from of_masks(report, names, blocked)
+    yield from of_accuracy(report, names)
+    if not shared.are_carried and report.weights.left_out:
+        yield f"The weights could not be carried: {' '.join(report.weights.left_out)}"
 
 
 def of_masks(report: DiffReport, names: tuple[str, str], blocked: Blocked | None) -> Iterator[str]:
@@ -150,25 +153,20 @@ def of_masks(report: DiffReport, names: tuple[str, str], blocked: Blocked | None
         yield f"Where every key is masked they differ as well: {_masked_rows(report, names)}."
 
 
-def of_weights(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
-    """What comes of the weights that one side has no place for."""
-    if report.weights.whole:
-        return
+def of_weights(report: DiffReport, shared: Shared, names: tuple[str, str]) -> Iterator[str]:
+    """Say what comes of the weights that one side has no place for."""
     left, right = names
-    pair = next((p for p in report.parameters if p.part == "W_q" and p.left and p.right), None)
-    sliced = any("features" in reason for reason in report.weights.left_out)
-    other = report.weights.other_way
-    poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
-    if sliced:
-        spec = (report.left if poorer == left else report.right).layer.spec
-        features = spec["embed_dim"]
-        width = features // spec["num_heads"]
+    other, sliced = report.weights.other_way, shared.sliced
+    if sliced is not None:
+        poorer, richer = (left, right) if sliced.name == "left" else (right, left)
+        pair = next((p for p in report.parameters if p.part == "W_q" and p.left and p.right), None)
         # A layer with a matrix for each head has nothing to split.
         then = " and splits the result" if pair is not None and 1 in _places(pair) else ""
         yield (
-            f"Splitting the input is not what {richer} does: it projects all {features} features of the embedding for "
-            f"every head{then}, and in {poorer} a head reads {width} of them."
+            f"Splitting the input is not what {richer} does: it projects all {sliced.features} features of the "
+            f"embedding for every head{then}, and in {poorer} a head reads {sliced.width} of them."
         )
+    poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
     if other is not None and other.verdict == "same":
         where = " wherever there is a key to look at" if report.masked_rows else ""
         yield (
@@ -197,7 +195,9 @@ def _how_same(times: float) -> str:
 def _split(report: DiffReport) -> ParameterPair | None:
     """W_q, where one side has a tensor of it for each head and the other has one for all."""
     pair = next((pair for pair in report.parameters if pair.part == "W_q"), None)
-    return pair if pair is not None and sorted(_places(pair))[0] == 1 < max(_places(pair)) else None
+    if pair is None or pair.left is None or pair.right is None or pair.left.numel != pair.right.numel:
+        return None
+    return pair if "all of" in pair.mapping else None
 
 
 def _places(pair: ParameterPair) -> tuple[int, int]:

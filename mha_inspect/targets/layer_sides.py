@@ -1,4 +1,4 @@
-"""The two sides of a diff: which settings each has, and what must be the same on both. No torch here."""
+"""Two layers as the sides of a diff: the settings of each, and what must be the same on both. No torch here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import SpecError
-from ...layers.catalog import LayerKind, find_layer
-from ...layers.settings import OPTIONAL, check_settings, own_spec
-from ...reports.diff import SideName
-from ...targets.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec
-from ...text import did_you_mean, shown
+from ..errors import SpecError
+from ..layers.catalog import LayerKind, find_layer
+from ..layers.settings import OPTIONAL, check_settings, own_spec
+from ..reports.diff import SideName
+from ..targets.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec
+from ..text import did_you_mean, shown
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -124,8 +124,8 @@ def _unknown(flag: str, typed: str) -> str:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of a diff: what is built, what goes in, how it is run."""
+class LayerSide:
+    """A layer as one side of a diff: what is built, what goes in, how it is run."""
 
     name: SideName
     kind: LayerKind
@@ -137,14 +137,9 @@ class Side:
     unheard: tuple[str, ...] = ()
     """Sentences: settings that were given for both, and for which this layer has no use."""
 
-    @property
-    def label(self) -> str:
-        """`torch`, `torch with dtype bfloat16`."""
-        parts = [f"{name} {_written(value)}" for name, value in self.settings.items()]
-        return f"{self.kind.name} with {', '.join(parts)}" if parts else self.kind.name
 
-
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """Return a setting as it would be typed."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
@@ -158,7 +153,7 @@ def make_sides(
     run: RunSpec,
     left_set: Mapping[str, Any],
     right_set: Mapping[str, Any],
-) -> tuple[Side, Side]:
+) -> tuple[LayerSide, LayerSide]:
     """Both sides, with the settings that they share and those that each has for itself.
 
     A setting that both share is left out on the side whose layer has no use for it, as long as the other's has.
@@ -186,7 +181,7 @@ def _side(
     inputs: InputSpec,
     run: RunSpec,
     settings: Mapping[str, Any],
-) -> Side:
+) -> LayerSide:
     unheard = []
     for setting, asked in OPTIONAL.items():
         value = asked(spec, inputs, run)
@@ -194,7 +189,7 @@ def _side(
             continue
         # Where it is the default of the other layer, it was not asked for.
         if not (setting == "head_dim" and other.whole_heads and value == spec.embed_dim):
-            unheard.append(f"{kind.name} has no use for {setting} {_written(value)}, and is left as it is.")
+            unheard.append(f"{kind.name} has no use for {setting} {written(value)}, and is left as it is.")
         spec, inputs, run = _without(setting, spec, inputs, run)
     try:
         spec = own_spec(kind, replace(spec, **_of(AttentionSpec, settings)))
@@ -202,7 +197,7 @@ def _side(
     except SpecError as error:
         raise SpecError(f"{name} side: {error}") from None
     check_settings(kind, spec, inputs, run)
-    return Side(name, kind, spec, inputs, run, dict(settings), tuple(unheard))
+    return LayerSide(name, kind, spec, inputs, run, dict(settings), tuple(unheard))
 
 
 def _of(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +222,7 @@ def _without(
     )
 
 
-def _require_agreement(left: Side, right: Side) -> None:
+def _require_agreement(left: LayerSide, right: LayerSide) -> None:
     """The same weights and the same input need the same sizes. Raises `SpecError` that says which is not."""
     for name, value in _SHARED.items():
         ours, theirs = value(left), value(right)
@@ -253,7 +248,7 @@ def _require_agreement(left: Side, right: Side) -> None:
         )
 
 
-_SHARED: dict[str, Callable[[Side], Any]] = {
+_SHARED: dict[str, Callable[[LayerSide], Any]] = {
     "seed": lambda side: side.spec.seed,
     "embed_dim": lambda side: side.spec.embed_dim,
     "kdim": lambda side: side.spec.key_width,
@@ -266,7 +261,7 @@ _SHARED: dict[str, Callable[[Side], Any]] = {
 """What makes the weights and the input what they are."""
 
 
-def _why(side: Side, name: str) -> str:
+def _why(side: LayerSide, name: str) -> str:
     if name in side.settings:
         return ""
     if name == "head_dim" and side.kind.whole_heads and side.spec.head_dim == side.spec.embed_dim:
@@ -276,7 +271,7 @@ def _why(side: Side, name: str) -> str:
     return ""
 
 
-def _way_out(left: Side, right: Side, name: str) -> str:
+def _way_out(left: LayerSide, right: LayerSide, name: str) -> str:
     if name in OPTIONAL:
         for side, other in ((left, right), (right, left)):
             if name in side.kind.takes and name not in other.kind.takes:
