@@ -45,6 +45,8 @@ def test_settings_go_to_their_side_any_number_of_times(invoke):
     assert data["left"]["settings"] == {"dtype": "bfloat16", "grad": True}
     assert data["right"]["settings"] == {"need_weights": False}
     assert (data["left"]["environment"]["dtype"], data["right"]["environment"]["dtype"]) == ("bfloat16", "float32")
+    labels = "torch with dtype bfloat16, grad true", "torch with need_weights false"
+    assert (data["left"]["label"], data["right"]["label"]) == labels
 
 
 def test_shared_flags_go_to_both(invoke):
