@@ -17,6 +17,7 @@ from ..errors import SpecError
 from ..text import shown
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+_LONGEST_NUMBER = 40
 _MISSING: Any = Parameter.empty
 
 
@@ -51,15 +52,19 @@ def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapp
             return _free(text, namespace)
         annotation = _like(default)
     try:
-        return _typed(text, annotation, namespace)
+        return typed_as(text, annotation, namespace)
     except (ValueError, TypeError, SyntaxError):
         raise SpecError(
-            f"--set {shown(name)}={shown(text)} does not fit: {name} is {_described(annotation)}. "
+            f"--set {shown(name)}={shown(text)} does not fit: {name} is {described_type(annotation)}. "
             f"Write it as in --set {name}={_example(annotation)}."
         ) from None
 
 
-def _typed(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
+def typed_as(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
+    """Return the value of an annotation's type that a text says.
+
+    Raises `ValueError`, `TypeError` or `SyntaxError` where it says none.
+    """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return _one_of(text, parts, namespace)
@@ -70,6 +75,8 @@ def _typed(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
     if annotation is bool:
         return _word(text, {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)})
     if annotation in (int, float):
+        if len(text) > _LONGEST_NUMBER:
+            raise ValueError
         return annotation(text.replace("_", "") if annotation is int else text)
     if annotation is str:
         return text
@@ -90,7 +97,7 @@ def _one_of(text: str, kinds: tuple[Any, ...], namespace: Mapping[str, Any]) -> 
     # A text fits str whatever it says: the others are asked first.
     for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind is str)):
         try:
-            return _typed(text, kind, namespace)
+            return typed_as(text, kind, namespace)
         except (ValueError, TypeError, SyntaxError):
             continue
     raise ValueError
@@ -118,7 +125,7 @@ def _sequence(text: str, kind: type, parts: tuple[Any, ...], namespace: Mapping[
     if len(kinds) > 1 and len(kinds) != len(pieces):
         raise ValueError
     values = [
-        _typed(piece, kinds[min(place, len(kinds) - 1)], namespace) if kinds else _free(piece, namespace)
+        typed_as(piece, kinds[min(place, len(kinds) - 1)], namespace) if kinds else _free(piece, namespace)
         for place, piece in enumerate(pieces)
     ]
     return values if issubclass(kind, list) else tuple(values)
@@ -172,10 +179,11 @@ def _like(default: Any) -> Any:
     return type(default)
 
 
-def _described(annotation: Any) -> str:
+def described_type(annotation: Any) -> str:
+    """Return what a value of an annotation's type is, in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_described, parts)))
+        return " or ".join(dict.fromkeys(map(described_type, parts)))
     if origin is Literal:
         return "one of " + ", ".join(map(str, parts))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
