@@ -278,8 +278,8 @@ def params(
     from .answers.params import params as report_of
 
     _require_module(module, "params")
-    own = Subject(module, args, kwargs) if args or kwargs else None
-    return LiveReport(report_of(module, own=own, show=show, per_head=per_head))
+    own = Subject(module, args, kwargs)
+    return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
 
 
 def compare_heads(

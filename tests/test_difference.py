@@ -13,12 +13,11 @@ from mha_inspect.answers.shared_weights import share_drawn
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.reports.diff import DiffReport, StageRow
-from mha_inspect.targets.flag_inputs import make_inputs
+from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
 from mha_inspect.targets.layer_sides import make_sides
-from mha_inspect.targets.placing import arguments_of
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
-from .layers.declared_weights import canonical_weights, load_weights
+from .layers.declared import canonical_weights, load_weights
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
 HEADS, HEAD_DIM, BATCH, QUERY = 3, 11, 2, 7

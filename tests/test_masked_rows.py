@@ -15,7 +15,7 @@ from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .built import trace_layer
-from .layers.declared_weights import read_weights
+from .layers.declared import read_weights
 
 SIZES = {"embed_dim": 22, "num_heads": 2}
 PADDED = {"batch": 3, "seq_len": 5, "padding": (0, 5, 2)}

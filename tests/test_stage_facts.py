@@ -17,7 +17,7 @@ from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stage_facts import StageFacts, scale_text
 
 from .drawn import LOOPS, Case, Setting, settings_of, sizes_of
-from .layers.declared_weights import read_weights
+from .layers.declared import read_weights
 from .torch_math import torch_math
 
 SOURCES = {"q_heads": "q_proj", "k_heads": "k_proj", "v_heads": "v_proj", "concat": "context"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from ..answers.head_runs import Counted
     from ..targets.call import Call
-    from ..targets.target import Target
 
 app = typer.Typer(add_completion=False)
 
@@ -115,9 +113,6 @@ def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) 
         check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
         subject.show(options)
         return compared
-    from ..targets.aliases import flag_of
-    from ..targets.values import parse_settings
-
     subject.check_target(text, options, "compare-heads")
     if not heads and "embed_dim" not in options.given:
         raise SpecError(
@@ -128,12 +123,7 @@ def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) 
     subject.show(options)
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
-    own = parse_settings(options.settings or [])
-    fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
-    if fixed is not None:
-        raise SpecError(f"--set {fixed} is one number of heads for all: drop it. --heads gives the counts to compare.")
-    if min(compared) < 1:
-        raise SpecError(f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+    subject.require_open_head_count(options, compared, "--heads gives the counts to compare.")
     return compared
 
 
@@ -155,15 +145,15 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
         return [Counted(count, own, is_known=True) for count, own in layers]
     from ..targets.call import try_once
     from ..targets.load import subject_of
+    from ..targets.pairing import with_the_same
     from ..targets.room import Room
-    from ..targets.same_inputs import with_the_same
 
     made: list[Counted] = []
     first: tuple[Call, nn.Module] | None = None
     room = Room(kept=True, exact=True)
     for count in compared:
-        target = subject.load_target(text, _with_heads(options, count))
-        _require_head_count(target)
+        target = subject.load_target(text, subject.with_heads(options, count))
+        subject.require_head_count(target, "compare-heads")
         call = subject.call_of(target, options, room)
         room.exact = False  # rounding is measured of the baseline alone
         call = call if first is None else with_the_same(call, target.module, *first)
@@ -172,28 +162,6 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
         try_once(own, f" with num_heads {count}")
         made.append(Counted(count, own))
     return made
-
-
-def _with_heads(options: Options, count: int) -> Options:
-    """The options with this head count, as if it had been set by a variable: the target need not have a use for it."""
-    changed = copy.copy(options)
-    changed.num_heads = str(count)
-    changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
-    return changed
-
-
-def _require_head_count(target: Target) -> None:
-    """Raise `SpecError` where no argument of the target is a number of heads."""
-    from ..targets.aliases import flag_of
-
-    if any(flag_of(name) == "num_heads" for name in target.arguments):
-        return
-    own = [name for name in target.arguments if not name.startswith("_")]
-    names = (", ".join(own[:12]) or "none") + (f" and {len(own) - 12} more" if len(own) > 12 else "")
-    raise SpecError(
-        f"{target.name} takes no number of heads (its arguments: {names}), and compare-heads builds it once for each. "
-        "Name a class or a function that takes one, as num_heads, n_head or nhead."
-    )
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideR
     target, call = _called(options, first, second)
     run = _target_run(options, first, target, call)
     if is_target(second.text):
-        from ..targets.same_inputs import with_the_same
+        from ..targets.pairing import with_the_same
 
         other, other_call = _called(options, second, first, (call, run))
         same = with_the_same(other_call, other.module, call, target.module)
@@ -252,8 +252,8 @@ def _called(
     options: Options, one: _Asked, other: _Asked, beside: tuple[Call, SideRun] | None = None
 ) -> tuple[Target, Call]:
     """A target, and what its forward gets, be it made to fit a part of a model beside it."""
-    from ..targets.part import part_of, with_arguments_of
     from ..targets.room import Room
+    from ..targets.submodule import part_of, with_arguments_of
 
     if one.path is not None:
         target = subject.load_target(one.text, options, one.settings, elsewhere=_taken_by(other))
@@ -292,10 +292,10 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
 def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: SideRun) -> SideRun:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
     from ..answers.side import Side, SideRun
-    from ..targets.flag_inputs import make_inputs
+    from ..targets.layer_inputs import make_inputs
     from ..targets.layer_sides import parse_settings
     from ..targets.load import called_with
-    from ..targets.same_inputs import layer_inputs
+    from ..targets.pairing import layer_inputs
 
     kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,11 +48,14 @@ def params(
     """
     from . import subject
 
+    heads = subject.head_counts(options)
     if target is not None:
-        subject.check_target(target, options, "params")
+        subject.check_target(target, options, "params", many_heads=True)
+        if len(heads) > 1:
+            subject.require_open_head_count(options, heads, "--num-heads gives the counts.")
     else:
         options.require_no_target_settings("params")
-        for count in subject.head_counts(options):
+        for count in heads:
             subject.attention(options, count)
         subject.inputs(options)
     subject.show(options)
@@ -62,8 +66,8 @@ def params(
     export = prepare(options, draws=picture)
 
     resume()
-    asked: dict[str, Any] = {"per_head": per_head, "norms": picture}
-    report = _of_layer(options, asked) if target is None else _of_target(target, options, asked)
+    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
+    report = _of_layer(options, heads, asked) if target is None else _of_target(target, options, heads, asked)
     give(report, options, export, _drawn(report))
     return ExitCode.OK
 
@@ -77,55 +81,50 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
-def _of_layer(options: Options, asked: dict[str, Any]) -> ParamsReport:
-    from ..answers.params import params_spec
+def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
+    from ..answers.params import layers_for_params, params
     from . import subject
 
-    first, *more = subject.head_counts(options)
-    return params_spec(
-        subject.attention(options, first),
-        subject.run(options),
-        subject.show(options),
-        layer=options.layer,
-        num_heads=(first, *more) if more else (),
-        **asked,
-    )
+    spec, run = subject.attention(options, heads[0]), subject.run(options)
+    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
+    return params(first, beside=others, **asked)
 
 
-def _of_target(text: str, options: Options, asked: dict[str, Any]) -> ParamsReport:
+def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
     """Build the target, and report its parameters: what they are for is read off one call of it.
 
-    Where its inputs cannot be made, or its forward raises, the report says why, and has no roles.
+    Where its inputs cannot be made, or its forward raises, the report of one head count says why, and has no roles.
 
     Raises `MhaInspectError` where it cannot be built, or inputs were asked for that are of no use.
     """
     from torch.nn.parameter import is_lazy
 
     from ..answers.params import params
-    from ..reports.common import LayerInfo
+    from ..record.subject import Subject
     from ..targets.call import explained
     from ..targets.load import subject_of
     from . import subject
 
-    show, why = subject.show(options), ""
+    many, why = len(heads) > 1, ""
     with subject.running(options):
-        target = subject.load_target(text, options)
+        each = [subject.with_heads(options, count) for count in heads] if many else [options]
+        targets = [subject.load_target(text, one) for one in each]
+        first = targets[0]
+        if many:
+            subject.require_head_count(first, "params")
         try:
-            own = subject_of(target, subject.call_of(target, options), options.seed, options.grad)
+            calls = zip(targets, map(subject.call_of, targets, each), strict=True)
+            made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
             try:
-                report = params(target.module, own=own, show=show, **asked)
+                report = params(made[0], beside=made[1:], **asked)
             except Exception as error:
-                raise explained(error, own) from error
+                raise explained(error, made[0]) from error
         except MhaInspectError as error:
-            if options.input_shape or options.input or any(map(is_lazy, target.module.parameters())):
+            if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise
-            report = params(target.module, show=show, **asked)
+            own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
+            report = params(own, called=False, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
-    for note in target.notes:
+    for note in first.notes:
         subject.tell(note)
-    return replace(
-        report,
-        environment=replace(report.environment, seed=options.seed),
-        layer=LayerInfo(target.name, target.passed),
-        notes=(*report.notes, *filter(None, [why])),
-    )
+    return replace(report, notes=(*report.notes, *filter(None, [why])))

@@ -16,11 +16,11 @@ from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec, spec_for
 from ..record.copying import copy_module
 from ..record.subject import Subject
-from .aliases import flag_of
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer
 from .room import Room
 from .spec import AttentionSpec, InputSpec, RunSpec
+from .vocabulary import flag_of
 
 USUAL_COUNTS = (1, 2, 4, 8)
 

@@ -1,6 +1,6 @@
 """What a target's forward is called with: tensors that follow its signature, and what somebody said of them.
 
-A name says what an argument is (`target_names`), a small run says how wide it is (`target_probe`). --input-shape and
+A name says what an argument is (`vocabulary`), a small run says how wide it is (`probe`). --input-shape and
 --input say it outright, and come first.
 """
 
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..layers import torch_mha
 from ..record.arguments import described
-from ..text import did_you_mean, shown
-from .aliases import ALIASES, Flags, dashed, plain
-from .arguments import signature_of
+from ..text import did_you_mean, printable, shown
 from .call import Call
-from .drawing import Plan, draw
+from .constructor import signature_of
+from .drawing import Plan, draw, generator_of
 from .files import read_tensors
-from .flag_inputs import INPUT_STREAM
+from .layer_inputs import require_fit
 from .masks import masks_of
-from .names import Kind, kind_of
 from .probe import Evidence, Probed, probe
-from .shapes import InputShape
 from .spec import InputSpec
 from .target import Target
+from .values import InputShape
+from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
@@ -83,7 +83,7 @@ class _Maker:
         first = next(self.module.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.batch_first = self._is_batch_first()
-        self.generator = torch.Generator("cpu").manual_seed((asked.seed + INPUT_STREAM) % 2**64)
+        self.generator = generator_of(asked.seed)
 
     def call(self) -> Call:
         """The arguments, worked out."""
@@ -138,6 +138,12 @@ class _Maker:
         if len(held) == 1 and next(iter(held)) not in self.parameters:
             held = {"": next(iter(held.values()))}
         given = self._named(held, f"{shown(str(path))}")
+        query = given.get("query")
+        if isinstance(self.module, nn.MultiheadAttention) and query is not None:
+            key = given.get("key", query)
+            inputs = replace(self.asked.inputs, unbatched=query.dim() == 2)
+            spec = torch_mha.spec_of(self.module)
+            require_fit(printable(path), (query, key, given.get("value", key)), spec, inputs)
         return {name: self._moved(tensor) for name, tensor in given.items()}
 
     def _from_text(self) -> dict[str, Any]:

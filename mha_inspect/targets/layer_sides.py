@@ -5,87 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from ..errors import SpecError
 from ..layers.catalog import LayerKind, find_layer
 from ..layers.settings import OPTIONAL, check_settings, own_spec
 from ..reports.diff import SideName
-from ..targets.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec
 from ..text import did_you_mean, shown
+from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from .values import described_type, typed_as
 
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
-class _UnreadableError(ValueError):
-    """A value that is not of its setting's kind; the message says what it must be."""
-
-
-def _whole(text: str) -> int:
-    if not text.removeprefix("-").isdecimal() or len(text) > 20:
-        raise _UnreadableError("a whole number, as in 512")
-    return int(text)
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise _UnreadableError("a number, as in 0.1") from None
-
-
-def _truth(text: str) -> bool:
-    if text.lower() in (*_TRUE, *_FALSE):
-        return text.lower() in _TRUE
-    raise _UnreadableError("true or false")
-
-
-def _dtype(text: str) -> str:
-    if text in DTYPES:
-        return text
-    raise _UnreadableError(f"one of {', '.join(DTYPES)}")
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_whole(part.strip()) for part in text.split(","))
-
-
-_NULLABLE: dict[str, Callable[[str], Any]] = {
-    "num_kv_heads": _whole,
-    "head_dim": _whole,
-    "kdim": _whole,
-    "vdim": _whole,
-    "key_len": _whole,
-    "attn_mask": Path,
-    "input": Path,
-}
+_HINTS = {name: hint for spec in (AttentionSpec, InputSpec, RunSpec) for name, hint in get_type_hints(spec).items()}
+_NULLABLE = ("num_kv_heads", "head_dim", "kdim", "vdim", "key_len", "attn_mask", "input")
 """Settings that may be `none`."""
-
-SETTINGS: dict[str, Callable[[str], Any]] = {
-    "embed_dim": _whole,
-    "num_heads": _whole,
-    "bias": _truth,
-    "add_bias_kv": _truth,
-    "add_zero_attn": _truth,
-    "dropout": _real,
-    "rope": _truth,
-    "batch_first": _truth,
-    "training": _truth,
-    "dtype": _dtype,
-    "seed": _whole,
-    "batch": _whole,
-    "seq_len": _whole,
-    "unbatched": _truth,
-    "causal": _truth,
-    "padding": _counts,
-    "device": str,
-    "grad": _truth,
-    "need_weights": _truth,
-    "average_weights": _truth,
-    **_NULLABLE,
+SETTINGS: dict[str, Any] = {
+    name: get_args(_HINTS[name])[0] if NoneType in get_args(_HINTS[name]) else _HINTS[name]
+    for name in sorted(_HINTS, key=_NULLABLE.__contains__)
 }
-"""Every setting that a side may have for itself, with what reads its value."""
-
+"""Every setting that a side may have for itself, with the type of its value."""
+_MUST_BE = {float: "a number, as in 0.1", **dict.fromkeys((int, tuple[int, ...]), "a whole number, as in 512")}
 _OTHER_WORDS = {"train": "training"}
 
 
@@ -113,10 +52,12 @@ def parse_settings(flag: str, texts: Sequence[str]) -> dict[str, Any]:
 def _read(flag: str, name: str, value: str) -> Any:
     if value.lower() == "none" and name in (*_NULLABLE, "padding"):
         return () if name == "padding" else None
+    kind = SETTINGS[name]
     try:
-        return SETTINGS[name](value)
-    except _UnreadableError as error:
-        raise SpecError(f"{flag} {name}={shown(value)} cannot be read: {name} must be {error}.") from None
+        return Path(value) if kind is Path else typed_as(value, kind, {})
+    except (ValueError, TypeError):
+        must_be = _MUST_BE.get(kind) or described_type(kind)
+        raise SpecError(f"{flag} {name}={shown(value)} cannot be read: {name} must be {must_be}.") from None
 
 
 def _unknown(flag: str, typed: str) -> str:

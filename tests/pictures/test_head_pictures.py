@@ -33,7 +33,7 @@ def test_norms_are_those_of_the_matrices():
     with torch.no_grad():
         layer.in_proj_weight[4:8] = 0  # the second head asks for nothing
     x = torch.randn(2, 5, 12)
-    report = params(layer, own=Subject(layer, (x, x, x), {}), norms=True)
+    report = params(Subject(layer, (x, x, x), {}), norms=True)
     assert {one.part: pytest.approx(one.norms) for one in report.head_norms} == norms_of_torch(layer)
     assert report.head_norms[0].norms[1] == 0
     picture = norms_picture(report.head_norms)
@@ -42,7 +42,7 @@ def test_norms_are_those_of_the_matrices():
         assert drawn == pytest.approx([norm / (sum(norms) / 3) for norm in norms])
     first = norms_of_torch(layer)["W_v"]
     assert f"W_v {min(first):.4g} to {max(first):.4g}" in picture.notes[0]
-    assert params(layer, own=Subject(layer, (x, x, x), {})).head_norms is None
+    assert params(Subject(layer, (x, x, x), {})).head_norms is None
 
 
 def test_each_attention_has_a_panel(invoke):

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..errors import SpecError
 from ..text import did_you_mean, shown
-from .aliases import ALIASES, Flags, dashed, flag_of, rank_of
 from .values import convert
+from .vocabulary import ALIASES, Flags, dashed, flag_of, rank_of
 
 _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")

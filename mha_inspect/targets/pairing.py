@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .arguments import signature_of
 from .call import Call
-from .names import Kind, kind_of
+from .constructor import signature_of
+from .vocabulary import Kind, kind_of
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
     "query": ("query", "hidden", "unknown"),

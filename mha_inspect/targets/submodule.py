@@ -14,10 +14,10 @@ from ..errors import InputError, SpecError
 from ..record.arguments import described
 from ..record.subject import Subject
 from ..text import did_you_mean, shown
-from .arguments import signature_of
 from .call import Call
-from .names import kind_of
+from .constructor import signature_of
 from .target import Target
+from .vocabulary import kind_of
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
