@@ -95,8 +95,7 @@ class _Bounded:
 
 
 def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _Storage]]:
-    # Bounded has what ZipFile reads with.
-    with zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[call-overload]
+    with zipfile.ZipFile(_Bounded(file)) as archive:
         entries = archive.infolist()
     by_name = {entry.filename: entry for entry in entries}
     if len(by_name) != len(entries):
