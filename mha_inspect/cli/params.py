@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ExitCode, MhaInspectError
+from ..errors import ExitCode, MhaInspectError, SpecError
+from ..text import shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
@@ -40,10 +42,17 @@ def params(
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
     the options under the names that it has for them. Importing it runs its code. Its forward is run once, on inputs as
     trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
+
+    TARGET may also be a checkpoint: a .safetensors, .pt, .pth or .bin file, an index of shards, or a folder of a model.
+    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes.
     """
+    from ..checkpoints.checkpoint import is_checkpoint
     from . import subject
 
-    if target is not None:
+    is_file = target is not None and is_checkpoint(target)
+    if is_file:
+        _check_checkpoint(str(target), options)
+    elif target is not None:
         subject.check_target(target, options, "params")
     else:
         options.require_no_target_settings("params")
@@ -55,10 +64,33 @@ def params(
 
     export = prepare(options)
 
+    if is_file:
+        report = _of_checkpoint(str(target), options, per_head)
+        give(report, options, export)
+        return ExitCode.OK
     resume()
     report = _of_layer(options, per_head) if target is None else _of_target(target, options, per_head)
     give(report, options, export)
     return ExitCode.OK
+
+
+_OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
+"""Options that a checkpoint has a use for."""
+
+
+def _check_checkpoint(text: str, options: Options) -> None:
+    unused = sorted((options.typed & {*vars(Options)}) - _OF_CHECKPOINT)
+    if unused:
+        flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
+        raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
+
+
+def _of_checkpoint(text: str, options: Options, per_head: bool) -> ParamsReport:
+    from ..answers.checkpoint import params_of_checkpoint
+    from . import subject
+
+    count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
+    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats)
 
 
 def _of_layer(options: Options, per_head: bool) -> ParamsReport:

@@ -76,6 +76,21 @@ class HeadCountColumn:
 
 
 @dataclass(frozen=True)
+class StoredAttention:
+    """An attention of a checkpoint, as names and shapes tell it."""
+
+    module: str
+    """Path of the module that holds the projections; empty where they have no path."""
+    parameters: tuple[str, ...]
+    num_heads: int | None
+    """None where nothing tells it."""
+    num_kv_heads: int | None
+    head_dim: int | None
+    fits: tuple[int, ...]
+    """Numbers of heads that the shapes allow, where nothing tells which: the file loads with any of them."""
+
+
+@dataclass(frozen=True)
 class ParamsReport:
     """Every parameter tensor of a layer."""
 
@@ -90,3 +105,5 @@ class ParamsReport:
     """What changes between the head counts, in one sentence."""
     notes: tuple[str, ...] = ()
     """Why there are no roles, where there are none."""
+    attentions: tuple[StoredAttention, ...] | None = None
+    """Those of a checkpoint."""

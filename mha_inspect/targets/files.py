@@ -70,23 +70,24 @@ def _read(value: Any, name: str) -> Tensor:
         raise InputError(
             f"{name} is a {type(value).__name__} and not a tensor. Save a tensor, or a dict of tensors by name."
         )
-    shape = list(value.shape)
     if value.numel == 0:
-        raise InputError(f"{name} is empty: its shape is {shape}. Every size must be 1 or more.")
-    if value.offset is None:
-        raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
-    # A stride of 0 lets a file of a few bytes claim any size: a copy of it would fill the memory.
-    need = _COPIES * max(value.nbytes, value.span)
-    require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
-    return load(value, name)
+        raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
+    return read_stored(value, name)
 
 
-def load(stored: StoredTensor, name: str) -> Tensor:
+def read_stored(stored: StoredTensor, name: str) -> Tensor:
     """Return a copy of a stored tensor that has elements.
 
-    Raises `InputError` where the file has become shorter, or this version of torch has no such dtype.
+    Raises:
+        InputError: it is on meta, the file has become shorter, or this version of torch has no such dtype.
+        DoesNotFitError: it is larger than the free memory.
     """
-    assert stored.offset is not None
+    shape = list(stored.shape)
+    if stored.offset is None:
+        raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
+    # A stride of 0 lets a file of a few bytes claim any size: a copy of it would fill the memory.
+    need = _COPIES * max(stored.nbytes, stored.span)
+    require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
     dtype = getattr(torch, stored.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InputError(
