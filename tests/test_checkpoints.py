@@ -16,7 +16,6 @@ import mha_inspect
 from mha_inspect.answers.checkpoint import params_of_checkpoint
 from mha_inspect.checkpoints.content import content_of
 from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFileError
-from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.render import to_text
 from mha_inspect.targets.files import read_tensors
 from mha_inspect.targets.load import load_layer
@@ -43,8 +42,6 @@ def roles(report: Any) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("layer", ["torch", "split-heads", "bert", "grouped-query"])
 def test_roles_are_those_that_the_run_shows(layer, tmp_path):
     kv = {"num_kv_heads": 3} if layer == "grouped-query" else {}
-    if layer not in LAYERS:
-        pytest.skip("not in the catalog")
     subject = load_layer(
         AttentionSpec(embed_dim=42, num_heads=6, **kv), InputSpec(batch=2, seq_len=5), RunSpec(), layer
     )
@@ -55,7 +52,7 @@ def test_roles_are_those_that_the_run_shows(layer, tmp_path):
     assert roles(found) == expected
     by_head = {f"layers.0.attn.{p.name}": p.heads for p in run.parameters if p.heads}
     assert {p.name: p.heads for p in found.parameters if p.heads} == by_head
-    (attention,) = found.attentions
+    (attention,) = found.stored_attentions
     assert (attention.num_heads, attention.head_dim) == (6, 7)
 
 
@@ -86,11 +83,11 @@ def test_head_counts_that_the_shapes_allow(tmp_path):
         named = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q.T, **more}
         return saved(tmp_path / "x.safetensors", {f"a.{name}.weight": own for name, own in named.items()})
 
-    (attention,) = params_of_checkpoint(file()).attentions
+    (attention,) = params_of_checkpoint(file()).stored_attentions
     # By hand: 30 features of queries and 10 of keys are heads of 10, 5, 2 or 1 features.
     assert (attention.num_heads, attention.fits) == (None, (3, 6, 15, 30))
     assert "3, 6, 15 and 30 fit" in " ".join(params_of_checkpoint(file()).notes)
-    (attention,) = params_of_checkpoint(file(q_norm=torch.zeros(5))).attentions
+    (attention,) = params_of_checkpoint(file(q_norm=torch.zeros(5))).stored_attentions
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (6, 2, 5)
     with pytest.raises(SpecError, match="num_heads 4 does not fit"):
         params_of_checkpoint(file(), num_heads=4)
@@ -102,7 +99,7 @@ def test_what_a_training_script_saves(tmp_path):
     torch.save({"epoch": 3, "optimizer": {"state": {0: {"m": torch.zeros(3)}}}, "model": wrapped}, tmp_path / "x.pt")
     report = params_of_checkpoint(tmp_path / "x.pt", stats=True)
     assert {p.name for p in report.parameters} == set(model.state_dict())
-    assert [own.module for own in report.attentions] == ["0"]
+    assert [own.module for own in report.stored_attentions] == ["0"]
     for parameter in report.parameters:
         assert parameter.stats.max == pytest.approx(float(model.state_dict()[parameter.name].max()))
 
@@ -113,7 +110,7 @@ def test_shards_and_what_lies_outside(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"1": "a.safetensors", "2": "b.safetensors"}}))
     for path in (index, tmp_path):
-        assert [own.module for own in params_of_checkpoint(path).attentions] == ["x"]
+        assert [own.module for own in params_of_checkpoint(path).stored_attentions] == ["x"]
     index.write_text(json.dumps({"weight_map": {"1": "../../etc/x.safetensors"}}))
     with pytest.raises(UnsafeFileError, match="beside their index"):
         params_of_checkpoint(index)
@@ -144,12 +141,12 @@ def test_hostile_names(name, tmp_path):
 
 def test_torch_is_not_needed(tmp_path):
     path = saved(tmp_path / "x.safetensors", {"q_proj.weight": torch.zeros(4, 4)})
-    code = (
-        "import sys; from mha_inspect.__main__ import run; print(run(['params', sys.argv[1]]), 'torch' in sys.modules)"
-    )
+    code = "import sys; from mha_inspect.__main__ import run; print(run(sys.argv[1:]), 'torch' in sys.modules)"
     for file in (path, tmp_path / "x.pt"):
         torch.save({"q_proj.weight": torch.zeros(4, 4)}, tmp_path / "x.pt")
-        out = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True).stdout
+        out = subprocess.run(
+            [sys.executable, "-c", code, "params", str(file)], capture_output=True, text=True, check=True
+        ).stdout
         assert out.splitlines()[-1] == "0 False"
 
 
@@ -166,6 +163,8 @@ def test_options_that_a_checkpoint_has_no_use_for(invoke, tmp_path):
     "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64]
 )
 def test_what_torch_saves_is_read_as_torch_reads_it(dtype, new, tmp_path):
+    if dtype == torch.uint16 and not new:
+        pytest.skip("torch cannot read what it wrote")
     whole = (torch.arange(60).reshape(3, 4, 5) % 7).to(dtype)
     views = {
         "a": whole,

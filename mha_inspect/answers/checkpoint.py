@@ -53,7 +53,7 @@ def params_of_checkpoint(
         ),
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
         notes=(*checkpoint.notes, *_notes(checkpoint, attentions, num_heads)),
-        attentions=attentions,
+        stored_attentions=attentions,
     )
 
 

@@ -203,7 +203,7 @@ def _roles(
         unit = "elements" if matrix == "b" else "rows" if rows_are_heads else "columns"
         each = [None if counts[x] is None else of_letter[x] // (counts[x] or 1) for x in letters]
         text = _text(matrix, letters, unit, [of_letter[x] for x in letters], each, by_head, uncertain)
-        if group == "kv_heads" and len(letters) == 1 and heads and kv_heads and matrix == "W":
+        if group == "kv_heads" and len(letters) == 1 and heads and kv_heads:
             text += f", each for {heads // kv_heads} query heads"
         slices: list[HeadSlice] = []
         if heads and kv_heads and not uncertain:

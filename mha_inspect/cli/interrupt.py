@@ -22,7 +22,7 @@ _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 def leave(number: int) -> None:
     """End the process by a signal, now: no handler, no flush, and no half-written file left behind."""
-    export = sys.modules.get(f"{__package__.rpartition('.')[0]}.export")
+    export = sys.modules.get(f"{__package__}.export")
     if export is not None:
         export.remove_unfinished()
     try:

@@ -34,16 +34,16 @@ PARAMETER_COLUMNS = (
 def params_page(report: ParamsReport) -> Page:
     """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
     page = layer_page(report.environment, report.layer, _sections(report))
-    if report.attentions is None:
+    if report.stored_attentions is None:
         return page
     return replace(page, title=f"checkpoint {report.layer.name}")
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters = report.parameters
-    if report.attentions:
-        yield Section((_attentions(report.attentions),), "attentions", "by the names of their tensors")
-    rows = [(p.name, p) for p in parameters] if report.attentions is None else _folded(parameters)
+    if report.stored_attentions:
+        yield Section((_attentions(report.stored_attentions),), "attentions", "by the names of their tensors")
+    rows = [(p.name, p) for p in parameters] if report.stored_attentions is None else _folded(parameters)
     yield Section(
         (
             _parameters(rows, report.total),

@@ -105,5 +105,5 @@ class ParamsReport:
     """What changes between the head counts, in one sentence."""
     notes: tuple[str, ...] = ()
     """Why there are no roles, where there are none."""
-    attentions: tuple[StoredAttention, ...] | None = None
+    stored_attentions: tuple[StoredAttention, ...] | None = None
     """Those of a checkpoint."""

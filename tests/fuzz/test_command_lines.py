@@ -79,7 +79,10 @@ TARGETS += [
 @st.composite
 def lines(draw: st.DrawFn) -> list[str]:
     """The arguments of one command line."""
-    line = [draw(st.sampled_from([*COMMANDS, *COMMANDS, "trce", ""]))]
+    command = draw(st.sampled_from([*COMMANDS, *COMMANDS, "trce", ""]))
+    line = [command]
+    if command != "layers" and draw(st.integers(0, 9)):
+        line += ["--embed-dim", "12", "--seq-len", "3", *(["--heads", "1,2"] if command == "compare-heads" else [])]
     if draw(st.integers(0, 5)) == 0:
         line.append(draw(st.sampled_from(TARGETS)))
     for _ in range(draw(st.integers(0, 6))):
