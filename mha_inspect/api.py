@@ -268,15 +268,23 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
 
 
 def params(
-    module: nn.Module, *args: Any, show: Show | None = None, per_head: bool = False, **kwargs: Any
+    module: nn.Module | str | PathLike[str],
+    *args: Any,
+    show: Show | None = None,
+    per_head: bool = False,
+    **kwargs: Any,
 ) -> LiveReport:
-    """Every parameter tensor of a module: `mha_inspect.answers.params.params`, in a report that prints itself.
+    """Every parameter tensor of a module, or of a checkpoint by its path, in a report that prints itself.
 
     With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
     W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
     """
     from .answers.params import params as report_of
 
+    if isinstance(module, (str, PathLike)):
+        from .answers.checkpoint import params_of_checkpoint
+
+        return LiveReport(params_of_checkpoint(Path(module), per_head=per_head, stats=show is not None and show.stats))
     _require_module(module, "params")
     own = Subject(module, args, kwargs)
     return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
