@@ -70,6 +70,18 @@ class AxisNames:
         """Features of a head."""
         return _product(self._roles.head_dim)
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
+        if self._roles.own_keys:
+            return 1, _product(self._roles.key)
+        return _product(self._roles.query), _product(self._roles.key)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the sequence was cut into windows."""
+        return bool(self._roles.windows)
+
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
         return self._stages[stage]
