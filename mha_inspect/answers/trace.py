@@ -242,6 +242,11 @@ def _notes(found: Attention, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if found.over_queries:
+        notes.append(
+            "The softmax is over the queries, not over the keys: the weights of a key add up to 1, and those of a query "
+            "need not."
+        )
     if found.divided is not None:
         notes.append(
             "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."
