@@ -34,6 +34,25 @@ def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
     return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
 
 
+def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
+    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+    for found, _ in seen.attentions:
+        for op in found.masks:
+            masks = [] if op.does("fills") else _masks_of(seen, found, op)
+            if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
+                try:
+                    value = replay.value(masks[0])
+                except CannotReplayError:
+                    continue
+                if not value.is_meta and bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
+                    return (
+                        "The mask is of the numbers 0 and 1 and is added to the scores: it bars no key. Give bool, or "
+                        "-inf where a key is barred.",
+                    )
+    return ()
+
+
 def _kind(
     seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
 ) -> tuple[str, ...]:
@@ -146,7 +165,7 @@ def _shifts(seen: Run, found: Attention, names: AxisNames, replay: Replay) -> tu
     window may see others before it: the first has none, and keys that are barred to all of its queries stand for them.
     """
     queries, keys = names.lengths
-    if keys <= queries or not names.has_windows:
+    if keys <= queries or names.num_windows == 1:
         return tuple({0, max(keys - queries, 0)})
     barred = [one for op in found.masks if (one := barred_by(seen, found, op, replay)) is not None and one.dim() > 1]
     first = [one[(0,) * (one.dim() - 2)] for one in barred if not one.is_meta and one.shape[-1] == keys]

@@ -164,7 +164,13 @@ class Finder:
         found: list[Part] = []
         for letter in "qkv":
             found += self._side(letter)
-        return found + self._output()
+        found += self._output()
+        # Where a view mixes positions, every feature is in every head, at some of the positions.
+        return [replace(part, heads=self._all_of(part)) for part in found] if self.names.mixes_positions else found
+
+    def _all_of(self, part: Part) -> dict[int, Tensor]:
+        every = torch.unique(torch.cat([*part.heads.values()]))
+        return dict.fromkeys(range(self.num_heads(part.letter)), every)
 
     def num_heads(self, letter: str) -> int:
         """How many heads there are of `q`, `k`, `v` or `o`."""

@@ -238,3 +238,58 @@ class Near(Heads):
     def beside(self, x: Tensor, fill: float) -> Tensor:
         around = functional.pad(x, (0, 0, 0, 0, 1, 1), value=fill)
         return torch.cat([around[:, :-2], x, around[:, 2:]], dim=2)
+
+
+class Mixing(Heads):
+    """A view to heads without a transpose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (made.view(len(x), HEADS, -1, HEAD_DIM) for made in (self.q(x), self.k(x), self.v(x)))
+        return self.o((self.scores(q, k).softmax(-1) @ v).view(x.shape))
+
+
+class ImageWindows(Heads):
+    """Windows of two by two in an image, cut before they are normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1)
+        cut = self.norm(cut).flatten(3, 4).flatten(0, 2)
+        q, k, v = map(self.split, (self.q(cut), self.k(cut), self.v(cut)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Flat(Heads):
+    """Tokens are flattened before they are projected."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        q, k, v = (
+            made.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2)
+            for made in (self.q(flat), self.k(flat), self.v(flat))
+        )
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class PackedConvolution(nn.Module):
+    """One convolution gives queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.o = nn.Conv2d(WIDTH, 3 * WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(1, (HEADS, HEAD_DIM)).flatten(3) for part in self.packed(x).chunk(3, 1))
+        weights = (q.transpose(-1, -2) @ k * HEAD_DIM**-0.5).softmax(-1)
+        return self.o((v @ weights.transpose(-1, -2)).flatten(1, 2).view(x.shape))
+
+
+class Nan(Heads):
+    """A root of what may be below zero, in the queries alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x.sqrt()), self.k(x), self.v(x)))
+        return self.joined(self.scores(q, k).softmax(-1), v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect import trace
+from mha_inspect import params, trace
 from mha_inspect.reports.trace import Attention
 
 from . import claims
@@ -56,3 +56,45 @@ def test_causal_is_told_where_heads_are_folded_into_the_queries() -> None:
 
 def test_a_band_of_windows_is_not_causal() -> None:
     assert attention(claims.Near, 16).kind == ("self",)
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_a_view_that_mixes_positions_is_called_so(length: int) -> None:
+    found = attention(claims.Mixing, length)
+    assert found.kind == ("self",)
+    assert (found.num_heads, found.num_kv_heads) == (claims.HEADS, claims.HEADS)
+    assert axes(found, "q_heads") == "batch heads query head_dim"
+    assert any("mixes positions" in note for note in found.notes)
+    roles = [row.role for row in params(claims.Mixing(), torch.randn(2, length, claims.WIDTH)).parameters]
+    assert sum("the heads have no part of it" in role for role in roles) == 7
+
+
+def test_axes_beside_the_windows_are_told_by_what_they_are() -> None:
+    (found,) = trace(claims.ImageWindows(), torch.randn(2, claims.WIDTH, 4, 6)).attentions
+    assert axes(found, "query") == "(batch windows) query embed"
+    # One more dimension of tokens, flattened before the attention, is no window.
+    (flat,) = trace(claims.Flat(), torch.randn(3, 7, claims.WIDTH)).attentions
+    assert axes(flat, "query") == "batch query embed"
+
+
+def test_a_packed_convolution_counts_its_projections() -> None:
+    (found,) = trace(claims.PackedConvolution(), torch.randn(2, claims.WIDTH, 3, 5)).attentions
+    assert axes(found, "q_proj").split()[1:4] == ["(qkv", "heads", "head_dim)"]
+
+
+def test_the_stage_where_nan_begins_is_told() -> None:
+    notes = trace(claims.Nan(), torch.randn(2, 7, claims.WIDTH)).notes
+    assert any(note.startswith("What is returned has NaN: it first appears in the stage query (") for note in notes)
+
+
+def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:
+    layer, x = (
+        torch.nn.MultiheadAttention(claims.WIDTH, claims.HEADS, batch_first=True),
+        torch.randn(2, 7, claims.WIDTH),
+    )
+    padding = torch.zeros(2, 7)
+    padding[:, 5:] = 1
+    # Torch itself: a key that was meant to be barred has weight.
+    assert (layer(x, x, x, key_padding_mask=padding)[1][..., 5:] > 0).all()
+    said = [trace(layer, x, x, x, key_padding_mask=mask).notes for mask in (padding, padding.bool(), -1e9 * padding)]
+    assert [any("bars no key" in note for note in notes) for notes in said] == [True, False, False]
