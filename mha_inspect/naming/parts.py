@@ -226,8 +226,8 @@ class Finder:
             if one.kind in kinds:
                 for head in every:
                     own = torch.unique(one.places[one.ids // width == head])
-                    ends = (int(own[0]), int(own[-1]), len(own)) if len(own) else ()
-                    signs[head].append((one.parameter.name, *ends))
+                    if len(own):
+                        signs[head].append((one.parameter.name, int(own[0]), int(own[-1]), len(own)))
         told = list(map(tuple, signs))
         apart = list(dict.fromkeys(told))
         numbers = [apart.index(sign) for sign in told] if len(apart) == shared < heads else every

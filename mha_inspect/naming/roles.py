@@ -171,7 +171,18 @@ class Roles:
         if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        return tuple(atom for atom in self.heads if atom in atoms)
+        shared = tuple(atom for atom in self.heads if atom in atoms)
+        return shared or self._picked()
+
+    def _picked(self) -> Dim:
+        """Heads of the keys' own projection, where those that meet the queries were picked from them by an index."""
+        projections, stages = self._found.projections, self._found.stages
+        alone = [name for name, op in projections.items() if op is projections.get("key")] == ["key"]
+        features = self._dimensions.of(stages["k_proj"])[-1] if alone and stages["k_proj"].shape else ()
+        own = tuple(atom for atom in features if atom not in self.head_dim and atom not in self._other_dim)
+        used = {atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim}
+        whole = len(own) < len(features) and used >= set(self.heads)
+        return own if whole and _size(self.heads) % max(_size(own), 1) == 0 else ()
 
     def groups(self, side: str) -> list[Group]:
         """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""

@@ -98,3 +98,29 @@ def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:
     assert (layer(x, x, x, key_padding_mask=padding)[1][..., 5:] > 0).all()
     said = [trace(layer, x, x, x, key_padding_mask=mask).notes for mask in (padding, padding.bool(), -1e9 * padding)]
     assert [any("bars no key" in note for note in notes) for notes in said] == [True, False, False]
+
+
+@pytest.mark.parametrize(("picked", "users"), [((), "0, 2"), ((1, 0, 0, 1), "0, 3")])
+def test_key_heads_that_are_picked_are_told_for_the_heads_that_use_them(picked: tuple[int, ...], users: str) -> None:
+    torch.manual_seed(0)
+    module, x = claims.PickedKeys(picked), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.num_kv_heads) == (4, 2)
+    weight = next(one for one in params(module, x, per_head=True).parameters if one.name == "k.weight")
+    assert f"the first for {users}" in weight.role
+    start, stop = next(part.rows for part in weight.heads or () if part.head == 0)
+    # By perturbation: with the rows of the first key head, what changes is the context of those query heads.
+    before = context_of(module, x)
+    with torch.no_grad():
+        module.k.weight[start:stop] += 1
+    moved = (context_of(module, x) - before).abs().amax((0, 1, 3)) > 1e-4
+    assert ", ".join(str(head) for head in range(claims.HEADS) if moved[head]) == users
+
+
+def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what goes into the output's projection, head by head."""
+    kept: list[torch.Tensor] = []
+    handle = module.get_submodule("o").register_forward_pre_hook(lambda _, given: kept.append(given[0].detach()))
+    module(x)
+    handle.remove()
+    return kept[0].unflatten(-1, (claims.HEADS, claims.HEAD_DIM))
