@@ -222,8 +222,10 @@ class Bench:
             part._buffers.clear()
             part._buffers.update(buffers)
 
-    def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None) -> Any:
-        """What a run with changed arguments returns.
+    def returned(
+        self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, then: bool = False
+    ) -> Any:
+        """What a run with changed arguments returns; with `then`, what a second one returns that follows on it.
 
         Raises `RaisedError` where the forward raises.
         """
@@ -233,6 +235,11 @@ class Bench:
         self.runs += 1
         self._tick(f"run {self.runs}")
         try:
+            if then:
+                self.runs += 1
+                own.plain()
+                args, kwargs = self.arguments(changes or {})
+                own = replace(own, args=args, kwargs=kwargs)
             return own.plain()
         except Exception as error:  # whatever somebody's code may raise under an input that nobody asked for
             raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error

@@ -86,14 +86,17 @@ def check(
                 left_out.append(LeftOut(name, "needs more runs than one"))
                 continue
             tick(name)
+            found: list[Finding] = []
+            whole = True
             try:
-                found = list(_RUNS[name](bench)) if not evidence_only or name != "causal" else list(_quiet(bench))
+                for finding in _quiet(bench) if evidence_only and name == "causal" else _RUNS[name](bench):
+                    found.append(finding)
             except (NotPossibleError, RaisedError) as error:
                 left_out.append(LeftOut(name, _reason(error)))
-                continue
+                whole = False
             left_out += [LeftOut(check, reason) for check, reason in bench.asides if check == name]
             findings += found
-            if not found:
+            if whole and not found:
                 held.append(Held(name, CHECKS[name]))
         facts = tuple(facts_of(bench, runs=not evidence_only))
         heads = heads_of(bench, runs=not evidence_only)

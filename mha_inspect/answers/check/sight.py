@@ -24,7 +24,8 @@ class Sight:
     seen: Tensor
     line: str
     module: str
-    masked: bool
+    weights: Tensor
+    """`query key`: the largest weight that a head of the first row has."""
 
     @property
     def queries(self) -> int:
@@ -180,6 +181,6 @@ def sights(bench: Bench) -> tuple[Sight, ...]:
             if scores is not None and scores.shape == weights.shape:
                 seen = seen & (scores > _BARRED).cpu()
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        found.append(Sight(seen.any(1), line, attention.module, bool(attention.masks)))
+        found.append(Sight(seen.any(1), line, attention.module, weights[0].amax(0).float().cpu()))
     bench.__dict__["sights"] = tuple(found)
     return tuple(found)

@@ -41,17 +41,18 @@ def heads(bench: Bench) -> Iterator[Finding]:
     for found, names, count in kinds(bench):
         tokens = Tokens(flow, found, names)
         more = f" The same in {count} attentions." if count > 1 else ""
-        split = False
-        for name in ("query", "key", "value"):
+        split, single = False, False
+        for name in ("key", "value", "query"):
             try:
                 side = tokens.side(name)
                 pieces = side.by_piece(side.token(1 if _size(side.tokens) > 1 else 0))
             except LostError:
                 continue
             looked_at += 1
+            single = single or len(pieces) == 1
             apart = _apart(pieces)
-            if apart is None or (name == "query" and names.num_kv_heads == 1):
-                continue
+            if apart is None or (name == "query" and single):
+                continue  # beside one key head, query heads may stand in the rows of one product
             start, other, group, row, other_row = apart
             split = True
             op = _splitting(bench, side)
@@ -389,6 +390,7 @@ def rotary(bench: Bench) -> Iterator[Finding]:
         if not any(turned.values()):
             by_head = _turned(q.transpose(0, 1)) and _turned(k.transpose(0, 1)) and names.num_heads > 1
             if by_head and _trigonometric(bench, query):
+                looked_at += 1
                 yield Finding(
                     "rotary",
                     "The rotation goes by head, not by position: the heads of one token are turned differently, its "
@@ -435,7 +437,10 @@ def _of_equal_tokens(side: Side) -> Tensor:
     """The rows that a side has where all of its tokens are one: `group row feature`, in float64."""
     value = side.flow.value(side.source)
     draw = torch.Generator().manual_seed(1)
-    one = torch.randn(value.shape[-1], generator=draw).to(value)
+    features = value.shape[-1]
+    one = torch.randn(features, generator=draw).to(value)
+    if features % side.width == 0:  # the heads are alike too
+        one = one[: side.width].repeat(features // side.width)
     content = side.flow.again({side.source.id: one.expand(value.shape).clone()}, side.target).double()
     content = content if side.rows == -2 else content.transpose(-1, -2)
     return content.reshape(-1, *content.shape[-2:])
@@ -569,18 +574,18 @@ def parameters(bench: Bench) -> Iterator[Finding]:
                         fix=f"project the {one if spare[0] < name else other} with {spare[0]}.",
                     )
         inside = found.module
-        for name in [n for names in unread.values() for n in names]:
-            own = _parent(name) == inside or not inside
-            if own and name not in told and name.count(".") <= (inside.count(".") + 2 if inside else 1):
-                told.add(name)
-                width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
-                misses = "output" not in found.projections and width in shapes[name]
+        spare = [name for name in unread[inside] if name not in told]
+        told |= set(spare)
+        width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
+        missed = [name for name in spare if "output" not in found.projections and width in shapes[name]]
+        for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
+            if names:
                 yield Finding(
                     "parameters",
-                    f"{name} is read by nothing"
-                    + (": the heads are never projected back." if misses else ", and gets no gradient."),
+                    f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} {'is' if len(names) == 1 else 'are'} "
+                    "read by nothing" + (": the heads are never projected back." if sure else "."),
                     "No operation of the run reads it.",
-                    sure=misses,
+                    sure=sure,
                     module=inside,
                 )
     yield from _without_gradient(bench)
