@@ -262,39 +262,24 @@ def causal(bench: Bench) -> Iterator[Finding]:
         raise NotPossibleError("not declared: causal")
     if not bench.intent.causal:
         return
-    found = False
-    if bench.follows:
-        for place, moved in bench.reach.items():
-            early = [i for i in range(place) if bool((moved[0, i] > 0))]
-            if early:
-                found = True
-                nearest = max(early)
-                off = all(i == place - 1 for i in early)
-                yield Finding(
-                    "causal",
-                    "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
-                    f"Token {place} was changed, and the output at position {nearest} moved by "
-                    f"{float(moved[0, nearest]):.3g}; so did {len(early) - 1} more before it.",
-                    source=_mask_line(bench),
-                    fix="triu(diagonal=1) is what a causal mask bars." if off else "bar every key behind the query's own position.",
-                )
-                break
     for sight in sights(bench):
         problem = sight.against_causal(window=bench.intent.window)
-        if problem is None or (found and "future" in problem[0]):
-            continue
-        found = True
-        yield Finding("causal", problem[0], problem[1], source=sight.line, module=sight.module, fix=problem[2])
-        break
+        if problem is not None:
+            yield Finding("causal", problem[0], problem[1], source=sight.line, module=sight.module, fix=problem[2])
+            return
+    for place, moved in bench.reach.items() if bench.follows and not bench.found & {"heads", "masking"} else ():
+        early = [i for i in range(place) if bool(moved[0, i] > 0)]
+        if early:
+            yield Finding(
+                "causal",
+                "A position sees its future, and not by its weights: something else joins the positions.",
+                f"Token {place} was changed, and the output at position {max(early)} moved by "
+                f"{float(moved[0, max(early)]):.3g}; so did {len(early) - 1} more before it.",
+                fix="look at norms, convolutions and means over the positions.",
+            )
+            break
     if not bench.follows and not sights(bench):
         raise NotPossibleError("neither the output nor the scores show who sees whom")
-
-
-def _mask_line(bench: Bench) -> str:
-    for found, _ in bench.seen.attentions:
-        if found.masks:
-            return found.masks[-1].source
-    return _line(bench)
 
 
 def window(bench: Bench) -> Iterator[Finding]:

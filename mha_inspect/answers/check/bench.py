@@ -71,6 +71,8 @@ class Bench:
         self.module, self.intent = own.module, intent
         self.runs = 0
         self._raw: dict[int, Tensor] = {}
+        self.found: set[str] = set()
+        """Checks that have found something for sure."""
         self.asides: list[tuple[str, str]] = []
         """Parts of checks that could not be made, and why."""
         self._tick = tick

@@ -96,6 +96,7 @@ def check(
                 whole = False
             left_out += [LeftOut(check, reason) for check, reason in bench.asides if check == name]
             findings += found
+            bench.found |= {finding.check for finding in found if finding.sure}
             if whole and not found:
                 held.append(Held(name, CHECKS[name]))
         facts = tuple(facts_of(bench, runs=not evidence_only))
@@ -131,8 +132,6 @@ def _by_cause(findings: list[Finding]) -> tuple[Finding, ...]:
     follow: set[str] = set()
     if sure & {"heads", "batch"}:
         follow |= {"mixing"}
-    if sure & {"heads", "softmax", "masking"}:
-        follow |= {"causal"} if sure & {"heads", "masking"} else set()
     if "finite" in sure:
         follow |= {"softmax", "repeat", "mixing"}
     kept = [finding for finding in findings if finding.check not in follow]

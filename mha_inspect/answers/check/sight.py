@@ -111,11 +111,12 @@ class Sight:
         future = self.any_row & (self.distance < 0)
         if bool(future.any()):
             query, key = (int(n) for n in future.nonzero()[0])
+            off = bool((self.distance[future] == -1).all())
             return (
-                "A position sees its future.",
+                "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
                 f"Query {query} gives weight to key {key}, {key - self.shift - query} behind it; "
                 f"{int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
-                "bar every key behind the query's own position: triu(diagonal=1).",
+                "triu(diagonal=1) is what a causal mask bars.",
             )
         # A key that is barred to all is padding.
         known = self.any_row.any(0)[None]
