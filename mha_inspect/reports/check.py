@@ -46,7 +46,7 @@ class Head:
     head: int
     output_change: float
     """How much the attention's output changes when the head's context is zeroed, beside the output itself."""
-    gradient_share: float | None = None
+    gradient_share: float | None
     """Its share of the gradient that arrives at all heads, 0 to 1."""
 
 

@@ -70,7 +70,7 @@ class Right(nn.Module):
         return scores.softmax(-1)
 
 
-# -- heads, split and merged ---------------------------------------------------------------------------------------------
+# -- heads, split and merged -------------------------------------------------------------------------------------------
 
 
 class SplitByView(Right):
@@ -168,7 +168,7 @@ class PackedSplitByView(Right):
         return self.o(self.join(self.attend(q, k, v)))
 
 
-# -- what the softmax runs over -------------------------------------------------------------------------------------------
+# -- what the softmax runs over ----------------------------------------------------------------------------------------
 
 
 class SoftmaxOverQueries(Right):
@@ -230,7 +230,7 @@ class MaskTimesWeights(Right):
         return scores.softmax(-1) * keep if self.wrong else scores.masked_fill(keep == 0, -math.inf).softmax(-1)
 
 
-# -- masks ----------------------------------------------------------------------------------------------------------------
+# -- masks -------------------------------------------------------------------------------------------------------------
 
 
 class MaskTimesScores(Right):
@@ -437,7 +437,9 @@ class MeanOfPadding(Padded):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         keep = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-        mean = x.mean(1, keepdim=True) if self.wrong else (x * keep[..., None]).sum(1, True) / keep.sum(1)[:, None, None]
+        mean = (
+            x.mean(1, keepdim=True) if self.wrong else (x * keep[..., None]).sum(1, True) / keep.sum(1)[:, None, None]
+        )
         return super().forward(x - mean, mask)
 
 
@@ -450,7 +452,7 @@ class NoKeyLeft(Padded):
         return scores.masked_fill(bar, -math.inf)
 
 
-# -- batch ----------------------------------------------------------------------------------------------------------------
+# -- batch -------------------------------------------------------------------------------------------------------------
 
 
 class BatchNotFirst(nn.Module):
@@ -497,7 +499,7 @@ class KeysOfTheNextRow(Right):
         return self.o(self.join(self.attend(*map(self.split, (self.q(x), self.k(other), self.v(x))))))
 
 
-# -- scale ----------------------------------------------------------------------------------------------------------------
+# -- scale -------------------------------------------------------------------------------------------------------------
 
 
 class NoScale(Right):
@@ -528,7 +530,7 @@ class ScaleUpsideDown(Right):
         return (q @ k.mT / scale if self.wrong else q @ k.mT * scale).softmax(-1) @ v
 
 
-# -- grouped heads and positions ------------------------------------------------------------------------------------------
+# -- grouped heads and positions ---------------------------------------------------------------------------------------
 
 
 class Tiled(Right):
@@ -581,11 +583,13 @@ class RotaryByHead(Right):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.wrong:
-            return super().attend(halves(q.transpose(1, 2)).transpose(1, 2), halves(k.transpose(1, 2)).transpose(1, 2), v)
+            return super().attend(
+                halves(q.transpose(1, 2)).transpose(1, 2), halves(k.transpose(1, 2)).transpose(1, 2), v
+            )
         return super().attend(halves(q), halves(k), v)
 
 
-# -- parameters, dropout, modes -------------------------------------------------------------------------------------------
+# -- parameters, dropout, modes ----------------------------------------------------------------------------------------
 
 
 class QueryServesTwice(Right):
@@ -662,7 +666,7 @@ class HalfOverflows(Right):
         return (scores / math.sqrt(D)).softmax(-1) @ v
 
 
-# -- caches ---------------------------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 class Cached(Right):
@@ -713,7 +717,7 @@ class CacheOpenChunk(Cached):
         return scores if self.wrong and m > n else super().mask(scores)
 
 
-# -- against a reference ---------------------------------------------------------------------------------------------------
+# -- against a reference -----------------------------------------------------------------------------------------------
 
 
 class KeyAndValueSwapped(Right):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...record.arguments import argument_names, tensors_in
+from ...record.ops import Op
 from ...reports.check import Finding
 from .bench import Bench, NotPossibleError, RaisedError, difference, modules_of, output_of
-from .sight import Sight, sights
+from .sight import sights
 
 
 def inputs(bench: Bench) -> Iterator[Finding]:
@@ -102,10 +103,15 @@ def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> It
         own[place] = 0
     alone = not bool((own > 0).any())
     axis, who = bench.batch_axis
-    mixes = all(not bool((m[:, [p for p in range(m.shape[1]) if p != at]] > 0).any()) for at, m in reach.items() if at < m.shape[1])
+    mixes = all(
+        not bool((m[:, [p for p in range(m.shape[1]) if p != at]] > 0).any())
+        for at, m in reach.items()
+        if at < m.shape[1]
+    )
+    others = int((moved[1:].amax(1) > 0).sum())
     evidence = (
-        f"Token {place} of row 0 of {names[0]} was changed, and the output of row {row} moved at position {position} by "
-        f"{float(moved[row, position]):.3g}; {int((moved[1:].amax(1) > 0).sum())} of {moved.shape[0] - 1} other rows moved."
+        f"Token {place} of row 0 of {names[0]} was changed, and the output of row {row} moved at position {position} "
+        f"by {float(moved[row, position]):.3g}; {others} of {moved.shape[0] - 1} other rows moved."
     )
     statistics = modules_of(bench.module, nn.modules.batchnorm._BatchNorm) and bench.module.training
     if mixes and alone and reach and bench.follows:
@@ -113,9 +119,10 @@ def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> It
         yield Finding(
             "batch",
             "Attention runs over the batch, not over the positions: rows move each other, and the tokens of a row do "
-            "not." if sure else
-            f"Attention may run over the batch: dimension {axis} of the input is mixed, and dimension {1 - axis} is not. "
-            "It is right where the sequence comes first; say so with batch_axis.",
+            "not."
+            if sure
+            else f"Attention may run over the batch: dimension {axis} of the input is mixed, and dimension {1 - axis} is "
+            "not. It is right where the sequence comes first; say so with batch_axis.",
             evidence,
             sure=sure,
             source=_line(bench),
@@ -156,7 +163,7 @@ def mixing(bench: Bench) -> Iterator[Finding]:
             "of the output moved, by one bit.",
             sure=not single,
             source=_line(bench),
-            fix="positions must be the last but one dimension of q, k and v: transpose(1, 2) after the heads are split.",
+            fix="positions must be the last but one dimension of q, k, v: transpose(1, 2) after the heads are split.",
         )
         return
     every = sights(bench)
@@ -165,7 +172,10 @@ def mixing(bench: Bench) -> Iterator[Finding]:
     # A weight that is next to nothing moves nothing: the softmax is saturated.
     least = torch.stack([sight.weights for sight in every]).amin(0)
     deaf = [
-        (p, i) for p, m in reach.items() for i in range(m.shape[1]) if not bool(m[0, i] > 0) and float(least[i, p]) > 1e-3
+        (p, i)
+        for p, m in reach.items()
+        for i in range(m.shape[1])
+        if not bool(m[0, i] > 0) and float(least[i, p]) > 1e-3
     ]
     if deaf:
         place, position = deaf[0]
@@ -197,11 +207,12 @@ def repeat(bench: Bench) -> Iterator[Finding]:
         return
     drawn = [op for op in bench.seen.recording.ops if op.does("draws") and not _keeps_all(op)]
     dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
-    where = (dropout or drawn or [None])[0]
+    where = next(iter(dropout or drawn), None)
     yield Finding(
         "repeat",
-        "Dropout is on in eval: two runs give different outputs." if dropout else
-        "Random numbers are drawn in eval, and two runs give different outputs.",
+        "Dropout is on in eval: two runs give different outputs."
+        if dropout
+        else "Random numbers are drawn in eval, and two runs give different outputs.",
         f"Two runs on the same input with other seeds are {apart:.3g} apart.",
         sure=bool(dropout),
         source=where.source if where else "",
@@ -215,21 +226,20 @@ def _buffers(bench: Bench) -> set[int]:
     return {named.tensor.storage for named in bench.seen.recording.buffers}
 
 
-def _keeps_all(op: object) -> bool:
+def _keeps_all(op: Op) -> bool:
     """Whether a dropout drops nothing."""
-    args = getattr(op, "args", ())
-    return getattr(op, "base_name", "") == "native_dropout" and len(args) > 2 and args[2] is False
+    return op.base_name == "native_dropout" and op.args[2:3] == (False,)
 
 
 def training(bench: Bench) -> Iterator[Finding]:
     """Yield where train gives something else than eval, with every dropout set to 0."""
     if modules_of(bench.module, nn.modules.batchnorm._BatchNorm):
         raise NotPossibleError("batch norm takes other statistics in train")
-    changed: list[tuple[object, str, object]] = []
+    changed: list[tuple[nn.Module, str, float]] = []
     try:
         for part in bench.module.modules():
             part.training = True
-            for name, value in vars(part).items():
+            for name, value in list(vars(part).items()):
                 drops = "drop" in name.lower() or (isinstance(part, nn.modules.dropout._DropoutNd) and name == "p")
                 if drops and isinstance(value, float) and value:
                     changed.append((part, name, value))
@@ -244,10 +254,10 @@ def training(bench: Bench) -> Iterator[Finding]:
         if float(difference(made, other).max()) > bench.limit:
             raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
     finally:
-        for part, name, value in changed:
-            setattr(part, name, value)
-        for module in bench.module.modules():
-            module.training = False
+        for part, name, given in changed:
+            setattr(part, name, given)
+        for part in bench.module.modules():
+            part.training = False
         bench.remember()
     yield Finding(
         "training",
@@ -290,9 +300,16 @@ def window(bench: Bench) -> Iterator[Finding]:
     every = sights(bench)
     if not every:
         raise NotPossibleError("the scores do not show who sees whom")
-    wrong = [(sight, problem) for sight in every if (problem := sight.against_window(width, bench.intent.causal)) is not None]
+    wrong = [
+        (sight, problem) for sight in every if (problem := sight.against_window(width, bench.intent.causal)) is not None
+    ]
     local = [sight for sight in every if sight.width is not None]
-    if wrong and len(wrong) < len(every) and len(local) < len(every) and all(s.against_window(width, bench.intent.causal) is None for s in local):
+    if (
+        wrong
+        and len(wrong) < len(every)
+        and len(local) < len(every)
+        and all(s.against_window(width, bench.intent.causal) is None for s in local)
+    ):
         return  # some layers have the window, others see everything, as is common
     for sight, problem in wrong[:1]:
         yield Finding("window", problem[0], problem[1], source=sight.line, module=sight.module)

@@ -188,8 +188,11 @@ class Bench:
         return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
 
     def _source(self, names: tuple[str, ...], value: Tensor) -> Source:
-        if value.dim() > 3 or (value.dim() == 2 and value.is_floating_point() and self.intent.batch_axis is None):
-            return Source(names, value, 0 if value.dim() > 3 else None, None if value.dim() > 3 else 0)
+        if value.dim() > 3:
+            return Source(names, value, 0, None)
+        if value.dim() == 2 and value.is_floating_point() and self.intent.batch_axis is None:
+            # Features of tokens without a batch; or sequences of samples, of which something with features is made.
+            return Source(names, value, None, 0) if self.output.dim() == 2 else Source(names, value, 0, 1)
         batch = self.batch_axis[0]
         return Source(names, value, batch, 1 - batch)
 
@@ -205,7 +208,10 @@ class Bench:
             code = inspect.getsource(type(self.module).forward)
         except (OSError, TypeError):
             return 0, ""
-        for line in re.finditer(r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\))", code, re.MULTILINE):
+        unpacked = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *$"
+        for line in re.finditer(unpacked, code, re.MULTILINE):
+            if re.search(rf"\b{line[3]}\b[^=\n]*(?<![=!<>])=(?!=)", code[code.find(":\n") : line.start()]):
+                continue  # something else by then
             for axis, name in enumerate(line.groups()[:2]):
                 if name.lower() in _BATCH and line[3] in self.values:
                     return axis, f"the forward unpacks {line[3]}.shape as {line[1]}, {line[2]}"
@@ -224,9 +230,7 @@ class Bench:
             part._buffers.clear()
             part._buffers.update(buffers)
 
-    def returned(
-        self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, then: bool = False
-    ) -> Any:
+    def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, then: bool = False) -> Any:
         """What a run with changed arguments returns; with `then`, what a second one returns that follows on it.
 
         Raises `RaisedError` where the forward raises.
@@ -390,7 +394,10 @@ def output_of(returned: Any) -> Tensor:
 
 
 def difference(left: Tensor, right: Tensor) -> Tensor:
-    """Element by element; NaN beside NaN and an infinity beside the same one are none, beside others an infinite one."""
+    """The difference of each element; NaN beside NaN and an infinity beside the same one are none.
+
+    Raises `RaisedError` where the shapes are not the same.
+    """
     if left.shape != right.shape:
         raise RaisedError(f"the output has another shape then: {list(left.shape)}, not {list(right.shape)}")
     left, right = left.detach().double(), right.detach().double()

@@ -43,9 +43,7 @@ def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[s
     """The checks to make. Raises `SpecError` for a name that is none."""
     for name in (*only, *skip):
         if name not in CHECKS:
-            raise SpecError(
-                f"{name} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}"
-            )
+            raise SpecError(f"{name} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
     return tuple(name for name in CHECKS if (not only or name in only) and name not in skip)
 
 
@@ -145,8 +143,8 @@ def _nothing(bench: Bench) -> str:
     softmaxes = sum(op.does("softmax") for op in recording.ops)
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
-        f"{type(bench.module).__name__} has no attention to check: looked for a product, a softmax of it, and a product "
-        f"of that with values, and saw {len(products)} products"
+        f"{type(bench.module).__name__} has no attention to check: looked for a product, a softmax of it, and a "
+        f"product of that with values, and saw {len(products)} products"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
         + f" and {softmaxes} softmaxes. `mha-inspect trace` shows what it does."
     )

@@ -101,7 +101,9 @@ def padding(bench: Bench) -> Iterator[Finding]:
             f"Row 0 with {count} tokens of padding on the {side} gives something else at tokens {start}–"
             f"{start + source.length - count - 1} than without it; the padding's content moves nothing.",
             source=_mask_line(bench),
-            fix="count positions from the first real token: position_ids = mask.cumsum(-1) - 1." if side == "left" else "",
+            fix="count positions from the first real token: position_ids = mask.cumsum(-1) - 1."
+            if side == "left"
+            else "",
         )
 
 
@@ -171,11 +173,13 @@ def _under(bench: Bench, name: str, source: Source, padded: Tensor, keeps: bool,
         far = bench.apart(again, base)[1]
         far[place] = 0
         later = bool((far > 0).any())
-        open_there = bool((bench.apart(bench.run(bench.other_tokens(source, source.at(1, place))), bench.output)[1] > 0).sum() > 1)
+        open_there = bool(
+            (bench.apart(bench.run(bench.other_tokens(source, source.at(1, place))), bench.output)[1] > 0).sum() > 1
+        )
         if not later and open_there:
             others = (
-                f"Token {place} of row 1, where row 0 alone is padded, was changed, and no other output of row 1 moved; "
-                "without padding they do."
+                f"Token {place} of row 1, where row 0 alone is padded, was changed, and no other output of row 1 "
+                "moved; without padding they do."
             )
         elif bool((moved[1:] > 0).any()):
             others = "Padding of row 0 was changed, and outputs of another row moved."
@@ -250,20 +254,26 @@ def cache(bench: Bench) -> Iterator[Finding]:
         return
     how, (places, apart) = next(iter(wrong.items()))
     if "token by token" not in wrong:
-        cause = "The mask of a chunk is aligned top left: its queries do not see the keys in front of them, or see too few."
+        cause = (
+            "The mask of a chunk is aligned top left: its queries do not see the keys in front of them, or see too few."
+        )
         fix = "align it bottom right: triu(diagonal=1 + past), past = keys - queries."
     elif 0 in places or bool(wrong["token by token"][0][0] == 0):
         cause = "In one go sees what is not there yet token by token: the future."
         fix = ""
     else:
-        cause = "What was cached is not what one go computes: positions that begin at 0 in each call do this, and keys that are cached before they are rotated, or not put behind the earlier ones."
+        cause = (
+            "What was cached is not what one go computes: positions that begin at 0 in each call do this, keys that are "
+            "cached before they are rotated, and new keys that are not put behind the earlier ones."
+        )
         fix = "offset positions by the length of the cache."
     yield Finding(
         "cache",
-        f"Going on from the cache ({', '.join(wrong)}) gives something else than one go, from position {places[0]} on, by "
-        f"{float(apart.max()):.3g}. {cause}",
+        f"Going on from the cache ({', '.join(wrong)}) gives something else than one go, from position {places[0]} on, "
+        f"by {float(apart.max()):.3g}. {cause}",
         "; ".join(
-            f"{way}: {'the same' if not at else f'{len(at)} of {length} positions differ'}" for way, (at, _) in results.items()
+            f"{way}: {'the same' if not at else f'{len(at)} of {length} positions differ'}"
+            for way, (at, _) in results.items()
         )
         + ".",
         source=_mask_line(bench),
@@ -370,7 +380,11 @@ def _differs(mine: Tensor, yours: Tensor) -> bool:
     if mine.shape != yours.shape:
         return True
     mine, yours = mine.double(), yours.double()
-    near = (mine - yours).abs() <= 1e-4 * yours[yours.isfinite()].abs().max().clamp(min=1e-6) if yours.numel() else mine == yours
+    near = (
+        (mine - yours).abs() <= 1e-4 * yours[yours.isfinite()].abs().max().clamp(min=1e-6)
+        if yours.numel()
+        else mine == yours
+    )
     low = (mine < -1e4) & (yours < -1e4)
     return not bool((near | low | (mine == yours)).all())
 
@@ -379,7 +393,11 @@ def _same_if(stage: str, ours: dict[str, Tensor], held: dict[str, Tensor]) -> st
     """What would make a stage the same as the reference's; empty where nothing that was tried does."""
     if stage.endswith("_proj") or stage.endswith("_heads"):
         kind = stage[2:]
-        same = [s for s in ("q_" + kind, "k_" + kind, "v_" + kind) if s in held and s != stage and not _differs(ours[stage], held[s])]
+        same = [
+            s
+            for s in ("q_" + kind, "k_" + kind, "v_" + kind)
+            if s in held and s != stage and not _differs(ours[stage], held[s])
+        ]
         if same:
             return f"it is the same as the reference's {same[0]}: take query, key and value in another order."
     mine, yours = ours[stage], held[stage]
@@ -408,10 +426,10 @@ def _orders(value: Tensor, head_dim: int) -> Iterator[tuple[str, Tensor]]:
             yield "rotary halves instead of pairs", pairs
             yield "rotary pairs instead of halves", torch.stack(value.chunk(2, -1), -1).flatten(-2)
     elif head_dim and value.shape[-1] % head_dim == 0:
-        split = value.unflatten(-1, (-1, head_dim))
+        split = value.reshape(*value.shape[:-1], -1, head_dim)
         yield "features as (head_dim heads), not (heads head_dim)", split.transpose(-1, -2).flatten(-2)
         yield (
             "features as (heads head_dim), not (head_dim heads)",
-            value.unflatten(-1, (head_dim, -1)).transpose(-1, -2).flatten(-2),
+            value.reshape(*value.shape[:-1], head_dim, -1).transpose(-1, -2).flatten(-2),
         )
         yield "the heads in reverse", split.flip(-2).flatten(-2)

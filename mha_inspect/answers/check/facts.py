@@ -1,4 +1,4 @@
-"""What is so of an attention, and may well be meant: its scale, who sees whom, what masks do, what hangs on each head."""
+"""What is so of an attention, and may well be meant: scale, who sees whom, what masks do, what hangs on each head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ...reports.check import Fact, Head
 from .bench import Bench, NotPossibleError, RaisedError
 from .gradients import gradients_of
 from .sight import sights
-from .structure import kinds
 from .tokens import Flow, LostError
 
 _HEADS = 64
@@ -96,7 +95,9 @@ def _masks(bench: Bench) -> Iterator[Fact]:
             base = bench.run({name: flipped})
             moves = {
                 "given": bench.reach.get(place),
-                "other": bench.moved(bench.run({name: flipped, **bench.other_tokens(source, source.at(0, place))}), base),
+                "other": bench.moved(
+                    bench.run({name: flipped, **bench.other_tokens(source, source.at(0, place))}), base
+                ),
             }
         except (RaisedError, NotPossibleError) as error:
             yield Fact("mask", f"{name}: the forward does not take another value ({error})")
@@ -108,12 +109,13 @@ def _masks(bench: Bench) -> Iterator[Fact]:
             rest = moved[0].clone()
             rest[place] = 0
             seen[which] = bool((rest > 0).any())
+        both = [value, flipped[..., place].flatten()[0]]
         if len(seen) < 2 or seen["given"] == seen["other"]:
-            does = "bars no key" if all(seen.values()) else "changes nothing that is seen"
-            yield Fact("mask", f"{name} {does}: token {place} is {'seen' if all(seen.values()) else 'not seen'} with either value")
+            does = "is seen" if all(seen.values()) else "moves no other token"
+            yield Fact("mask", f"{name} bars nothing here: token {place} {does} with either value")
             continue
-        kept = value if seen["given"] else flipped[..., place].flatten()[0]
-        yield Fact("mask", f"{name}: {_word(kept)} keeps a key, {_word(value if not seen['given'] else flipped[..., place].flatten()[0])} ignores it")
+        kept, ignored = both if seen["given"] else both[::-1]
+        yield Fact("mask", f"{name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
 
 
 def _word(value: Tensor) -> str:
@@ -166,17 +168,21 @@ def _shares(bench: Bench, found: Attention, names: AxisNames, gradients: dict[st
     op = found.projections.get("output")
     recording = bench.seen.recording
     storages = {named.tensor.storage: named.name for named in recording.parameters}
-    name = next((storages[t.storage] for t in reversed(op.inputs) if t.storage in storages and len(t.shape) > 1), "") if op else ""
+    name = (
+        next((storages[t.storage] for t in reversed(op.inputs) if t.storage in storages and len(t.shape) > 1), "")
+        if op
+        else ""
+    )
     gradient = gradients.get(name)
     width = names.num_heads * names.head_dim
     parameter = dict(bench.module.named_parameters()).get(name)
     if not isinstance(gradient, Tensor) or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
         return None
-    if names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"] if "concat" in found.stages else True:
+    if "concat" not in found.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
         return None
     taylor = (parameter.detach() * gradient).double()
-    linear = parameter.shape[1] == width and (parameter.shape[0] != width or (op is not None and op.base_name != "mm" or True))
-    taylor = taylor if linear else taylor.T
-    each = taylor.unflatten(1, (names.num_heads, names.head_dim)).sum((0, 2)).abs()
+    # A square matrix is taken for nn.Linear's, which has the features that come in last.
+    taylor = taylor if parameter.shape[1] == width else taylor.T
+    each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
     total = float(each.sum())
     return [round(float(one) / total, 6) for one in each] if total else None

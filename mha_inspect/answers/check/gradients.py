@@ -27,11 +27,13 @@ def gradients_of(bench: Bench) -> dict[str, object]:
     try:
         with replace(bench.own, args=args, kwargs=kwargs, grad=True).settings():
             returned = bench.module(*args, **kwargs)
-            made = next((t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad), None)
-            if made is None:
+            made = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad]
+            if not made:
                 raise NotPossibleError("the output hangs on no parameter that wants a gradient")
             draw = torch.Generator().manual_seed(2)
-            loss = (made * torch.randn(made.shape, generator=draw).to(made)).sum()
+            loss = torch.stack(
+                [(t * torch.randn(t.shape, generator=draw).to(t)).sum().to(made[0].dtype) for t in made]
+            ).sum()
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     except NotPossibleError:
         raise

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
+from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
+from ..masked_rows import fully_masked_rows
 from .bench import Bench, NotPossibleError
+from .gradients import gradients_of
 from .tokens import Flow, LostError, Row, Side, Tokens
 
 _WEAK = 1.0
@@ -142,8 +145,7 @@ def _merged(tokens: Tokens) -> tuple[str, str] | None:
         if comparable and made and next(iter(made)) != token:
             return (
                 "The context comes out at another token than the one that asked: queries change places.",
-                f"The context of the query at {list(token)} was changed, and concat moved at "
-                f"{list(next(iter(made)))}.",
+                f"The context of the query at {list(token)} was changed, and concat moved at {list(next(iter(made)))}.",
             )
     return None
 
@@ -250,7 +252,9 @@ def masking(bench: Bench) -> Iterator[Finding]:
             values = [flow.seen.recording.values.get(tensor.id) for tensor in op.inputs]
             if op.does("fills_where"):
                 number = _filled(op, values)
-                if number is not None and 0 < abs(number) <= _WEAK:
+                bars = next((v for v in values if v is not None and v.dtype == torch.bool), None)
+                bars = ~bars if bars is not None and op.base_name == "where" and op.inputs[-1].numel > 1 else bars
+                if number is not None and 0 < abs(number) <= _WEAK and _weighs(flow, found, bars):
                     yield Finding(
                         "masking",
                         f"The mask fills in {number:.3g}, which bars nothing: a barred key keeps a weight like any "
@@ -262,7 +266,7 @@ def masking(bench: Bench) -> Iterator[Finding]:
                     )
             elif op.base_name.rstrip("_") == "mul":
                 mask = next((v for v in values if v is not None and v.numel() > 1 and _is_zero_one(v)), None)
-                if mask is not None and not bool((mask == 1).all()):
+                if mask is not None and not bool((mask == 1).all()) and _weighs(flow, found, mask == 0):
                     yield Finding(
                         "masking",
                         "The scores are multiplied by the mask: a barred key gets the score 0, not -inf, and keeps its "
@@ -278,6 +282,17 @@ def masking(bench: Bench) -> Iterator[Finding]:
                     yield Finding(
                         "masking", weak, f"It is added before the softmax.{more}", source=op.source, module=found.module
                     )
+
+
+def _weighs(flow: Flow, found: Attention, bars: Tensor | None) -> bool:
+    """Whether weight is left where a mask bars; where that is not known, it is."""
+    weights = flow.seen.recording.values.get(found.softmax.output.id)
+    if bars is None or weights is None:
+        return True
+    try:
+        return bool((weights * bars.expand(weights.shape)).amax() > 1e-6)
+    except RuntimeError:  # laid out otherwise
+        return True
 
 
 def _is_zero_one(value: Tensor) -> bool:
@@ -466,24 +481,21 @@ def _line_of(bench: Bench, side: Side) -> str:
 
 def finite(bench: Bench) -> Iterator[Finding]:
     """Yield the first stage that is not finite."""
-    from ..masked_rows import fully_masked_rows
-    from ...record.arguments import argument_names, tensors_in
-
     given = argument_names(bench.module, bench.own.args, bench.own.kwargs)
     for name, tensor in tensors_in(given):
         if tensor.is_floating_point() and "mask" not in name and bool(tensor.isnan().any()):
             raise NotPossibleError(f"the argument {name} has NaN in it")
     rows = fully_masked_rows(bench.own, bench.seen)
     for (found, _), masked in zip(bench.seen.attentions, rows, strict=True):
-        for stage, tensor in found.stages.items():
-            value = bench.seen.recording.values.get(tensor.id)
+        for stage, made in found.stages.items():
+            value = bench.seen.recording.values.get(made.id)
             if value is None or not value.is_floating_point():
                 continue
             nan = int(value.isnan().sum())
             infinite = 0 if stage == "masked_scores" else int(value.isinf().sum())
             if not nan and not infinite:
                 continue
-            op = bench.seen.recording.producer(tensor)
+            op = bench.seen.recording.producer(made)
             if nan and masked:
                 row, query = masked[0]
                 yield Finding(
@@ -546,7 +558,9 @@ def kernels(bench: Bench) -> Iterator[Finding]:
 def parameters(bench: Bench) -> Iterator[Finding]:
     """Yield projections that serve twice, or that nothing reads."""
     recording = bench.seen.recording
-    read = {recording.parameter_names[t.id] for op in recording.ops for t in op.inputs if t.id in recording.parameter_names}
+    read = {
+        recording.parameter_names[t.id] for op in recording.ops for t in op.inputs if t.id in recording.parameter_names
+    }
     storages = {named.tensor.storage: named.name for named in recording.parameters}
     read |= {storages[t.storage] for op in recording.ops for t in op.inputs if t.storage in storages}
     unread: dict[str, list[str]] = defaultdict(list)
@@ -558,7 +572,12 @@ def parameters(bench: Bench) -> Iterator[Finding]:
     for found, _, _ in kinds(bench):
         used = {side: _weights_of(bench, op) for side, op in found.projections.items()}
         for one, other in (("query", "key"), ("key", "value"), ("query", "value")):
-            if one not in used or other not in used or not used[one] or found.projections[one] is found.projections[other]:
+            if (
+                one not in used
+                or other not in used
+                or not used[one]
+                or found.projections[one] is found.projections[other]
+            ):
                 continue
             if used[one] == used[other]:
                 name = used[one]
@@ -609,7 +628,7 @@ def _weights_of(bench: Bench, op: Op) -> str:
 
 def _without_gradient(bench: Bench) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient."""
-    gradients = bench_gradients(bench)
+    gradients = gradients_of(bench)
     for found, _, _ in kinds(bench):
         for side, op in found.projections.items():
             name = _weights_of(bench, op)
@@ -623,13 +642,3 @@ def _without_gradient(bench: Bench) -> Iterator[Finding]:
                     module=found.module,
                     fix="take detach(), no_grad() or .data out of the way.",
                 )
-
-
-def bench_gradients(bench: Bench) -> dict[str, object]:
-    """Each parameter that wants a gradient, to the one that it gets from the output; None where it gets none.
-
-    Raises `NotPossibleError` where no gradient can be taken.
-    """
-    from .gradients import gradients_of
-
-    return gradients_of(bench)

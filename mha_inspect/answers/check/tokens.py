@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -35,14 +36,13 @@ class Flow:
 
     def __init__(self, seen: Run, own: Subject) -> None:
         self.seen = seen
-        self._values = {**leaves_of(seen.recording, own), **seen.recording.values}
+        self._values: dict[int, Tensor] = {**leaves_of(seen.recording, own), **seen.recording.values}
 
     def value(self, tensor: TensorRef) -> Tensor:
         """The content of a tensor. Raises `LostError` where it was not kept."""
         if tensor.id not in self._values:
             raise LostError
-        value: Tensor = self._values[tensor.id]
-        return value.detach()
+        return self._values[tensor.id].detach()
 
     def again(self, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
         """The content of a tensor, where others are as given. Raises `LostError` where it cannot be computed."""
@@ -57,7 +57,7 @@ class Flow:
                 continue
             try:
                 with torch.no_grad():
-                    made = run_again(op, lambda tensor: known.get(tensor.id, self._values.get(tensor.id)))
+                    made = run_again(op, lambda tensor: known[tensor.id] if tensor.id in known else self.value(tensor))
             except Exception as error:  # whatever an operation that is called from outside may raise
                 raise LostError from error
             known.update({tensor.id: value for tensor, value in made if tensor.id not in changed})
@@ -176,6 +176,13 @@ class Tokens:
             raise LostError
         value = self.flow.value(context)
         shape = value.shape
+        scores = self.found.score_product.op.output.shape
+        queries = (
+            scores[-1] if self.found.key_first else scores[-2],
+            shape[-1] if self.found.value_first else shape[-2],
+        )
+        if prod(scores[:-2]) != prod(shape[:-2]) or queries[0] != queries[1]:
+            raise LostError  # chunks that overlap: a row of the one product is none of the other
         flat = value.reshape(-1, *shape[-2:]).clone()
         for group, row in rows:
             index = (group, row) if not self.found.value_first else (group, slice(None), row)
