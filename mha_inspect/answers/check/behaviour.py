@@ -84,10 +84,8 @@ def batch(bench: Bench) -> Iterator[Finding]:
     for finding in _leaks(bench, found, source.names):
         leaked = True
         yield finding
-    for other in bench.sources[1:] if not leaked else ():
-        if other.batch is None or other.positions is None:
-            continue
-        moved = bench.moved(bench.run(bench.other_tokens(other, other.at(0, other.length // 2))))
+    for place, moved in bench.reach_of_others.items() if not leaked else ():
+        other = bench.sources[place]
         yield from _leaks(bench, {other.length // 2: moved}, other.names)
 
 
@@ -121,8 +119,8 @@ def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> It
             "Attention runs over the batch, not over the positions: rows move each other, and the tokens of a row do "
             "not."
             if sure
-            else f"Attention may run over the batch: dimension {axis} of the input is mixed, and dimension {1 - axis} is "
-            "not. It is right where the sequence comes first; say so with batch_axis.",
+            else f"Attention may run over the batch: dimension {axis} of the input is mixed, and dimension {1 - axis} "
+            "is not. It is right where the sequence comes first; say so with batch_axis.",
             evidence,
             sure=sure,
             source=_line(bench),
@@ -154,6 +152,8 @@ def mixing(bench: Bench) -> Iterator[Finding]:
     if not any(bool((reach[p][0, others[p]] > 0).any()) for p in reach):
         if any(bool((m[1:] > 0).any()) for m in reach.values()):
             return  # the check of the batch tells that
+        if any(bool((moved[0] > 0).any()) for moved in bench.reach_of_others.values()):
+            return  # the keys are of another source
         single = all(sight.alone for sight in sights(bench))
         yield Finding(
             "mixing",

@@ -317,6 +317,16 @@ class Bench:
         return apart if len(axes) == 2 else apart[None]
 
     @cached_property
+    def reach_of_others(self) -> dict[int, Tensor]:
+        """Place of each further source to what moves when its middle token is another, in the first row."""
+        found = {}
+        for place, other in enumerate(self.sources[1:], 1):
+            if other.batch is not None and other.positions is not None:
+                changes = self.other_tokens(other, other.at(0, other.length // 2))
+                found[place] = self.moved(self.run(changes))
+        return found
+
+    @cached_property
     def limit(self) -> float:
         """The largest difference that may be rounding."""
         out = self.output

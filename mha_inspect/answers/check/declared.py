@@ -165,6 +165,12 @@ def _under(bench: Bench, name: str, source: Source, padded: Tensor, keeps: bool,
     apart = bench.apart(with_real, base)[0]
     rest = [int(p) for p in places if not own or int(p) != first]
     dead = not bool((apart[rest] > 0).any())
+    pads = [int(place) for place in torch.arange(source.length)[padded[0]]]
+    behind = own and len(pads) > 1 and pads[0] > first
+    if behind and not dead and not leaks and not bool((apart[pads] > 0).any()):
+        # Behind a causal mask real tokens see no padding; what padding sees tells the mask's direction.
+        of_pad = bench.run({name: mask, **bench.other_tokens(source, source.at(0, pads[0]))})
+        dead = bool((bench.apart(of_pad, base)[0, pads[1:]] > 0).any())
     others = ""
     if own and source.rows > 1 and not dead and not leaks:
         # Row 1 has no padding: where row 0 is padded it has real tokens.
@@ -263,8 +269,8 @@ def cache(bench: Bench) -> Iterator[Finding]:
         fix = ""
     else:
         cause = (
-            "What was cached is not what one go computes: positions that begin at 0 in each call do this, keys that are "
-            "cached before they are rotated, and new keys that are not put behind the earlier ones."
+            "What was cached is not what one go computes: positions that begin at 0 in each call do this, keys that "
+            "are cached before they are rotated, and new keys that are not put behind the earlier ones."
         )
         fix = "offset positions by the length of the cache."
     yield Finding(

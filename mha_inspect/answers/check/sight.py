@@ -124,7 +124,8 @@ class Sight:
         if bool(own.any()) and self.shift == 0:
             return (
                 "A position does not see itself: the mask bars the diagonal.",
-                f"Query {int(own.nonzero()[0][0])} gives no weight to its own key; {int(own.sum())} such of {self.queries}.",
+                f"Query {int(own.nonzero()[0][0])} gives no weight to its own key; {int(own.sum())} such of "
+                f"{self.queries}.",
                 "triu(diagonal=1), not diagonal=0.",
             )
         if window is None:

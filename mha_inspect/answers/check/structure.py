@@ -601,8 +601,9 @@ def parameters(bench: Bench) -> Iterator[Finding]:
             if names:
                 yield Finding(
                     "parameters",
-                    f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} {'is' if len(names) == 1 else 'are'} "
-                    "read by nothing" + (": the heads are never projected back." if sure else "."),
+                    f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
+                    f"{'is' if len(names) == 1 else 'are'} read by nothing"
+                    + (": the heads are never projected back." if sure else "."),
                     "No operation of the run reads it.",
                     sure=sure,
                     module=inside,
