@@ -230,27 +230,23 @@ class Bench:
             part._buffers.clear()
             part._buffers.update(buffers)
 
-    def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, then: bool = False) -> Any:
-        """What a run with changed arguments returns; with `then`, what a second one returns that follows on it.
+    def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, first: bool = True) -> Any:
+        """What a run with changed arguments returns, from the state before the base run.
+
+        Where it is not the `first` it goes on from the state that the last run has left.
 
         Raises `RaisedError` where the forward raises.
         """
         args, kwargs = self.arguments(changes or {})
         own = replace(self.own, args=args, kwargs=kwargs, seed=self.own.seed if seed is None else seed)
-        self.restore()
+        if first:
+            self.restore()
         self.runs += 1
         self._tick(f"run {self.runs}")
         try:
-            if then:
-                self.runs += 1
-                own.plain()
-                args, kwargs = self.arguments(changes or {})
-                own = replace(own, args=args, kwargs=kwargs)
             return own.plain()
         except Exception as error:  # whatever somebody's code may raise under an input that nobody asked for
             raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
-        finally:
-            self.restore()
 
     def run(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None) -> Tensor:
         """The output of a run with changed arguments; raises as `returned` does."""

@@ -30,7 +30,7 @@ def padding(bench: Bench) -> Iterator[Finding]:
     if source.length < 3:
         raise NotPossibleError("there are fewer than 3 tokens: give more")
     side = bench.intent.padding_side or "right"
-    count = max(1, source.length // 4)
+    count = max(min(2, source.length - 2), source.length // 4)
     pads = slice(source.length - count, None) if side == "right" else slice(0, count)
     real = slice(0, source.length - count) if side == "right" else slice(count, None)
     padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
