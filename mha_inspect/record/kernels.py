@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -148,9 +149,9 @@ class Attention:
             )
         return sum(parts[1:], parts[0]) if parts else None
 
-    def of_head(self, place: tuple[int, ...], queries: Tensor, dtype: torch.dtype) -> Attention:
-        """The same of one head and these queries alone, in another dtype: what is added is a bias."""
-        added = self.added(queries, dtype)
+    def of_head(self, place: tuple[int, ...], queries: Tensor) -> Attention:
+        """The same of one head and these queries alone: what is added is a bias, in float64."""
+        added = self.added(queries, torch.float64)
         if added is not None:
             added = added.expand(*self.query.shape[:-2], *added.shape[-2:])[place][None]
         group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
@@ -161,8 +162,10 @@ class Attention:
 
     def with_tensors(self, change: Callable[[Tensor], Any]) -> Attention:
         """The same with something made of each tensor in its place."""
-        own = replace(self, query=change(self.query), key=change(self.key), value=change(self.value))
-        return own if self.bias is None else replace(own, bias=change(self.bias))
+        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
+        made: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
+        starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
+        return replace(self, starts=starts, **made)
 
     def heads_first(self, do: Do) -> Attention:
         """The same with heads before rows, where they come after them."""
@@ -172,9 +175,16 @@ class Attention:
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operation by their names in its schema, defaults included."""
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of an operation's arguments, and their defaults."""
     named = func._schema.arguments
-    found = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
-    return {**found, **{argument.name: value for argument, value in zip(named, args, strict=False)}, **kwargs}
+    defaults = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
+    return tuple(argument.name for argument in named), defaults
 
 
 def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Attention, bool]:
