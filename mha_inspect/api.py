@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from .answers.check.intent import Intent
 from .answers.trace import report, traced
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
@@ -268,15 +269,23 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
 
 
 def params(
-    module: nn.Module, *args: Any, show: Show | None = None, per_head: bool = False, **kwargs: Any
+    module: nn.Module | str | PathLike[str],
+    *args: Any,
+    show: Show | None = None,
+    per_head: bool = False,
+    **kwargs: Any,
 ) -> LiveReport:
-    """Every parameter tensor of a module: `mha_inspect.answers.params.params`, in a report that prints itself.
+    """Every parameter tensor of a module, or of a checkpoint by its path, in a report that prints itself.
 
     With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
     W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
     """
     from .answers.params import params as report_of
 
+    if isinstance(module, (str, PathLike)):
+        from .answers.checkpoint import params_of_checkpoint
+
+        return LiveReport(params_of_checkpoint(Path(module), per_head=per_head, stats=show is not None and show.stats))
     _require_module(module, "params")
     own = Subject(module, args, kwargs)
     return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
@@ -354,6 +363,39 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
         return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
 
     return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
+
+
+def check(
+    module: nn.Module,
+    *args: Any,
+    intent: Intent | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    evidence_only: bool = False,
+    **kwargs: Any,
+) -> LiveReport:
+    """Whether the attention of a module is right: it is run again with one thing changed, and what moves is looked at.
+
+    The module is run in eval, always from the same state, and left as it was.
+
+    Args:
+        module: any module with attention in it.
+        *args: of its forward.
+        intent: what it is meant to do, `mha_inspect.Intent(causal=True, window=4, ...)`.
+        only: names of checks: no others are made.
+        skip: names of checks that are not made.
+        evidence_only: run it once, and tell what one recording shows.
+        **kwargs: of its forward.
+
+    Raises:
+        InputError: there is no attention in it, or the intent names no argument of its forward.
+        SpecError: there is no check of a name.
+    """
+    from .answers.check.check import check as report_of
+
+    _require_module(module, "check")
+    asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
+    return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
 
 
 def _require_module(value: object, asked: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ExitCode, MhaInspectError
+from ..errors import ExitCode, MhaInspectError, SpecError
+from ..text import shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
@@ -45,11 +47,18 @@ def params(
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
     the options under the names that it has for them. Importing it runs its code. Its forward is run once, on inputs as
     trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
+
+    TARGET may also be a checkpoint: a .safetensors, .pt, .pth or .bin file, an index of shards, or a folder of a model.
+    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes.
     """
+    from ..checkpoints.checkpoint import is_checkpoint
     from . import subject
 
-    heads = subject.head_counts(options)
-    if target is not None:
+    is_file = target is not None and is_checkpoint(target)
+    heads = () if is_file else subject.head_counts(options)
+    if is_file:
+        _check_checkpoint(str(target), options)
+    elif target is not None:
         subject.check_target(target, options, "params", many_heads=True)
         if len(heads) > 1:
             subject.require_open_head_count(options, heads, "--num-heads gives the counts.")
@@ -65,6 +74,10 @@ def params(
         require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
 
+    if is_file:
+        report = _of_checkpoint(str(target), options, per_head)
+        give(report, options, export)
+        return ExitCode.OK
     resume()
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     report = _of_layer(options, heads, asked) if target is None else _of_target(target, options, heads, asked)
@@ -79,6 +92,25 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     from ..pictures.heads import norms_picture
 
     return Drawn((norms_picture(report.head_norms),), printed=True)
+
+
+_OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
+"""Options that a checkpoint has a use for."""
+
+
+def _check_checkpoint(text: str, options: Options) -> None:
+    unused = sorted((options.typed & {*vars(Options)}) - _OF_CHECKPOINT)
+    if unused:
+        flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
+        raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
+
+
+def _of_checkpoint(text: str, options: Options, per_head: bool) -> ParamsReport:
+    from ..answers.checkpoint import params_of_checkpoint
+    from . import subject
+
+    count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
+    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats)
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:

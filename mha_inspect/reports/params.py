@@ -88,6 +88,21 @@ class HeadCountColumn:
 
 
 @dataclass(frozen=True)
+class StoredAttention:
+    """An attention of a checkpoint, as names and shapes tell it."""
+
+    module: str
+    """Path of the module that holds the projections; empty where they have no path."""
+    parameters: tuple[str, ...]
+    num_heads: int | None
+    """None where nothing tells it."""
+    num_kv_heads: int | None
+    head_dim: int | None
+    fits: tuple[int, ...]
+    """Numbers of heads that the shapes allow, where nothing tells which: the file loads with any of them."""
+
+
+@dataclass(frozen=True)
 class ParamsReport:
     """Every parameter tensor of a layer."""
 
@@ -104,3 +119,5 @@ class ParamsReport:
     """Why there are no roles, where there are none."""
     head_norms: tuple[HeadNorms, ...] | None = None
     """How large each head's part of each matrix is, when asked for."""
+    stored_attentions: tuple[StoredAttention, ...] | None = None
+    """Those of a checkpoint."""
