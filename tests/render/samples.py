@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mha_inspect.reports.check import CheckReport, Fact, Finding, Head, Held, LeftOut
 from mha_inspect.reports.compare_heads import (
+    Alike,
     CompareHeadsReport,
     Focus,
     Gradients,
@@ -14,8 +16,12 @@ from mha_inspect.reports.compare_heads import (
     HeadGradients,
     HeadPair,
     HeadsFocus,
+    HeadTime,
     HeadTraining,
     PartGradient,
+    StageFlops,
+    Strongest,
+    Timing,
     Training,
 )
 from mha_inspect.reports.params import (
@@ -195,15 +201,68 @@ LEARNING_COMPARE = replace(
         "After the same steps from the same start the weights have moved apart.",
     ),
     focus=Focus(
+        "as given",
         (
-            HeadsFocus(1, (HeadFocus(0, 2.3726, 10.758, 3.8814),), 0.0, 0.0),
-            HeadsFocus(2, (HeadFocus(0, 2.4018, 11.053, 4.0934), HeadFocus(1, 0.0, 1.0, 0.0)), 0.0591, math.log(2)),
+            HeadsFocus(1, (HeadFocus(0, 2.3726, 10.758, 3.8814, (Strongest(3, 2, 0.36),)),), 0.0, 0.0),
+            HeadsFocus(
+                2,
+                (HeadFocus(0, 2.4018, 11.053, 4.0934, ()), HeadFocus(1, 0.0, 1.0, 0.0, (Strongest(0, 1, 1.0),))),
+                0.0591,
+                math.log(2),
+                Alike(0, 1, 0.0591),
+            ),
         ),
         "Of 2 heads each looks at 1 to 11.1 keys in effect.",
     ),
+    focus_after=Focus(
+        "after 10 steps",
+        (HeadsFocus(1, (HeadFocus(0, 2.3, 9.97, 3.8, (Strongest(3, 2, 0.41), Strongest(0, 2, 0.3))),), 0.0, 0.0),),
+        "The one head looks at 9.97 keys in effect.",
+    ),
+    timing=Timing(
+        (
+            HeadTime(1, 1.25, 1.2, 1.5, 11, (StageFlops("q_proj", 2880), StageFlops("scores", 1200))),
+            HeadTime(2, 12.5, 11.75, 13.0, 11, (StageFlops("q_proj", 2880), StageFlops("scores", 1200))),
+        ),
+        2,
+        "The products are as many operations for every head count; 2 heads took 1000.0 % of the time of 1 head.",
+    ),
 )
 
+CHECK = CheckReport(
+    environment=ENVIRONMENT,
+    layer=layer(2),
+    intent={"causal": True, "window": 4},
+    findings=(
+        Finding(
+            "heads",
+            "The heads are merged without transposing: the context of one query is spread over 2 tokens of concat.",
+            "The context of the query at [0, 0] was changed in all heads, and concat moved at [0, 0], [0, 6].",
+            source="model.py:24",
+            module="blocks.0.attn",
+            fix="transpose(1, 2) before the heads are put side by side.",
+        ),
+        Finding(
+            "parameters", "blocks.0.attn.k.weight is read by nothing.", "No operation of the run reads it.", sure=False
+        ),
+    ),
+    facts=(
+        Fact("scale", "0.0625 = 1/√head_dim (head_dim 256)"),
+        Fact("who sees whom", "causal", ("■··", "■■·", "■■■")),
+        Fact("mask", "attention_mask: 1 keeps a key, 0 ignores it"),
+    ),
+    heads=(Head("blocks.0.attn", 0, 0.41, 0.25), Head("blocks.0.attn", 1, 0.0625, None)),
+    held=(Held("batch", "a row of the batch moves no other row"),),
+    left_out=(LeftOut("cache", "not declared: cache"),),
+    runs=9,
+    notes=("x was drawn from the seed.",),
+)
+
+RIGHT_CHECK = replace(CHECK, intent={}, findings=(), facts=(), heads=(), left_out=(), notes=())
+
 REPORTS = {
+    "check": CHECK,
+    "check-right": RIGHT_CHECK,
     "trace": TRACE,
     "trace-full": FULL_TRACE,
     "trace-meta": META_TRACE,

@@ -71,13 +71,14 @@ def _x_transformers() -> Iterator[Configuration]:
     attention = "x_transformers.x_transformers.Attention"
     for name, settings in plain.items():
         yield Configuration(f"x-{name}", _of(attention, **SIZE, **settings), features)
-    for name, settings in {
+    normed: dict[str, dict[str, Any]] = {
         "qk-norm": {"qk_norm": True},
         "qk-norm-groups": {"qk_norm": True, "qk_norm_groups": 2},
         "qk-norm-dim": {"qk_norm": True, "qk_norm_dim_scale": True},
         "qk-norm-scale": {"qk_norm": True, "qk_norm_scale": 4},
         "talking": {"pre_talking_heads": True, "post_talking_heads": True},
-    }.items():
+    }
+    for name, settings in normed.items():
         yield Configuration(f"x-{name}", _of(attention, **SIZE, **settings), features, scale=None)
     shaped: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         ("causal", "self causal", 6, {"causal": True}),
@@ -123,12 +124,13 @@ def _language_models() -> Iterator[Configuration]:
 
     for setting in _FLAGS:
         yield Configuration(f"x-{setting}", model("Decoder", **{setting: True}), tokens, 2, kind="self causal")
-    for name, settings in {
+    decoders: dict[str, dict[str, Any]] = {
         "memory": {"attn_num_mem_kv": 3},
         "flash-rotary": {"attn_flash": True, "rotary_pos_emb": True},
         "latent-query": {"attn_use_latent_q": True, "attn_dim_latent_q": 24},
         "latent-key": {"attn_use_latent_kv": True, "attn_dim_latent_kv": 24},
-    }.items():
+    }
+    for name, settings in decoders.items():
         yield Configuration(f"x-{name}", model("Decoder", **settings), tokens, 2, kind="self causal")
     for name, kv, own in (("2", 2, {"attn_kv_heads": 2}), ("1", 1, {"attn_one_kv_head": True})):
         grouped = model("Decoder", **own)
