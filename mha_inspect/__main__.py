@@ -29,4 +29,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):
+        # `python -m` puts the current folder first: what lies there is not run in the place of what is installed.
+        sys.path.append(sys.path.pop(0))
     sys.exit(main())

@@ -18,6 +18,7 @@ SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLOR
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-readme", action="store_true", help="write the transcripts of README.md anew")
+    parser.addoption("--fuzz-cases", type=int, help="cases of each test in tests/fuzz, drawn at random")
 
 
 class Answer(NamedTuple):

@@ -12,8 +12,14 @@ from typing import Literal
 from ..errors import ExportError
 from ..text import printable
 
-ExportFormat = Literal["plain", "json", "svg", "html"]
-FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {".txt": "plain", ".json": "json", ".svg": "svg", ".html": "html"}
+ExportFormat = Literal["plain", "json", "svg", "html", "png"]
+FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {
+    ".txt": "plain",
+    ".json": "json",
+    ".svg": "svg",
+    ".html": "html",
+    ".png": "png",
+}
 
 unfinished: set[str] = set()
 """Temporary files that exist now. Whoever ends the process at once removes them first."""
@@ -36,10 +42,18 @@ class Target:
         Raises `ExportError` for an unknown suffix, a folder that is not there or takes no files, and a target that is
         itself a folder.
         """
-        name = printable(asked)
+        try:
+            return cls._of(asked)
+        except OSError as error:  # a name that is too long, a working folder that is gone
+            said = error.strerror or type(error).__name__
+            raise ExportError(f"{_name(asked)} cannot be written: {said}. Name another place.") from None
+
+    @classmethod
+    def _of(cls, asked: Path) -> Target:
+        name = _name(asked)
         format = FORMAT_OF_SUFFIX.get(asked.suffix.lower())
         if format is None:
-            ending = f"ends in {asked.suffix}" if asked.suffix else "has no ending"
+            ending = f"ends in {printable(asked.suffix, 20)}" if asked.suffix else "has no ending"
             raise ExportError(
                 f"{name} {ending}: the ending says how it is written. Use one of {', '.join(FORMAT_OF_SUFFIX)}."
             )
@@ -48,24 +62,25 @@ class Target:
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "is not there"
             raise ExportError(
-                f"{name} cannot be written: the folder {printable(folder)} {what}. Make it first, or name another."
+                f"{name} cannot be written: the folder {_name(folder)} {what}. Make it first, or name another."
             )
         if real.is_dir():
             raise ExportError(
-                f"{name} is a folder: name a file in it, as in {printable(asked / ('report' + asked.suffix))}."
+                f"{name} is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
             )
         writable = os.access(real, os.W_OK) if real.exists() else os.access(folder, os.W_OK)
         if not writable:
             place = real if real.exists() else folder
-            raise ExportError(f"{name} cannot be written: you may not write to {printable(place)}. Name another place.")
+            raise ExportError(f"{name} cannot be written: you may not write to {_name(place)}. Name another place.")
         return cls(asked, real, format)
 
-    def write(self, text: str) -> None:
-        """Write the text: to a temporary file in the same folder, which then takes the target's place.
+    def write(self, content: str | bytes) -> None:
+        """Write the content: to a temporary file in the same folder, which then takes the target's place.
 
         Raises `ExportError` when it cannot; an existing file is then as it was.
         """
-        data = text.encode("utf-8", "surrogateescape" if self.format != "json" else "strict")
+        errors = "surrogateescape" if self.format != "json" else "strict"
+        data = content.encode("utf-8", errors) if isinstance(content, str) else content
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):
@@ -77,7 +92,7 @@ class Target:
         except OSError as error:
             kept = " The file that was there is as it was." if self.real.is_file() else ""
             raise ExportError(
-                f"{printable(self.asked)} could not be written: {error.strerror or error}.{kept} "
+                f"{_name(self.asked)} could not be written: {error.strerror or error}.{kept} "
                 "Make room, or name another place."
             ) from None
 
@@ -85,12 +100,14 @@ class Target:
         temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
         unfinished.add(temporary)
         try:
-            # Created by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+            descriptor, named = self._open(temporary)
             with open(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+                if not named:
+                    # The folder is of no use to a whole path; without one Python links the link, and not the file.
+                    os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor)
             if before is not None:
                 os.chmod(temporary, stat.S_IMODE(before.st_mode))
                 if hasattr(os, "chown"):
@@ -102,6 +119,22 @@ class Target:
             raise
         finally:
             unfinished.discard(temporary)
+
+    def _open(self, temporary: str) -> tuple[int, bool]:
+        """Open a new file, and say whether it has a name: one without leaves nothing behind, whatever ends us.
+
+        Made by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
+        """
+        if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # a file system that has none without a name
+                return os.open(self.real.parent, os.O_WRONLY | os.O_TMPFILE, 0o666), False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        return os.open(temporary, flags, 0o666), True
+
+
+def _name(path: Path) -> str:
+    """Return a path as a message repeats it."""
+    return printable(path, 200)
 
 
 def remove_unfinished() -> None:

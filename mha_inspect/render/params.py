@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from .. import text
-from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from .page import Cell, Column, Page, Paragraph, Section, Table, table
+from ..reports.params import (
+    HeadCountColumn,
+    HeadSlice,
+    Parameter,
+    ParametersTotal,
+    ParamsReport,
+    PerHeadProof,
+    StoredAttention,
+)
+from .page import LONGEST, Cell, Column, Page, Paragraph, Section, Table, table
 from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
 
 PARAMETER_COLUMNS = (
@@ -23,14 +33,20 @@ PARAMETER_COLUMNS = (
 
 def params_page(report: ParamsReport) -> Page:
     """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
-    return layer_page(report.environment, report.layer, _sections(report))
+    page = layer_page(report.environment, report.layer, _sections(report))
+    if report.stored_attentions is None:
+        return page
+    return replace(page, title=f"checkpoint {report.layer.name}")
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters = report.parameters
+    if report.stored_attentions:
+        yield Section((_attentions(report.stored_attentions),), "attentions", "by the names of their tensors")
+    rows = [(p.name, p) for p in parameters] if report.stored_attentions is None else _folded(parameters)
     yield Section(
         (
-            _parameters(parameters, report.total),
+            _parameters(rows, report.total),
             *_formula(report.total),
             *statistics((p.name, p.stats) for p in parameters),
             *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
@@ -50,10 +66,60 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield Section(notes(report.notes))
 
 
-def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Table:
+def _spanned(names: Sequence[str]) -> str:
+    """Return names that differ in their numbers alone as one: `layers.0–31.self_attn`."""
+    if len(names) == 1:
+        return names[0]
+    pieces = [re.split(r"(\d+)", name) for name in names]
+    return "".join(
+        text.spans(map(int, dict.fromkeys(column))) if place % 2 and len(set(column)) > 1 else column[0]
+        for place, column in enumerate(zip(*pieces, strict=True))
+    )
+
+
+def _alike(name: str) -> str:
+    """Return what names have in common that differ in their numbers alone, where those can be reckoned with."""
+    return re.sub(r"\d{1,9}", "0", name) if len(name) < LONGEST and name.isascii() else name
+
+
+def _folded(parameters: Sequence[Parameter]) -> list[tuple[str, Parameter]]:
+    """Return tensors that repeat from layer to layer as one row, whose sizes are those of all."""
+    groups: dict[tuple[object, ...], list[Parameter]] = {}
+    for p in parameters:
+        apart = p.name if p.stats is not None or p.heads is not None else ""
+        groups.setdefault((_alike(p.name), p.shape, p.axes, p.dtype, p.role, apart), []).append(p)
+    rows = []
+    for own in groups.values():
+        name = _spanned([p.name for p in own]) + (f" ×{len(own)}" if len(own) > 1 else "")
+        whole = [sum(getattr(p, part) for p in own) for part in ("numel", "nbytes", "share")]
+        rows.append((name, replace(own[0], numel=whole[0], nbytes=whole[1], share=whole[2])))
+    return rows
+
+
+def _attentions(attentions: Sequence[StoredAttention]) -> Table:
+    columns = (
+        Column("module", tone="strong"),
+        Column("num_heads", "right"),
+        Column("num_kv_heads", "right"),
+        Column("head_dim", "right"),
+        Column("heads that fit", wrap=24, optional=True),
+    )
+    groups: dict[tuple[object, ...], list[StoredAttention]] = {}
+    for own in attentions:
+        groups.setdefault((_alike(own.module), own.num_heads, own.num_kv_heads, own.head_dim, own.fits), []).append(own)
+    rows = []
+    for alike in groups.values():
+        first, times = alike[0], f" ×{len(alike)}" if len(alike) > 1 else ""
+        numbers = ["?" if n is None else str(n) for n in (first.num_heads, first.num_kv_heads, first.head_dim)]
+        module = _spanned([own.module for own in alike]) or "the whole file"
+        rows.append((module + times, *numbers, ", ".join(map(str, first.fits))))
+    return table(columns, rows)
+
+
+def _parameters(named: Sequence[tuple[str, Parameter]], total: ParametersTotal) -> Table:
     rows: list[tuple[Cell | str, ...]] = [
         (
-            p.name,
+            name,
             shape_cell(p.shape, p.axes),
             p.axes,
             p.dtype,
@@ -62,7 +128,7 @@ def _parameters(parameters: tuple[Parameter, ...], total: ParametersTotal) -> Ta
             text.percent(p.share),
             p.role,
         )
-        for p in parameters
+        for name, p in named
     ]
     rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
     return table(PARAMETER_COLUMNS, rows, total=True)

@@ -42,7 +42,8 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
     made_with = [part for part in (environment.device, environment.dtype) if part]
     if environment.seed is not None:
         made_with.append(f"seed {environment.seed}")
-    made_with.append(f"torch {environment.torch}")
+    if environment.torch:  # a file is read without it
+        made_with.append(f"torch {environment.torch}")
     shown = tuple(section for section in sections if section.blocks or section.title)
     return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
 

@@ -41,6 +41,18 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """How large each head's part of one matrix is."""
+
+    owner: str
+    """Path of the module that the attention's matrices are in; empty for the module itself."""
+    part: str
+    """`W_q`, `W_k`, `W_v` or `W_o`."""
+    norms: tuple[float, ...]
+    """‖rows, or columns, of the head‖ for each head in order; fewer where heads of queries share keys and values."""
+
+
+@dataclass(frozen=True)
 class ParametersTotal:
     """The whole, and the closed formula beside the count."""
 
@@ -76,6 +88,21 @@ class HeadCountColumn:
 
 
 @dataclass(frozen=True)
+class StoredAttention:
+    """An attention of a checkpoint, as names and shapes tell it."""
+
+    module: str
+    """Path of the module that holds the projections; empty where they have no path."""
+    parameters: tuple[str, ...]
+    num_heads: int | None
+    """None where nothing tells it."""
+    num_kv_heads: int | None
+    head_dim: int | None
+    fits: tuple[int, ...]
+    """Numbers of heads that the shapes allow, where nothing tells which: the file loads with any of them."""
+
+
+@dataclass(frozen=True)
 class ParamsReport:
     """Every parameter tensor of a layer."""
 
@@ -90,3 +117,7 @@ class ParamsReport:
     """What changes between the head counts, in one sentence."""
     notes: tuple[str, ...] = ()
     """Why there are no roles, where there are none."""
+    head_norms: tuple[HeadNorms, ...] | None = None
+    """How large each head's part of each matrix is, when asked for."""
+    stored_attentions: tuple[StoredAttention, ...] | None = None
+    """Those of a checkpoint."""

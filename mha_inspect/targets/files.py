@@ -1,176 +1,108 @@
-"""Reading tensors out of .pt, .npy and .safetensors files without running anything that is in them."""
+"""Tensors out of .pt, .npy and .safetensors files, copied once their sizes are checked: no file stays mapped."""
 
 from __future__ import annotations
 
-import pickle
-import re
-import warnings
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoints.content import content_of
+from ..checkpoints.pickled import Unknown, Unusual
+from ..checkpoints.stored import BITS, DamagedError, StoredTensor, opened, path_name, read_exactly
 from ..errors import InputError, UnsafeFileError
-from ..text import message_of, printable
+from ..text import MESSAGE, shortened, shown
 from .memory import require_memory
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
-_NEEDS_CODE = re.compile(r"Unsupported (global|class)|not an allowed global|TorchScript|torch\.jit|persistent_load")
-_GLOBAL = re.compile(r"GLOBAL ([A-Za-z_][\w.]*)")
+_COPIES = 3
+"""A tensor as it is read, as it is laid out, and in the dtype that it is cast to."""
 
 
 def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
-    """The tensor in the file, or its tensors by name, on the CPU and without gradients.
+    """Return the tensor in the file, or its tensors by name, on the CPU and without gradients.
 
     Raises:
         InputError: the file is absent, cannot be read, or holds something else than tensors.
         UnsafeFileError: reading it would run code that is in it, or unpack what may be any size.
         DoesNotFitError: a tensor in it is larger than the free memory.
     """
-    name = printable(path)
-    if not path.exists():
-        raise InputError(f"{name} is not there. Give the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
-    if not path.is_file():
-        raise InputError(f"{name} is not a file. Give the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
-    reader = {".pt": _read_pt, ".pth": _read_pt, ".npy": _read_npy, ".safetensors": _read_safetensors}.get(
-        path.suffix.lower()
-    )
-    if reader is None:
-        raise InputError(f"{name} has a suffix that says nothing: tensors are read from {', '.join(SUFFIXES)} files.")
-    try:
-        if path.stat().st_size == 0:
-            raise InputError(f"{name} is empty: 0 bytes. Save the tensor again.")
-        content = reader(path)
-    except OSError as error:
-        raise InputError(f"{name} cannot be read: {error.strerror or 'it is cut short or damaged'}.") from None
-    if isinstance(content, Mapping):
-        return {_key(key, name): _tensor(value, f"{key!r} in {name}") for key, value in content.items()}
-    return _tensor(content, name)
+    name, content = path_name(path), content_of(path, SUFFIXES)
+    if not isinstance(content, dict):
+        return _read(content, name)
+    return {_key(key, name): _read(value, f"{shown(repr(key))} in {name}") for key, value in content.items()}
 
 
 def read_tensor(path: Path) -> Tensor:
-    """The one tensor in the file, named or not. Raises as `read_tensors`, and `InputError` when there are several."""
+    """Return the one tensor in the file, named or not.
+
+    Raises as `read_tensors`, and `InputError` when there are several.
+    """
     content = read_tensors(path)
     if isinstance(content, Tensor):
         return content
     if len(content) != 1:
-        names = ", ".join(map(repr, content)) or "none"
+        names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
         raise InputError(
-            f"{printable(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
+            f"{path_name(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
         )
     return next(iter(content.values()))
 
 
 def _key(key: object, name: str) -> str:
     if not isinstance(key, str):
-        raise InputError(f"{name} holds a mapping with the key {key!r}: names of tensors are meant.")
+        raise InputError(f"{name} holds a mapping with the key {shown(repr(key))}: names of tensors are meant.")
     return key
 
 
-def _tensor(value: object, name: str) -> Tensor:
-    """The value, when it is a plain tensor with elements that fit in memory."""
-    if not isinstance(value, Tensor):
+def _read(value: Any, name: str) -> Tensor:
+    """Return the tensor, when it is a plain one with elements that fit in memory."""
+    if isinstance(value, Unknown):
+        raise UnsafeFileError(
+            f"{name} is an object that only runs as code ({shown(value.name)}), and opening it would run that code. "
+            "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
+        )
+    if isinstance(value, Unusual):
+        raise InputError(f"{name} is a sparse, nested or quantized tensor. Save to_dense() or dequantize() of it.")
+    if not isinstance(value, StoredTensor):
         raise InputError(
             f"{name} is a {type(value).__name__} and not a tensor. Save a tensor, or a dict of tensors by name."
         )
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        raise InputError(f"{name} is a sparse, nested or quantized tensor. Save to_dense() or dequantize() of it.")
-    if value.numel() == 0:
+    if value.numel == 0:
         raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
+    return read_stored(value, name)
+
+
+def read_stored(stored: StoredTensor, name: str) -> Tensor:
+    """Return a copy of a stored tensor that has elements.
+
+    Raises:
+        InputError: it is on meta, the file has become shorter, or this version of torch has no such dtype.
+        DoesNotFitError: it is larger than the free memory.
+    """
+    shape = list(stored.shape)
+    if stored.offset is None:
+        raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
     # A stride of 0 lets a file of a few bytes claim any size: a copy of it would fill the memory.
-    require_memory(
-        value.numel() * value.element_size(), "cpu", f"{name} with shape {list(value.shape)}", "Save a smaller one."
-    )
-    return value.detach()
-
-
-def _read_pt(path: Path) -> Any:
-    zipped = zipfile.is_zipfile(path)
-    try:
-        if zipped:
-            with zipfile.ZipFile(path) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise UnsafeFileError(
-                        f"{printable(path)} is compressed, and may unpack to any size; torch.save does not compress. "
-                        "Save the tensor again with torch.save."
-                    )
-        # Said by name: an environment variable can turn the default off.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except UnsafeFileError:
-        raise
-    except (
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        zipfile.BadZipFile,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        UnicodeDecodeError,
-        AssertionError,
-    ) as error:
-        text = message_of(error)
-        if _NEEDS_CODE.search(text):
-            named = _GLOBAL.search(text)
-            what = f" ({named.group(1)})" if named else ""
-            raise UnsafeFileError(
-                f"{printable(path)} holds an object that only runs as code{what}, and opening it would run that code. "
-                "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
-            ) from None
+    need = _COPIES * max(stored.nbytes, stored.span)
+    require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
+    dtype = getattr(torch, stored.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise InputError(
-            f"{printable(path)} is not a file that torch.save wrote, or it is cut short. Save it again."
-        ) from None
-
-
-def _read_npy(path: Path) -> Tensor:
-    name = printable(path)
-    with path.open("rb") as file:
-        if file.read(6) != b"\x93NUMPY":
-            raise InputError(f"{name} is not a .npy file: numpy's signature is missing. Save it with numpy.save.")
-        file.seek(0)
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-        except ValueError:
-            raise InputError(f"{name} is cut short or damaged: its header cannot be read. Save it again.") from None
-    if dtype.hasobject:
-        raise UnsafeFileError(
-            f"{name} holds Python objects, and opening it would run their code. Save an array of numbers."
+            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
         )
-    if 0 in shape:
-        raise InputError(f"{name} is empty: its shape is {list(shape)}. Every size must be 1 or more.")
     try:
-        # Mapped, so that a header that claims more than the file has is refused and not allocated.
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError:
-        raise InputError(
-            f"{name} is cut short: its header says shape {list(shape)}, and the file is smaller."
-        ) from None
-    try:
-        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
-    except TypeError:
-        raise InputError(
-            f"{name} holds {array.dtype}, and tensors hold numbers or booleans. Save an array of those."
-        ) from None
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError(f"{printable(path)} needs the library safetensors: pip install safetensors.") from None
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, ValueError, KeyError, RuntimeError):
-        raise InputError(f"{printable(path)} is not a .safetensors file, or it is cut short. Save it again.") from None
+        with opened(stored.path, "readable") as (file, _):
+            data = read_exactly(file, stored.offset, stored.span)
+    except DamagedError:
+        raise InputError(f"{name} cannot be read: the file has become shorter meanwhile. Try it again.") from None
+    if stored.swapped:
+        width = BITS[stored.dtype] // (16 if dtype.is_complex else 8)
+        data = bytearray(b"".join(data[at : at + width][::-1] for at in range(0, len(data), width)))
+    # A byte that is neither 0 nor 1 is no boolean to torch, and may be anything to its kernels.
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8).ne(0) if dtype == torch.bool else torch.frombuffer(data, dtype=dtype)
+    )
+    return flat.as_strided(stored.shape, stored.strides).clone(memory_format=torch.contiguous_format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import typing
 from collections.abc import Mapping
@@ -13,12 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.stored import opened
 from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from ..text import did_you_mean, message_of, shown
-from .aliases import ALIASES, dashed, plain
-from .arguments import unknown_setting
+from .constructor import unknown_setting
 from .importing import in_one_line
 from .values import convert
+from .vocabulary import ALIASES, dashed, plain
 
 if TYPE_CHECKING:
     from .target import TargetSpec
@@ -34,16 +36,21 @@ class NetworkNeededError(MhaInspectError):
     exit_code = ExitCode.REFUSED
 
 
+_LONGEST_FILE = 2**24
+"""Bytes of a configuration: those that save_pretrained writes have some thousands."""
+
+
 def read_config(file: Path, text: str) -> dict[str, Any]:
     """What the file of a configuration says. Raises `InputError` where it is none."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise InputError(
             f"{shown(text)}: there is no config.json in {shown(str(file.parent))}. Give a folder that save_pretrained "
             "wrote, or a type, as in hf:bert."
         )
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with opened(file, ".json") as (content, _):
+            held = json.loads(content.read(_LONGEST_FILE))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{shown(str(file))} is not a configuration: {in_one_line(error)}") from None
     if not isinstance(held, dict) or not isinstance(held.get("model_type"), str):
         raise InputError(

@@ -15,15 +15,18 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from ..checkpoints.stored import opened
 from ..errors import InputError
 from ..text import MESSAGE, did_you_mean, message_of, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
+_LONGEST_SOURCE = 2**22
 _LOADED: dict[Path, str] = {}
 """Files that were imported by their path, to the name under which they are in sys.modules."""
 
@@ -78,25 +81,31 @@ def _there_is(owner: Any, name: str) -> str:
 def _names_in_file(path: Path) -> list[str]:
     """The classes that a file defines, read and not run."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
+        with opened(path, ".py") as (file, _):
+            tree = ast.parse(file.read(_LONGEST_SOURCE))
+    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):  # as a parser ends that is too deep
         return []
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def _load_module(name: str) -> ModuleType:
-    """Import a module by its name, with the current folder on the path as `python -m` has it."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    """Import a module by its name.
+
+    The current folder is looked into last, and only for a module that lies in it: whatever else lies there is not run
+    in the place of what is installed.
+    """
     importlib.invalidate_caches()
+    with suppress(OSError):  # a folder that is gone
+        here = os.getcwd()
+        if here not in sys.path and PathFinder.find_spec(name.partition(".")[0], [here]) is not None:
+            sys.path.append(here)
     try:
         with _arguments_of(name):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             as_file = Path(*name.split(".")).with_suffix(".py")
-            hint = f" For the file write {as_file}:Name." if as_file.exists() else ""
+            hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else ""
             raise InputError(
                 f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
                 f"that {shown(name.split('.')[0])} lies in, or give the file: path/to/file.py:Name.{hint}"
@@ -111,21 +120,18 @@ def _load_file(where: str) -> ModuleType:
 
     A file of a package is imported as a part of that package, so that its relative imports work.
     """
-    path = Path(where)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is not there"
+    if not os.path.isfile(where):
+        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
         raise InputError(f"{shown(where)} {what}. Give the path of a Python file: path/to/file.py:Name.")
-    path = path.resolve()
+    path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:
         return sys.modules[_LOADED[path]]
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").exists() and root.name.isidentifier():
         root, parts = root.parent, [root.name, *parts]
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
     importlib.invalidate_caches()
     try:
-        with _arguments_of(str(path)):
+        with _arguments_of(str(path)), _first_on_the_path(str(root)):
             if len(parts) > 1 and path.stem.isidentifier():
                 module = importlib.import_module(".".join(parts))
                 if module.__file__ is not None and Path(module.__file__).resolve() == path:
@@ -134,6 +140,20 @@ def _load_file(where: str) -> ModuleType:
             return _execute(path)
     except (Exception, SystemExit) as error:
         raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+@contextmanager
+def _first_on_the_path(folder: str) -> Iterator[None]:
+    """Put a folder before what is installed while a file in it is imported, and behind it from then on."""
+    if folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
 
 
 def _execute(path: Path) -> ModuleType:
@@ -178,7 +198,7 @@ def stdout_for_the_answer() -> Iterator[None]:
         saved = os.dup(1)
         os.dup2(2, 1)
     try:
-        with redirect_stdout(sys.stderr), _warnings_without_our_lines():
+        with redirect_stdout(sys.stderr), _warnings_without_our_lines(), _without_exit():
             yield
     except SystemExit as error:
         raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
@@ -186,6 +206,23 @@ def stdout_for_the_answer() -> Iterator[None]:
         if saved is not None:
             os.dup2(saved, 1)
             os.close(saved)
+
+
+@contextmanager
+def _without_exit() -> Iterator[None]:
+    """Make `os._exit` raise `SystemExit` in this process: it ends without an answer, and may say that all is well."""
+    end, process = os._exit, os.getpid()
+
+    def exit(status: int) -> NoReturn:
+        if os.getpid() != process:  # a process that was forked ends as it is used to
+            end(status)
+        raise SystemExit(status)
+
+    os._exit = exit
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 @contextmanager

@@ -1,0 +1,39 @@
+"""What is in a file of tensors, by its suffix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .numpy_file import read_npy
+from .pickled import read_pickled
+from .safetensors import read_safetensors
+from .stored import opened, path_name
+
+READERS = {
+    **dict.fromkeys((".pt", ".pth", ".bin"), read_pickled),
+    **{".npy": read_npy, ".safetensors": read_safetensors},
+}
+
+
+def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
+    """Return the tensors of a file as `StoredTensor`, in the dicts and lists that they lie in.
+
+    Args:
+        path: the file.
+        suffixes: those that are meant, of `READERS`.
+
+    Raises:
+        InputError: the file is absent, cannot be read, or is damaged.
+        UnsafeFileError: it is compressed or holds nothing but objects that code makes.
+    """
+    kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+    with opened(path, kinds) as (file, size):
+        suffix = path.suffix.lower()
+        if suffix not in suffixes:
+            name = path_name(path)
+            raise InputError(
+                f"{name} has a suffix that says nothing: tensors are read from {', '.join(suffixes)} files."
+            )
+        return READERS[suffix](file, size, path)

@@ -1,0 +1,154 @@
+"""Names of files, foreign files, signals: what must neither run, nor hang, nor be left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX files and signals")
+LAYER = ("--embed-dim", "6", "--num-heads", "1", "--seq-len", "2")
+
+
+@posix
+@pytest.mark.parametrize("flag", ["--input", "--attn-mask"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "loop", "device", "long"])
+def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, flag, kind):
+    path = tmp_path / "x.npy"
+    if kind == "pipe":
+        os.mkfifo(path)  # to open it would wait for a writer
+    elif kind == "socket":
+        monkeypatch.chdir(tmp_path)  # the name of a socket is short
+        socket.socket(socket.AF_UNIX).bind("x.npy")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    text = "y" * 5000 + ".npy" if kind == "long" else str(path)
+    code, out, err = invoke("trace", *LAYER, flag, text)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert len(err) < 500
+
+
+@pytest.mark.parametrize("name", ["x" * 5000 + ".json", "y/" * 3000 + "a.txt", "a" * 300 + ".html"])
+def test_an_export_whose_name_is_too_long(invoke, name):
+    code, out, err = invoke("layers", "--export", name)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert len(err) < 1000
+
+
+@pytest.mark.parametrize("target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py"])
+def test_a_target_whose_name_is_none(invoke, target):
+    code, out, err = invoke("trace", target)
+    assert (code, out) == (2, "")
+    assert err.count("\n") <= 2
+    assert len(err) < 1000
+
+
+def test_a_file_in_the_current_folder_is_not_run_for_a_target_elsewhere(entry_point, environment, tmp_path):
+    for name in ("sympy", "unicodedata", "einops", "token"):
+        (tmp_path / f"{name}.py").write_text(f"open({name!r}, 'w').close()\nraise SystemExit(9)\n")
+    line = [*entry_point, "trace", "torch.nn:MultiheadAttention", *LAYER]
+    env = environment()
+    # The folder of the tests' own package goes by the way that the installed one is found.
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".py"] * 4
+
+
+def test_a_target_in_the_current_folder_is_found(invoke, tmp_path, monkeypatch):
+    (tmp_path / "lies_here.py").write_text("from torch import nn\nclass A(nn.Linear): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, _, err = invoke("params", "lies_here:A", "--set", "in_features=3", "--set", "out_features=5")
+    assert code == 0, err
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_target_that_ends_the_process_is_told(invoke, tmp_path):
+    (tmp_path / "ends.py").write_text("import os\nfrom torch import nn\nos._exit(0)\nclass A(nn.Linear): pass\n")
+    code, out, err = invoke("trace", f"{tmp_path / 'ends.py'}:A")
+    assert (code, out) == (2, "")
+    assert "it ends the program, with 0" in err
+
+
+@posix
+def test_from_a_folder_that_is_gone(entry_point, environment, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = 'cd "$1" && rmdir "$1" && shift && "$@"'
+    for arguments in (["trace", "torch.nn:Identity"], ["layers", "--export", "x.json"]):
+        gone.mkdir(exist_ok=True)
+        done = subprocess.run(
+            ["sh", "-c", line, "sh", str(gone), *entry_point, *arguments],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr
+        assert done.returncode in (0, 1, 2)
+
+
+WRITES = """
+import os, sys, time
+from pathlib import Path
+from mha_inspect.cli.interrupt import leave_on_interrupt
+from mha_inspect.cli import export
+if sys.argv[2] == "named":
+    export.os.O_TMPFILE = 0  # a system that has no files without a name
+def wait(*_):
+    print("waits", flush=True)
+    time.sleep(60)
+export.os.fsync = wait
+with leave_on_interrupt():
+    export.Target.of(Path(sys.argv[1])).write("x" * 100_000)
+"""
+
+
+@posix
+@pytest.mark.parametrize("kind", ["named", "without a name"])
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130), ("SIGKILL", -9)])
+def test_a_signal_during_an_export_leaves_nothing_behind(environment, tmp_path, kind, number, code, interruptible):
+    if number == "SIGKILL" and (kind == "named" or not hasattr(os, "O_TMPFILE")):
+        pytest.skip("nobody is asked")
+    target = tmp_path / "a.txt"
+    target.write_text("before")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(target), kind],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,
+    ) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(getattr(signal, number))
+        assert process.wait(5) == code
+        assert "Traceback" not in process.stderr.read()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert target.read_text() == "before"
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
+    import numpy as np
+
+    from mha_inspect.checkpoints.content import content_of
+    from mha_inspect.errors import InputError
+    from mha_inspect.targets.files import SUFFIXES, read_stored
+
+    np.save(tmp_path / "x.npy", np.zeros((3, 7)))
+    stored = content_of(tmp_path / "x.npy", SUFFIXES)
+    os.truncate(tmp_path / "x.npy", 150)
+    with pytest.raises(InputError, match="shorter"):
+        read_stored(stored, "x.npy")

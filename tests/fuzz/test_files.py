@@ -1,0 +1,46 @@
+"""Files that are damaged or hostile end in an answer or in a line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import torch
+
+from mha_inspect.errors import MhaInspectError
+from mha_inspect.targets.files import read_tensors
+
+from .contract import in_time, require_answer, require_message
+from .files import any_file
+
+
+def test_reading(try_all, tmp_path):
+    def check(case):
+        suffix, data = case
+        path = tmp_path / f"x{suffix}"
+        path.write_bytes(data)
+        try:
+            with in_time():
+                content = read_tensors(path)
+        except MhaInspectError as error:
+            require_message(error)
+            return
+        tensors = content.values() if isinstance(content, dict) else [content]
+        for tensor in tensors:
+            assert type(tensor) is torch.Tensor
+            assert tensor.is_contiguous()
+            assert tensor.numel() > 0
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+    try_all(check, any_file(), 500)
+
+
+def test_through_the_commands(try_all, invoke, tmp_path):
+    layer = ("--embed-dim", "7", "--num-heads", "1", "--batch", "2", "--seq-len", "5")
+
+    def check(case):
+        suffix, data = case
+        path = tmp_path / f"x{suffix}"
+        path.write_bytes(data)
+        for flag in ("--input", "--attn-mask"):
+            with in_time():
+                require_answer(*invoke("trace", *layer, flag, str(path)))
+
+    try_all(check, any_file(), 60)
