@@ -241,7 +241,7 @@ def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
             dim, shape = int(op.args[1]) % len(op.output.shape), op.output.shape
             yield Finding(
                 "softmax",
-                f"The softmax runs over dimension {dim} of {list(shape)}, and the values are averaged over another one: "
+                f"The softmax runs over dimension {dim} of {list(shape)}, and the values are averaged over another: "
                 "the weights of a query do not sum to one over its keys.",
                 f"It is taken of the product at {behind.source}, and meets the values in a product that sums over "
                 "another dimension.",
