@@ -46,10 +46,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", [found["command"] for found in transcripts()])
 def test_transcript(command: str, invoke, request: pytest.FixtureRequest) -> None:
-    line, _, last = command.partition(" | tail -n ")
+    line, *cut = re.split(r" \| (head|tail) -n ", command)
     answer = invoke(*shlex.split(line)[1:])
-    answer = answer._replace(out="".join(answer.out.splitlines(keepends=True)[-int(last or 0) :]))
-    assert answer.code == (1 if "\nfailed: " in answer.out else 0), answer.err
+    assert answer.code == (1 if re.search(r"\nfailed: |\ncheck: \d", answer.out) else 0), answer.err
+    if cut:
+        lines = answer.out.splitlines(keepends=True)
+        kept = lines[: int(cut[1])] if cut[0] == "head" else lines[-int(cut[1]) :]
+        answer = answer._replace(out="".join(kept))
     if request.config.getoption("--update-readme"):
         text = README.read_text(encoding="utf-8")
         found = next(found for found in TRANSCRIPT.finditer(text) if found["command"] == command)

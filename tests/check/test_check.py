@@ -95,7 +95,7 @@ def test_a_memory_that_rows_share_may_be_meant() -> None:
     torch.manual_seed(0)
     report = mha_inspect.check(SharesMemory(False), torch.randn(B, N, E))
     assert not report.failed
-    assert ["batch"] == [finding.check for finding in report.findings]
+    assert [finding.check for finding in report.findings] == ["batch"]
 
 
 def test_merged_tokens_are_no_fault() -> None:
