@@ -114,15 +114,15 @@ def check(
         "window": window,
         "padding_side": padding_side,
         "cache": cache,
-        "batch_axis": batch_axis if batch_axis is not None or target is not None else None,
+        "batch_axis": 1 if target is None and not options.batch_first and not options.unbatched else batch_axis,
         "scale": scale,
         **_meaning(mask),
     }
+    if "batch" not in options.given and not options.unbatched:
+        options.batch = 2  # a row can be seen to move another
     subject.check(target, options, "check")
     if reference is not None:
         subject.check_target(reference, options, "check", beside_layer=True)
-    if "batch" not in options.given:
-        options.batch = 2  # a row can be seen to move another
     from .answer import give, prepare
 
     export = prepare(options)

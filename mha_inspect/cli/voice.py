@@ -34,6 +34,7 @@ OPTIONS_OF_ONE_COMMAND = {
     "--only": "check",
     "--skip": "check",
     "--evidence-only": "check",
+    "--list": "check",
     "--left-set": "diff",
     "--right-set": "diff",
     "--left-module": "diff",

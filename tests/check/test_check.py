@@ -83,6 +83,21 @@ class MergesTokens(Right):
         return (q @ k.mT / D**0.5).softmax(-1) @ v
 
 
+class SharesMemory(Right):
+    """Keys of the whole batch stand beside each row's own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (torch.cat((t, t.mean((0, 2), keepdim=True).expand(B, H, 1, D)), 2) for t in (k, v))
+        return (q @ k.mT / D**0.5).softmax(-1) @ v
+
+
+def test_a_memory_that_rows_share_may_be_meant() -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(SharesMemory(False), torch.randn(B, N, E))
+    assert not report.failed
+    assert [finding.check for finding in report.findings] == ["batch"]
+
+
 def test_merged_tokens_are_no_fault() -> None:
     torch.manual_seed(0)
     assert not mha_inspect.check(MergesTokens(False), torch.randn(B, N, E)).failed

@@ -9,12 +9,18 @@ from typing import get_type_hints
 import pytest
 from typer.main import get_command
 
-from mha_inspect.cli import compare_heads, diff, options, params, subject, trace, voice
+from mha_inspect.cli import check, compare_heads, diff, options, params, subject, trace, voice
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
 from mha_inspect.targets.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
 
-APPS = {"trace": trace.app, "params": params.app, "compare-heads": compare_heads.app, "diff": diff.app}
+APPS = {
+    "trace": trace.app,
+    "params": params.app,
+    "compare-heads": compare_heads.app,
+    "diff": diff.app,
+    "check": check.app,
+}
 
 SHARED = frozenset(get_type_hints(Options))
 
@@ -105,7 +111,13 @@ def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
 def test_options_of_one_command_are_told_where_they_belong():
     own = {
         parameter.opts[0]: command
-        for command in ("diff", "params", "compare-heads", "trace")  # what several have is told of the last of them
+        for command in (
+            "check",
+            "diff",
+            "params",
+            "compare-heads",
+            "trace",
+        )  # what several have is told of the last of them
         for name, parameter in parameters(command).items()
         if name not in SHARED and parameter.opts[0].startswith("--") and name != "help"
     }

@@ -76,7 +76,7 @@ def test_without_a_picture_nothing_of_it_is_imported(environment):
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("mha-inspect ", {"trace", "params", "compare-heads", "diff", "layers"}),
+        ("mha-inspect ", {"trace", "params", "compare-heads", "diff", "check", "layers"}),
         ("mha-inspect trace --dty", {"--dtype"}),
         ("mha-inspect trace --dtype ", {"float32", "float64", "bfloat16", "float16"}),
         ("mha-inspect trace --layer to", {"torch"}),

@@ -114,7 +114,7 @@ def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> It
         f"Token {place} of row 0 of {names[0]} was changed, and the output of row {row} moved at position {position} "
         f"by {float(moved[row, position]):.3g}; {others} of {moved.shape[0] - 1} other rows moved."
     )
-    statistics = modules_of(bench.module, nn.modules.batchnorm._BatchNorm) and bench.module.training
+    remembers = any(sight.queries == bench.sources[0].length < sight.keys for sight in sights(bench))
     if mixes and alone and reach and bench.follows:
         sure = bool(who)
         yield Finding(
@@ -132,9 +132,10 @@ def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> It
         return
     yield Finding(
         "batch",
-        "A row of the batch moves the output of another row.",
+        "A row of the batch moves the output of another row"
+        + (": it may be meant, where keys beside the row's own are a memory that rows share." if remembers else "."),
         evidence,
-        sure=not statistics,
+        sure=not remembers,
         source=_line(bench),
         fix="keep the batch apart: look at each view, repeat and mask that joins it with heads or positions.",
     )

@@ -184,7 +184,8 @@ class Bench:
         if name in told or _NO_SOURCE.search(name) or value.dim() < 2 or value.dtype == torch.bool:
             return False
         if value.is_floating_point():
-            return value.dim() > 2 or first
+            flat = self.values and next((v.dim() for v in self.values.values() if isinstance(v, Tensor)), 0) == 2
+            return value.dim() > 2 or first or bool(flat)
         return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
 
     def _source(self, names: tuple[str, ...], value: Tensor) -> Source:

@@ -78,10 +78,10 @@ def check(
     left_out: list[LeftOut] = []
     with bench.as_evaluated():
         if not bench.seen.attentions:
-            findings += structure.softmax_twice(bench)
+            findings += structure.lone_softmaxes(bench)
             if not findings:
                 raise InputError(_nothing(bench))
-            left_out += [LeftOut(name, "no attention is found around two softmaxes") for name in names]
+            left_out += [LeftOut(name, "no attention is found around this softmax") for name in names]
             names = ()
         for name in names:
             if evidence_only and name in _NEED_RUNS:

@@ -90,11 +90,12 @@ class Sight:
         if self.alone:
             return "each query sees itself alone"
         if not behind:
+            known = self.any_row.any(0)[None]
             expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
-            own = bool(self.any_row[self.distance == 0].all()) or self.queries != self.keys
+            own = bool((self.any_row | ~known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
-            if torch.equal(self.any_row, expected):
-                return name
+            if torch.equal(self.any_row, expected & known):
+                return name if bool(known.all()) else f"{name}; {int((~known).sum())} keys are barred to all"
             return f"{name}, with gaps" if own else f"{name}, and a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:

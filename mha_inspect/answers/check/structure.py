@@ -11,7 +11,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...record.arguments import argument_names, tensors_in
-from ...record.ops import Op, TensorRef
+from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
 from .bench import Bench, NotPossibleError
@@ -212,18 +212,22 @@ def softmax(bench: Bench) -> Iterator[Finding]:
                 source=(through or [found.softmax])[-1].source,
                 module=found.module,
             )
+    yield from lone_softmaxes(bench)
     if not looked_at:
         raise NotPossibleError("the weights meet sinks, a mixing matrix or dropout, or the values without a product")
 
 
-def softmax_twice(bench: Bench) -> Iterator[Finding]:
-    """Yield where a softmax is taken of what a softmax gave: no attention is found around such a one."""
-    recording = bench.seen.recording
+def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
+    """Yield softmaxes between two products that make no attention: of another softmax, or over another axis."""
+    recording, graph = bench.seen.recording, bench.seen.graph
+    known = {branch.softmax.index for found, _ in bench.seen.attentions for branch in (found, *found.branches)}
+    told: set[str] = set()
     for op in recording.ops:
-        behind = recording.producer(op.inputs[0]) if op.does("softmax") and op.inputs else None
-        while behind is not None and behind.inputs and (behind.pointwise or behind.kind != "compute"):
-            behind = recording.producer(behind.inputs[0])
+        if not op.does("softmax") or op.index in known or op.source in told:
+            continue
+        behind = _before(recording, op)
         if behind is not None and behind.does("softmax"):
+            told.add(op.source)
             yield Finding(
                 "softmax",
                 "The softmax is taken twice: the weights are next to equal, whatever the scores are.",
@@ -232,7 +236,44 @@ def softmax_twice(bench: Bench) -> Iterator[Finding]:
                 module=op.module,
                 fix="take one of them out.",
             )
-            return
+        elif behind is not None and graph.product(behind) is not None and _meets_values(bench, op):
+            told.add(op.source)
+            dim, shape = int(op.args[1]) % len(op.output.shape), op.output.shape
+            yield Finding(
+                "softmax",
+                f"The softmax runs over dimension {dim} of {list(shape)}, and the values are averaged over another: "
+                "the weights of a query do not sum to one over its keys.",
+                f"It is taken of the product at {behind.source}, and meets the values in a product that sums over "
+                "another dimension.",
+                source=op.source,
+                module=op.module,
+                fix="softmax over the keys: dim=-1 of scores that are query by key.",
+            )
+
+
+def _before(recording: Recording, op: Op) -> Op | None:
+    """The operation before what is moved, scaled and masked in between."""
+    behind = recording.producer(op.inputs[0]) if op.inputs else None
+    while behind is not None and behind.inputs and (behind.pointwise or behind.kind != "compute"):
+        behind = recording.producer(max(behind.inputs, key=lambda tensor: tensor.numel))
+    return behind
+
+
+def _meets_values(bench: Bench, op: Op) -> bool:
+    """Whether what an operation gives meets something else in a product, moved, dropped or masked at most."""
+    recording = bench.seen.recording
+    queue, seen = [op.output], set()
+    while queue:
+        tensor = queue.pop()
+        for reader in recording.consumers.get(tensor.id, ()):
+            if reader.index in seen:
+                continue
+            seen.add(reader.index)
+            if reader.does("product"):
+                return bench.seen.graph.product(reader) is not None
+            if reader.pointwise or reader.kind != "compute" or reader.does("draws"):
+                queue += reader.outputs
+    return False
 
 
 def _drops(found: Attention) -> bool:
