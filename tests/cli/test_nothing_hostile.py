@@ -152,3 +152,25 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
     os.truncate(tmp_path / "x.npy", 150)
     with pytest.raises(InputError, match="shorter"):
         read_stored(stored, "x.npy")
+
+
+def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
+    from torch import nn
+
+    from mha_inspect.errors import DoesNotFitError
+    from mha_inspect.targets import room
+
+    monkeypatch.setattr(room, "_MOST_PARAMETERS", 10)
+    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), room.of_bounded_number("x"):
+        nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
+    nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))  # nothing is left switched on
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 9000, "\x00", ""])
+def test_a_configuration_that_is_none(tmp_path, content):
+    from mha_inspect.errors import InputError
+    from mha_inspect.targets.hugging_face_config import read_config
+
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError):
+        read_config(tmp_path / "config.json", "hf:x")
