@@ -7,15 +7,17 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from .answers.trace import report, traced
-from .cli.export import Target
+from .cli.export import ExportFormat, Target
+from .errors import ExportError, SpecError
 from .naming.canonical import own_axes
 from .naming.stages import STAGES
 from .record.copying import copy_module
@@ -25,8 +27,14 @@ from .record.subject import Run, Subject
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
-from .reports.trace import Attention, Stage, Trace
+from .reports.trace import Attention, Stage, Trace, attention_names
 from .targets.spec import Show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .pictures.grid import Picture
+    from .pictures.stages import Attended
 
 
 class _Shows:
@@ -43,9 +51,10 @@ class _Shows:
 class LiveStage(_Shows):
     """A stage of a trace: the fields of `reports.trace.Stage`, and its tensor where tensors were kept."""
 
-    def __init__(self, stage: Stage, tensor: Tensor | None) -> None:
+    def __init__(self, stage: Stage, tensor: Tensor | None, attended: Callable[[], Attended]) -> None:
         self.report = stage
         self._tensor = tensor
+        self._attended = attended
 
     @property
     def tensor(self) -> Tensor:
@@ -53,6 +62,56 @@ class LiveStage(_Shows):
         if self._tensor is None:
             raise ValueError(f"the tensor of {self.report.name} was not kept: trace with keep=True.")
         return self._tensor
+
+    def picture(
+        self,
+        head: int | Sequence[int] | None = None,
+        *,
+        batch_row: int = 0,
+        tokens: Sequence[str] = (),
+        width: int | None = None,
+        color: bool | None = None,
+    ) -> str:
+        """Return a heat map for each head as text: `print(trace.attentions[0].weights.picture(head=3))`.
+
+        Args:
+            head: one, or several; all by default.
+            batch_row: which row of the batch.
+            tokens: labels of the queries, or of the keys.
+            width: columns to fill; those of the terminal by default, or 80 where there is none.
+            color: whether in colour; by default where stdout shows any.
+
+        Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
+        """
+        from .cli.picture import colours
+        from .cli.screen import columns, in_color
+        from .pictures.terminal import draw
+
+        drawn = self._picture(head, batch_row, tokens)
+        shows = in_color(sys.stdout) if color is None else color
+        width = columns(sys.stdout) if width is None else width
+        return draw(drawn, width=width, depth=colours() if shows else "none")
+
+    def plot(
+        self, head: int | Sequence[int] | None = None, *, batch_row: int = 0, tokens: Sequence[str] = ()
+    ) -> Axes | list[Axes]:
+        """Draw a heat map for each head by matplotlib, and return its axes; a list of them where heads are several.
+
+        The arguments are those of `picture`. Raises as that, and `InputError` where matplotlib is missing.
+        """
+        from .pictures.plot import onto, require_matplotlib, size_of
+
+        drawn = self._picture(head, batch_row, tokens)
+        require_matplotlib("plot()")
+        from matplotlib import pyplot
+
+        axes = onto(drawn, pyplot.figure(figsize=size_of(drawn), layout="constrained"))
+        return axes[0] if len(axes) == 1 else axes
+
+    def _picture(self, head: int | Sequence[int] | None, batch_row: int, tokens: Sequence[str]) -> Picture:
+        assert self.tensor is not None  # or it says that tensors were not kept
+        heads = (head,) if isinstance(head, int) else head
+        return self._attended().picture(self.report.name, heads=heads, batch_row=batch_row, labels=tokens)
 
     def __repr__(self) -> str:
         stage = self.report
@@ -62,9 +121,10 @@ class LiveStage(_Shows):
 class LiveAttention(_Shows):
     """An attention of a trace: the fields of `reports.trace.Attention`, and each stage by its name."""
 
-    def __init__(self, attention: Attention, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, attention: Attention, tensors: dict[str, Tensor], name: str = "") -> None:
         self.report = attention
-        self.stages = tuple(LiveStage(stage, tensors.get(stage.name)) for stage in attention.stages)
+        self._name = name
+        self.stages = tuple(LiveStage(stage, tensors.get(stage.name), self.attended) for stage in attention.stages)
 
     def __getattr__(self, name: str) -> Any:
         stages = {stage.name: stage for stage in vars(self).get("stages", ())}
@@ -73,6 +133,15 @@ class LiveAttention(_Shows):
                 raise AttributeError(f"this attention has no {name}. It has {', '.join(stages)}.")
             return stages[name]
         return super().__getattr__(name)
+
+    def attended(self) -> Attended:
+        """Return it as pictures are drawn of it."""
+        from .pictures.stages import Attended, canonical_contents
+
+        kept = {stage.name: (stage._tensor, stage.axes) for stage in self.stages if stage._tensor is not None}
+        sizes = {"heads": self.report.num_heads, "kv_heads": self.report.num_kv_heads, "head_dim": self.report.head_dim}
+        contents = partial(canonical_contents, kept, sizes)
+        return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, contents)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
@@ -115,7 +184,12 @@ class LiveReport(_Shows):
         Raises `ExportError` where that cannot be done.
         """
         target = Target.of(Path(path))
-        target.write(self._text(target.format))
+        if target.format == "png":
+            raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
+        target.write(self._saved(target.format))
+
+    def _saved(self, format: ExportFormat) -> str:
+        return self._text(format)
 
     def _text(self, format: Any) -> str:
         from .render import to_text
@@ -128,10 +202,38 @@ class LiveTrace(LiveReport):
 
     def __init__(self, trace: Trace, tensors: tuple[dict[str, Tensor], ...] = ()) -> None:
         super().__init__(trace)
+        names = attention_names(trace)
         self.attentions = tuple(
-            LiveAttention(attention, tensors[place] if place < len(tensors) else {})
+            LiveAttention(attention, tensors[place] if place < len(tensors) else {}, names[place])
             for place, attention in enumerate(trace.attentions)
         )
+
+    def _viewed(self) -> dict[str, Any] | None:
+        """Return what a viewer shows; None where no tensors were kept that it could."""
+        if not any(stage._tensor is not None for one in self.attentions for stage in one.stages):
+            return None
+        from .pictures.stages import for_viewer
+
+        try:
+            return for_viewer([one.attended() for one in self.attentions])
+        except SpecError:
+            return None
+
+    def _repr_html_(self) -> str:
+        viewed = self._viewed()
+        if viewed is None:
+            return super()._repr_html_()
+        from .pictures.viewer import frame
+
+        return super()._repr_html_() + frame(viewed)
+
+    def _saved(self, format: ExportFormat) -> str:
+        viewed = self._viewed() if format == "html" else None
+        if viewed is None:
+            return super()._saved(format)
+        from .pictures.viewer import with_viewer
+
+        return with_viewer(super()._saved(format), viewed)
 
 
 def load(path: str | PathLike[str]) -> LiveTrace:
@@ -184,8 +286,8 @@ def params(
 
         return LiveReport(params_of_checkpoint(Path(module), per_head=per_head, stats=show is not None and show.stats))
     _require_module(module, "params")
-    own = Subject(module, args, kwargs) if args or kwargs else None
-    return LiveReport(report_of(module, own=own, show=show, per_head=per_head))
+    own = Subject(module, args, kwargs)
+    return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
 
 
 def compare_heads(
@@ -196,6 +298,7 @@ def compare_heads(
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    time: bool = False,
     **kwargs: Any,
 ) -> LiveReport:
     """The same weights and the same input through several head counts, the first being the baseline.
@@ -217,7 +320,8 @@ def compare_heads(
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned.
-        focus: whether to measure what each head looks at.
+        focus: whether to measure what each head looks at; with steps before training and after it.
+        time: whether to measure how long each head count takes.
         **kwargs: settings of a layer, or arguments of the forward.
 
     Raises:
@@ -226,17 +330,19 @@ def compare_heads(
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
         DoesNotFitError: it needs more memory than there is.
     """
-    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus}
-    if isinstance(layer, str):
-        if args:
-            raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
-        from .answers.compare_heads import compare_heads as report_of
+    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
+    from .answers.compare_heads import compare_heads as report_of
+    from .answers.head_runs import Counted
+    from .targets.head_counts import layers_by_name, modules_with_heads
 
-        return LiveReport(report_of(heads, layer=layer, **asked, **kwargs))
-    from .answers.head_counts.built import build_each
-    from .answers.head_counts.modules import compare_modules
-
-    return LiveReport(compare_modules(build_each(layer, heads, args, kwargs), **asked))
+    if not isinstance(layer, str):
+        made = modules_with_heads(layer, heads, args, kwargs)
+    elif args:
+        raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
+    else:
+        made = iter(layers_by_name(layer, heads, kwargs))
+    counted = [Counted(count, own, is_known=isinstance(layer, str)) for count, own in made]
+    return LiveReport(report_of(counted, **asked))
 
 
 def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:
@@ -249,14 +355,13 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     """
     _require_module(left, "diff")
     _require_module(right, "diff")
-    from .answers.module_diff import diff_modules
-    from .answers.sides.module_run import ModuleSide
+    from .answers.diff import diff as report_of
+    from .answers.side import Side, SideRun
 
-    def side(name: Literal["left", "right"], module: nn.Module) -> ModuleSide:
-        own = Subject(copy_module(module), args, kwargs)
-        return ModuleSide(name, type(module).__name__, own, LayerInfo(type(module).__name__, {}), seed=0)
+    def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
+        return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
 
-    return LiveReport(diff_modules(side("left", left), side("right", right), carry=same_weights))
+    return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 
 
 def _require_module(value: object, asked: str) -> None:

@@ -14,11 +14,25 @@ from torch import Tensor
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.layers.weights import read_weights
 from mha_inspect.naming.canonical import NamedAxes, own_axes
 from mha_inspect.record.subject import Run
 from mha_inspect.targets.load import Layer, load_layer
 from mha_inspect.targets.spec import InputSpec, RunSpec
+
+from .layers.declared import read_weights
+
+
+def sizes_of(forward: Layer) -> dict[str, int]:
+    """The sizes of the axes that share a dimension with others in some layout."""
+    spec = forward.spec
+    return {
+        "batch": forward.inputs.batch,
+        "heads": spec.num_heads,
+        "kv_heads": spec.kv_heads,
+        "group": spec.num_heads // spec.kv_heads,
+        "head_dim": int(spec.head_dim),
+    }
+
 
 LOOPS = ("per-head", "narrow")
 """Layers that compute one head after the other: what is shown of a single head is the first's."""
@@ -97,6 +111,11 @@ class Case:
         self.axes: NamedAxes = own_axes(replace(self.seen, wider=self.forward.wider_run(self.seen)))
 
     @property
+    def extra_keys(self) -> int:
+        """Keys that the layer appends itself, which no mask covers."""
+        return int(self.forward.spec.add_bias_kv) + int(self.forward.spec.add_zero_attn)
+
+    @property
     def drops(self) -> bool:
         """Whether dropout is at work, which no reference can follow."""
         return self.forward.spec.training and self.forward.spec.dropout > 0
@@ -125,7 +144,7 @@ class Case:
     def sizes_in(self, stage: str) -> dict[str, int]:
         """The same, of a stage: behind the heads there are the keys that the layer appends."""
         appends = stage not in ("query", "key", "value", "q_proj", "k_proj", "v_proj")
-        return {**self.sizes, "key": self.sizes["key"] + appends * self.forward.inputs.extra_keys}
+        return {**self.sizes, "key": self.sizes["key"] + appends * self.extra_keys}
 
     @cached_property
     def barred(self) -> Tensor:
@@ -136,7 +155,7 @@ class Case:
             barred |= inputs.attn_mask
         if inputs.key_padding_mask is not None:
             barred |= inputs.key_padding_mask.view(sizes["batch"], 1, 1, sizes["key"])
-        return nn_pad(barred, inputs.extra_keys)
+        return nn_pad(barred, self.extra_keys)
 
     @cached_property
     def reference(self) -> dict[str, Tensor]:

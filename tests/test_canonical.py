@@ -9,7 +9,6 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from mha_inspect.measure.stages import sizes_of
 from mha_inspect.naming.canonical import canonical, own_axes
 from mha_inspect.naming.stages import CANONICAL_AXES
 from mha_inspect.record.subject import Subject
@@ -102,12 +101,6 @@ def test_a_run_is_named_from_itself_where_nothing_else_is_at_hand() -> None:
     assert axes.stages[0]["q_proj"] == "query batch (heads head_dim)"
     assert axes.returned == ("query batch embed", "batch query key")
     assert own_axes(Subject(nn.Linear(22, 7), (drawn(5, 22),), {}).recorded()).returned == ("5 7",)
-
-
-def test_sizes_of_shared_heads() -> None:
-    spec = AttentionSpec(embed_dim=60, num_heads=6, num_kv_heads=2)
-    forward = load_layer(spec, InputSpec(batch=3), RunSpec(), "grouped-query")
-    assert sizes_of(forward) == {"batch": 3, "heads": 6, "kv_heads": 2, "group": 3, "head_dim": 10}
 
 
 def test_names_that_do_not_fit_their_sizes_are_none():

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.answers.diff import diff_spec
-from mha_inspect.answers.sides.shared_weights import within_slices
+from mha_inspect.answers.diff import _layer_run, diff_layers
+from mha_inspect.answers.shared_weights import share_drawn
 from mha_inspect.errors import SpecError, WeightsError
-from mha_inspect.layers.catalog import find_layer
-from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
+from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.reports.diff import DiffReport, StageRow
-from mha_inspect.targets.flag_inputs import make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
+from mha_inspect.targets.layer_sides import make_sides
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+from .layers.declared import canonical_weights, load_weights
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
 HEADS, HEAD_DIM, BATCH, QUERY = 3, 11, 2, 7
@@ -27,7 +28,7 @@ INPUTS = InputSpec(batch=BATCH, seq_len=QUERY)
 
 def diff(left: str, right: str, inputs: InputSpec = INPUTS, **settings: Any) -> DiffReport:
     sets = {name: settings.pop(name, {}) for name in ("left_set", "right_set")}
-    return diff_spec(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
+    return diff_layers(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
 
 
 def stage(report: DiffReport, name: str) -> StageRow:
@@ -61,6 +62,29 @@ def test_layers_with_one_mathematics_are_the_same_at_every_stage(right, inputs):
     assert report.answer[0].startswith("The same: ")
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("change", [{}, {"bias": False}, {"dtype": "bfloat16"}], ids=str)
+def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
+    """The oracle: the places that each layer declares, into which the same numbers are put."""
+    other = "wide" if layer == "wide" else "torch"
+    planned = make_sides(other, layer, SPEC, INPUTS, RunSpec(), {}, change)
+    runs = [_layer_run(side, "float32") for side in planned]
+    share_drawn(*runs, planned, "float32")
+    weights = canonical_weights(planned[0].spec)
+    for run_of, side in zip(runs, planned, strict=True):
+        expected = side.kind.load().build(side.spec)
+        fitting = weights
+        if layer == "narrow" and side.kind.name == layer:
+            blocks = torch.block_diag(*[torch.ones(HEAD_DIM, HEAD_DIM)] * HEADS).view(HEADS, HEAD_DIM, EMBED)
+            fitting = replace(fitting, **{name: getattr(weights, name) * blocks for name in ("w_q", "w_k", "w_v")})
+        if not side.spec.bias:
+            fitting = replace(fitting, b_q=None, b_k=None, b_v=None, b_o=None)
+        if side.kind.name == "bert":
+            fitting = replace(fitting, w_o=None, b_o=None)
+        load_weights(expected, fitting)
+        assert all(map(torch.equal, run_of.side.own.module.parameters(), expected.parameters()))
+
+
 def test_shapes_are_those_that_each_side_has():
     report = diff("torch", "per-head")
     row = stage(report, "q_heads")
@@ -77,7 +101,9 @@ def test_shapes_are_those_that_each_side_has():
 def test_narrow_is_as_far_from_torch_as_torch_says():
     report = diff("torch", "narrow")
     weights = canonical_weights(SPEC)
-    kept = replace(weights, **{name: within_slices(getattr(weights, name)) for name in ("w_q", "w_k", "w_v")})
+    # Of head h only columns 11h to 11h+10.
+    blocks = torch.block_diag(*[torch.ones(HEAD_DIM, HEAD_DIM)] * HEADS).view(HEADS, HEAD_DIM, EMBED)
+    kept = replace(weights, **{name: getattr(weights, name) * blocks for name in ("w_q", "w_k", "w_v")})
     whole, cut = run("torch", weights), run("torch", kept)
     assert report.verdict == "differs"
     assert report.output.max_abs_difference == pytest.approx(float((whole - cut).abs().max()), rel=1e-5)
@@ -112,11 +138,15 @@ def test_narrow_beside_one_matrix_a_head():
 def test_other_way_is_measured_and_not_assumed(monkeypatch):
     import mha_inspect.answers.diff as difference
 
-    def spoiled(module):
-        weights = read_weights(module)
-        return replace(weights, w_v=weights.w_v + 1)
+    in_the_fuller = difference.in_the_fuller
 
-    monkeypatch.setattr(difference, "read_weights", spoiled)
+    def spoiled(*sides):
+        poorer, fuller, again = in_the_fuller(*sides)
+        with torch.no_grad():
+            again.side.own.module.in_proj_weight[2 * EMBED :] += 1
+        return poorer, fuller, again
+
+    monkeypatch.setattr(difference, "in_the_fuller", spoiled)
     report = diff("torch", "narrow")
     assert report.weights.other_way.verdict == "differs"
     assert not any("Only with" in sentence for sentence in report.answer)
@@ -239,7 +269,7 @@ def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights(
 def test_each_side_has_the_kernel_that_its_settings_give_it():
     # The fast path asks for an even number of heads.
     spec = AttentionSpec(embed_dim=22, num_heads=2)
-    report = diff_spec(
+    report = diff_layers(
         "torch", "torch", spec, INPUTS, RunSpec(grad=True), left_set={"need_weights": False}, right_set={"grad": False}
     )
     assert "scaled_dot_product" in report.left.path.plain

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mha_inspect.answers.compare_heads import compare_heads
-from mha_inspect.answers.head_counts.focus import entropy_of, focus_of
+from mha_inspect import compare_heads
+from mha_inspect.answers.focus import entropy_of, focus_of
 
 LN2 = math.log(2)
 
@@ -93,3 +93,51 @@ def test_one_key_is_spoken_of_as_one():
     report = compare_heads((1, 3), embed_dim=30, seq_len=7, key_len=1, focus=True)
     assert report.focus.answer.startswith("Of 3 heads each looks at 1 key in effect, ")
     assert report.focus.answer.endswith("; with 1 head it is 1 key.")
+
+
+def test_the_strongest_pairs_of_a_case_worked_by_hand():
+    """Query 0 of both sequences sees one key alone, and has no choice to tell of."""
+    first = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.8, 0.0], [0.3, 0.3, 0.4]])
+    second = torch.tensor([[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.9, 0.0, 0.1]])
+    (head,) = focus_of(torch.stack([first, second])[:, None]).by_head
+    assert [(one.query, one.key, pytest.approx(one.weight)) for one in head.strongest] == [
+        (1, 1, 0.7),
+        (2, 0, 0.6),
+        (1, 0, 0.3),
+    ]
+
+
+def test_how_alike_two_heads_are():
+    """Heads 0 and 2 are the same; between (1, 0) and (1/2, 1/2) lies what the case worked by hand above says."""
+    weights = torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]], dtype=torch.float64).view(1, 3, 1, 2)
+    found = focus_of(weights)
+    assert (found.most_alike.left, found.most_alike.right, found.most_alike.divergence) == (0, 2, 0.0)
+    assert (found.least_alike.left, found.least_alike.right) == (1, 2)
+    assert found.least_alike.divergence == pytest.approx(2 * LN2 - 0.75 * math.log(3) - LN2 / 2)
+    assert focus_of(torch.rand(1, 1, 3, 4).softmax(-1)).most_alike is None
+
+
+def test_what_is_learned_to_look_at_is_that_of_the_trained_weights():
+    from torch import nn
+
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
+
+    def made(heads: int) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.MultiheadAttention(6, heads, batch_first=True).eval()
+
+    report = compare_heads((1, 3), made, x, x, x, steps=4, focus=True)
+    assert (report.focus.weights, report.focus_after.weights) == ("as given", "after 4 steps")
+    assert compare_heads((1, 3), made, x, x, x, focus=True).focus == report.focus
+    module = made(3)
+    target = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0x746172676574))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (module(x, x, x)[0] - target).square().mean().backward()
+        optimizer.step()
+    weights = module(x, x, x, average_attn_weights=False)[1].detach().double()
+    entropy = -(weights * weights.log()).sum(-1).mean(dim=(0, 2))
+    after, before = (focus.counts[1].by_head for focus in (report.focus_after, report.focus))
+    assert [head.entropy for head in after] == pytest.approx(entropy.tolist(), rel=1e-5)
+    assert [head.entropy for head in before] != pytest.approx(entropy.tolist(), rel=1e-3)

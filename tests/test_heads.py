@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect import compare_heads
 from mha_inspect.errors import MhaInspectError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.targets.load import load_layer
@@ -104,7 +104,7 @@ def test_zero_projections_make_every_head_count_the_same(monkeypatch):
     report = compare_heads((1, 2, 3), **{**SIZES, "batch": 1})
     assert report.verdict == "same"
     assert [count.max_abs_difference for count in report.counts] == [0, 0, 0]
-    assert report.counts[1].reason == "Every stage holds the same numbers."
+    assert report.counts[1].reason == "Every stage holds the same numbers: its values are all the same."
 
 
 def test_small_outputs_that_are_far_apart_differ(monkeypatch):
@@ -182,16 +182,35 @@ def test_nan_beside_nan_is_no_difference_and_is_said():
     assert nothing.answer[0].startswith("It cannot be told from this input: the output is NaN throughout")
 
 
-def test_where_nothing_differs_in_the_first_queries_the_others_are_looked_at():
-    # One key for each query of the first sequence, and two sequences that nothing is masked in.
-    report = compare_heads((1, 2), embed_dim=EMBED, batch=2, seq_len=71, causal=True)
-    assert report.counts[1].first_differing_stage == "masked_scores"
+def test_where_the_first_sequences_are_alike_the_one_that_differs_is_looked_at(tmp_path):
+    """Zeros have the same scores in every head: what differs stands late in the last sequence."""
+    x = torch.zeros(8, 71, EMBED)
+    x[7, 60:] = torch.randn(11, EMBED, generator=torch.Generator().manual_seed(0))
+    torch.save(x, tmp_path / "x.pt")
+    count = compare_heads((1, 2), embed_dim=EMBED, input=tmp_path / "x.pt", causal=True).counts[1]
+    assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
 
 
 def test_long_inputs_say_how_many_queries_were_looked_at(monkeypatch):
     changed_layer(monkeypatch, lambda module: module.in_proj_weight.zero_())
-    report = compare_heads((1, 2), embed_dim=EMBED, batch=2, seq_len=71)
-    assert report.counts[1].reason == "Every stage holds the same numbers in the 32 queries that were looked at."
+    report = compare_heads((1, 2), embed_dim=EMBED, batch=8, seq_len=71)
+    assert report.counts[1].reason.startswith(
+        "Every stage holds the same numbers in the 71 queries that were looked at"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"causal": True}, {"batch_first": False}, {"layer": "split-heads"}, {"key_len": 53}]
+)
+def test_what_is_cut_is_told_as_what_is_not(monkeypatch, settings):
+    sizes = {"embed_dim": EMBED, "batch": 8, "seq_len": 71, **settings}
+    few = compare_heads((1, 2, 5), **sizes)
+    monkeypatch.setattr("mha_inspect.answers.head_runs.layouts_of", lambda own: ())
+    whole = compare_heads((1, 2, 5), **sizes)
+    assert few.equalities == whole.equalities
+    for one, other in zip(few.counts, whole.counts, strict=True):
+        assert one.reason == other.reason
+        assert one.max_abs_difference == pytest.approx(other.max_abs_difference, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +232,7 @@ def test_a_mask_for_each_head_fits_one_head_count(tmp_path):
     [
         ((1, 4), {"embed_dim": 10}, "Head counts that divide 10: 1, 2, 5, 10"),
         ((1, 2), {"device": "meta"}, "no numbers"),
-        ((1, 2), {"training": True, "dropout": 0.1}, "drops other weights"),
+        ((1, 2), {"training": True, "dropout": 0.1}, "drops elements at random"),
         ((), {}, "no head counts"),
         ((1, 2), {"layer": "tensorflow"}, "not one that can be built"),
         ((1, 2), {"layer": "bert", "kdim": 3}, "has no use for kdim"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.sides.module_run import ModuleRun
+from mha_inspect.answers.head_runs import Look
 from mha_inspect.errors import InputError, RecordingError, SpecError
 
 DIM, BATCH, LENGTH = 30, 3, 7
@@ -95,13 +95,15 @@ def test_gradients_are_those_of_autograd(x):
         loss = loss_of(module, x)
         loss.backward()
         assert row.loss == pytest.approx(loss.item())
-        assert [part.part for part in row.parts] == [name for name, _ in module.named_parameters()]
-        for part, parameter, mine in zip(row.parts, module.parameters(), base.parameters(), strict=True):
-            apart = (parameter.grad - mine.grad).abs().max().item()
-            assert part.norm == pytest.approx(parameter.grad.norm().item(), rel=1e-4)
-            assert part.max_abs_difference == pytest.approx(apart, rel=1e-3, abs=1e-8)
+        assert [part.part for part in row.parts] == ["W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o"]
+        for part in row.parts:
+            kind, letter = part.part.split("_")
+            name = f"{letter}.{'weight' if kind == 'W' else 'bias'}"
+            mine, theirs = (one.get_parameter(name).grad for one in (module, base))
+            assert part.norm == pytest.approx(mine.norm().item(), rel=1e-4)
+            assert part.max_abs_difference == pytest.approx((mine - theirs).abs().max().item(), rel=1e-3, abs=1e-8)
             # A bias of the keys adds the same number to every score of a query.
-            assert part.verdict == ("same" if part.part == "k.bias" else "differs")
+            assert part.verdict == ("same" if part.part == "b_k" else "differs")
     assert report.gradients.answer.startswith("A first step of learning would change the weights differently")
 
 
@@ -232,6 +234,17 @@ def test_keys_that_are_all_the_same(x, slopes):
     assert len(said) == (0 if slopes else 1)
 
 
+def test_every_head_count_must_see_the_same(x):
+    """A head count of its own bias, or of its own mask, is under no claim that the baseline's queries make."""
+    keys = x[:, :1].expand(x.shape).contiguous()
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Cross(DIM, heads, slopes=heads == 3), x, keys)
+    assert not any(sentence.startswith("The keys") for sentence in report.equalities)
+    masked = mha_inspect.compare_heads(
+        (1, 3), lambda heads: Attention(DIM, heads, CAUSAL if heads == 1 else CAUSAL & ~CAUSAL), x
+    )
+    assert masked.equalities == ()
+
+
 def test_no_claim_where_nothing_must_be(x):
     assert compared((1, 3), x).equalities == ()
 
@@ -247,7 +260,7 @@ def test_a_query_without_a_key(x):
 
 
 def test_weights_without_names_have_no_focus(x, monkeypatch):
-    monkeypatch.setattr(ModuleRun, "contents", [{}])
+    monkeypatch.setattr(Look, "get", lambda look, place, stage: None)
     with pytest.raises(RecordingError, match="--focus: an axis of the weights of Attention has no name"):
         compared((1, 3), x, asked={"focus": True})
 

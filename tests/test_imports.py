@@ -100,6 +100,7 @@ RULES = {
     "targets.spec": ("errors",),
     "reports": ("reports", "errors", "text"),
     "schemas": (),
+    "pictures": ("pictures", "reports", "render.layout", "naming", "errors", "text"),
     "render": ("text", "render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
     "graph": ("graph", "record", "naming.stages", "errors"),
     "layers": ("text", "layers", "measure", "errors", "targets", "reports"),

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from mha_inspect.errors import InputError
-from mha_inspect.layers import torch_mha
-from mha_inspect.targets.flag_inputs import Inputs, make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import Inputs, make_inputs
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=10, num_heads=2)
@@ -82,7 +80,6 @@ def test_meta_has_shapes_only() -> None:
     assert inputs.query.shape == (2**30, 4, 2**14)
     assert inputs.attn_mask is not None
     assert inputs.attn_mask.shape == (2**30, 2**30)
-    assert inputs.fully_masked_rows(2) == []
 
 
 def test_causal_is_torchs_own_causal_mask() -> None:
@@ -103,40 +100,6 @@ def test_padding_marks_the_last_keys() -> None:
     alone = made(seq_len=3, unbatched=True, padding=(2,)).key_padding_mask
     assert alone is not None
     assert alone.tolist() == [False, True, True]
-
-
-def nan_rows(spec: AttentionSpec, inputs: Inputs) -> list[tuple[int, int]]:
-    """The oracle for fully masked rows: where torch's own slow path gives NaN."""
-    layer = torch_mha.build(spec)
-    args, kwargs = arguments_of(layer, "torch", inputs, RUN)
-    output = layer(*args, **kwargs)[0]
-    rows = output if not inputs.unbatched else output[None]
-    return [tuple(place) for place in rows.isnan().any(-1).nonzero().tolist()]
-
-
-@pytest.mark.parametrize("kind", ["boolean", "additive", "boolean per head", "additive per head"])
-def test_fully_masked_rows_are_those_that_torch_makes_nan(kind: str, tmp_path: Path) -> None:
-    mask = torch.zeros(3 * 2 if "per head" in kind else 1, 5, 7, dtype=torch.bool)
-    mask[-1, 4, :4] = True  # with padding 3: the last batch row's query 4 (in one head of the two)
-    content: Tensor = torch.zeros(mask.shape).masked_fill(mask, float("-inf")) if "additive" in kind else mask
-    path = saved(tmp_path / "mask.pt", content if "per head" in kind else content[0])
-    inputs = made(batch=3, seq_len=5, key_len=7, padding=(0, 7, 3), attn_mask=path)
-    rows = inputs.fully_masked_rows(2)
-    assert rows == nan_rows(SPEC, inputs)
-    assert (2, 4) in rows
-    assert (1, 0) in rows
-    assert (0, 4) not in rows
-
-
-def test_a_key_of_the_layers_own_leaves_no_row_without_keys() -> None:
-    spec = replace(SPEC, add_zero_attn=True)
-    inputs = made(spec, batch=2, seq_len=3, padding=(3,))
-    assert inputs.fully_masked_rows(2) == nan_rows(spec, inputs) == []
-
-
-def test_fully_masked_rows_without_a_batch() -> None:
-    inputs = made(seq_len=3, unbatched=True, padding=(3,))
-    assert inputs.fully_masked_rows(2) == nan_rows(SPEC, inputs) == [(0, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("name", ["query.pt", "query.npy", "query.safetensors"])

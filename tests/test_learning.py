@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers.compare_heads import compare_heads
-from mha_inspect.answers.head_counts.gradients import LOSS, gradient_of
-from mha_inspect.answers.head_counts.learner import layer_learner
-from mha_inspect.answers.head_counts.training import LEARNING_RATE, train
-from mha_inspect.answers.head_counts.weights import carry, matrices
+from mha_inspect import compare_heads
+from mha_inspect.answers.compare_heads import carry
+from mha_inspect.answers.head_runs import Counted, HeadRun
+from mha_inspect.answers.learning import LEARNING_RATE, LOSS, Learner, gradient_of, train
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
@@ -29,14 +28,22 @@ def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **input
     return load_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
 
 
+def learner_of(forward) -> Learner:
+    return Learner.of(HeadRun(Counted(forward.spec.num_heads, forward)))
+
+
+def matrices(forward) -> dict[str, torch.Tensor]:
+    return learner_of(forward).parts()
+
+
 def loss_of(forward) -> float:
-    return gradient_of(layer_learner(forward)).loss
+    return gradient_of(learner_of(forward)).loss
 
 
 @pytest.mark.parametrize("part", ["W_q", "W_k", "W_v", "W_o", "b_q", "b_v", "b_o"])
 def test_the_gradient_is_the_slope_of_the_loss(part):
     forward = forward_of(5, dtype="float64")
-    gradient = gradient_of(layer_learner(forward)).parts[part].flatten()
+    gradient = gradient_of(learner_of(forward)).parts[part].flatten()
     names = ["W_q", "W_k", "W_v"] if part.startswith("W") else ["b_q", "b_k", "b_v"]
     module = forward.module
     if part in names:
@@ -57,8 +64,8 @@ def test_the_gradient_is_the_slope_of_the_loss(part):
 def test_the_module_is_left_as_it_was():
     forward = forward_of(2)
     before = copy.deepcopy(forward.module.state_dict())
-    gradient_of(layer_learner(forward))
-    train(layer_learner(forward), 2)
+    gradient_of(learner_of(forward))
+    train(learner_of(forward), 2)
     assert all(parameter.grad is None for parameter in forward.module.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in forward.module.state_dict().items())
 
@@ -66,7 +73,7 @@ def test_the_module_is_left_as_it_was():
 def test_differences_of_gradients_are_those_of_autograd():
     report = compare_heads((2, 5), **SIZES, gradients=True)
     assert report.gradients.loss == LOSS
-    base, other = (gradient_of(layer_learner(forward_of(heads))) for heads in (2, 5))
+    base, other = (gradient_of(learner_of(forward_of(heads))) for heads in (2, 5))
     row = report.gradients.counts[1]
     assert row.loss == other.loss
     assert {part.part for part in row.parts} == {"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o"}
@@ -101,9 +108,9 @@ def test_training_is_the_steps_done_by_hand():
     ends = []
     for heads in (2, 5):
         forward = forward_of(heads)
-        parts = matrices(forward.module)
+        parts = matrices(forward)
         for _ in range(3):
-            gradient = gradient_of(layer_learner(forward)).parts
+            gradient = gradient_of(learner_of(forward)).parts
             parts = {part: weights - LEARNING_RATE * gradient[part] for part, weights in parts.items()}
             with torch.no_grad():
                 forward.module.in_proj_weight.copy_(torch.cat([parts["W_q"], parts["W_k"], parts["W_v"]]))
@@ -111,7 +118,7 @@ def test_training_is_the_steps_done_by_hand():
                 forward.module.out_proj.weight.copy_(parts["W_o"])
                 forward.module.out_proj.bias.copy_(parts["b_o"])
         ends.append((parts, loss_of(forward)))
-    start = matrices(forward_of(2).module)
+    start = matrices(forward_of(2))
     between, moved = (
         sum(float((left[part] - right[part]).double().square().sum()) for part in start) ** 0.5
         for left, right in ((ends[1][0], ends[0][0]), (ends[0][0], start))
@@ -126,7 +133,7 @@ def test_training_is_the_steps_done_by_hand():
 
 def test_one_step_moves_the_weights_apart_as_far_as_the_gradients_are():
     report = compare_heads((1, 3), **SIZES, steps=1)
-    base, other = (gradient_of(layer_learner(forward_of(heads))).parts for heads in (1, 3))
+    base, other = (gradient_of(learner_of(forward_of(heads))).parts for heads in (1, 3))
     largest = max((base[part] - other[part]).abs().max().item() for part in base)
     assert report.training.counts[1].max_abs_difference == pytest.approx(LEARNING_RATE * largest, rel=1e-3)
 
@@ -151,7 +158,7 @@ def test_what_has_another_shape_is_not_compared(layer, compared):
 
 def test_what_cannot_be_learned_is_refused():
     for asked in ({"gradients": True}, {"steps": 2}):
-        with pytest.raises(InputError, match="would be NaN: query 0 of batch row 0"):
+        with pytest.raises(InputError, match="would be NaN: 210 of 630 numbers of the output of torch are NaN"):
             compare_heads((1, 2), **SIZES, padding=(7, 0, 0), **asked)
     with pytest.raises(SpecError, match="steps -1"):
         compare_heads((1, 2), **SIZES, steps=-1)
@@ -170,19 +177,17 @@ def test_carrying_weights_is_checked_bit_for_bit():
 
 
 def test_weights_are_carried_as_matrices_and_blocks():
-    torch_layer = forward_of(2).module
-    per_head = forward_of(5, "per-head").module
-    per_head_two = forward_of(2, "per-head").module
-    assert carry(per_head_two, per_head).same
-    assert {name: same_bits(left, matrices(per_head)[name]) for name, left in matrices(per_head_two).items()}.values()
-    for name, matrix in matrices(per_head_two).items():
-        assert same_bits(matrix, matrices(per_head)[name]), name
-    assert same_bits(matrices(torch_layer)["W_k"], torch_layer.in_proj_weight.detach()[EMBED : 2 * EMBED])
-    coarse, fine = forward_of(1, "narrow").module, forward_of(3, "narrow").module
+    torch_layer = forward_of(2)
+    two, five = (HeadRun(Counted(heads, forward_of(heads, "per-head"))) for heads in (2, 5))
+    assert carry(two, five).same
+    for name, matrix in matrices(two.own).items():
+        assert same_bits(matrix, matrices(five.own)[name]), name
+    assert same_bits(matrices(torch_layer)["W_k"], torch_layer.module.in_proj_weight.detach()[EMBED : 2 * EMBED])
+    coarse, fine = (HeadRun(Counted(heads, forward_of(heads, "narrow"))) for heads in (1, 3))
     carried = carry(coarse, fine)
     assert not carried.same
     assert carried.changes[0] == "W_q keeps 3 blocks of [10, 10] and loses the rest"
-    whole, blocks = matrices(coarse)["W_q"], matrices(fine)["W_q"]
+    whole, blocks = matrices(coarse.own)["W_q"], matrices(fine.own)["W_q"]
     assert same_bits(blocks[10:20, 10:20], whole[10:20, 10:20])
     assert not blocks[10:20, :10].any()
 
@@ -190,7 +195,7 @@ def test_weights_are_carried_as_matrices_and_blocks():
 def test_a_gradient_is_laid_out_as_the_weights_are():
     spec = AttentionSpec(embed_dim=EMBED, num_heads=3, kdim=11, vdim=13)
     forward = load_layer(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
-    gradient = gradient_of(layer_learner(forward)).parts
+    gradient = gradient_of(learner_of(forward)).parts
     assert {part: tuple(tensor.shape) for part, tensor in gradient.items() if part.startswith("W")} == {
         "W_q": (EMBED, EMBED),
         "W_k": (EMBED, 11),

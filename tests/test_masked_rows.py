@@ -10,12 +10,12 @@ import torch
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.layers.weights import read_weights
 from mha_inspect.reports.trace import MaskedRow
 from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .built import trace_layer
+from .layers.declared import read_weights
 
 SIZES = {"embed_dim": 22, "num_heads": 2}
 PADDED = {"batch": 3, "seq_len": 5, "padding": (0, 5, 2)}

@@ -10,18 +10,19 @@ from einops import rearrange
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.params import params, params_spec
+from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.record.subject import Subject
 from mha_inspect.reports.params import Parameter, ParamsReport
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, Show
+from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
 from .foreign import styles
 from .foreign.styles import D, E, H
 from .foreign.truth import cut
+from .layers.declared import ROLES
 
 PLAIN = (
     "Base",
@@ -38,7 +39,7 @@ GROUPED = ("Grouped", "GroupedExpand", "GroupedSliced", "RepeatInterleave")
 
 
 def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:
-    report = params(module, own=Subject(module, args, kwargs), per_head=True)
+    report = params(Subject(module, args, kwargs), per_head=True)
     return {parameter.name: parameter for parameter in report.parameters}
 
 
@@ -71,8 +72,10 @@ def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[s
     module = torch_mha.build(spec)
     dtype = getattr(torch, spec.dtype)
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
-    found = params(module, own=Subject(module, tuple(given), {}), per_head=True)
-    assert roles_of(found) == roles_of(params_spec(spec, RunSpec(), Show(), per_head=True))
+    found = params(Subject(module, tuple(given), {}), per_head=True)
+    declared = ROLES["torch"](spec)
+    rows = [(row.name, row.axes, row.role, row.heads) for row in found.parameters]
+    assert rows == [(name, declared[name].axes, declared[name].text, declared[name].slices()) for name, *_ in rows]
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -95,20 +98,21 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
             forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
             continue  # a layer has no use for every setting
-        found = params(forward.module, own=forward, per_head=True).parameters
-        declared = params_spec(forward.spec, RunSpec(), Show(), layer=layer, per_head=True).parameters
-        assert [(row.name, row.heads) for row in found] == [(row.name, row.heads) for row in declared]
+        found = params(forward, per_head=True).parameters
+        declared = ROLES[layer](forward.spec)
+        assert [row.heads for row in found] == [declared[row.name].slices() for row in found]
         # A loop of one turn is no loop, heads that are not shared are heads, and which features are read is not told.
         alike = layer == "grouped-query" and spec.kv_heads == spec.num_heads
         if layer != "narrow" and not alike and not (layer == "per-head" and spec.num_heads == 1):
-            assert [(row.axes, row.role) for row in found] == [(row.axes, row.role) for row in declared]
+            told = [(declared[row.name].axes, declared[row.name].text) for row in found]
+            assert [(row.axes, row.role) for row in found] == told
         seen += 1
     assert seen >= 3
 
 
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
     forward = load_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
-    row = params(forward.module, own=forward).parameters[0]
+    row = params(forward).parameters[0]
     assert (row.axes, row.role) == (
         "head_dim 4",
         "W_q of head 0: it reads features 0–3 of the embedding and no others",

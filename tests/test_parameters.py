@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mha_inspect.answers.params import params, params_spec
+from mha_inspect.answers.params import layers_for_params
+from mha_inspect.answers.params import params as report_of
 from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.measure.weights import Numbers, Weights
+from mha_inspect.record.subject import Subject
 from mha_inspect.reports.params import ParamsReport
 from mha_inspect.targets.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.text import byte_size
@@ -25,8 +28,25 @@ from .foreign.truth import cut
 SPEC = AttentionSpec(embed_dim=12, num_heads=3)
 
 
-def report(spec: AttentionSpec = SPEC, **options: object) -> ParamsReport:
-    return params_spec(spec, RunSpec(), Show(), **options)  # type: ignore[arg-type]
+def report(spec: AttentionSpec = SPEC, **options: Any) -> ParamsReport:
+    return params_spec(spec, **options)
+
+
+def params_spec(
+    spec: AttentionSpec,
+    run: RunSpec | None = None,
+    show: Show | None = None,
+    *,
+    layer: str = "torch",
+    per_head: bool = False,
+    num_heads: tuple[int, ...] = (),
+) -> ParamsReport:
+    own, *others = layers_for_params(spec, run or RunSpec(), layer, num_heads=num_heads, per_head=per_head)
+    return report_of(own, show, per_head=per_head, beside=others)
+
+
+def params(module: nn.Module, show: Show | None = None, *, per_head: bool = False) -> ParamsReport:
+    return report_of(Subject(module, (), {}), show, per_head=per_head, called=False)
 
 
 def filled(module: nn.MultiheadAttention) -> nn.MultiheadAttention:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mha_inspect.answers.sides.settings import SETTINGS, make_sides, parse_settings
 from mha_inspect.errors import SpecError
+from mha_inspect.targets.layer_sides import SETTINGS, make_sides, parse_settings
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 
@@ -91,10 +91,3 @@ def test_wide_takes_the_whole_width_unless_it_is_told():
 
 def _plain() -> tuple[InputSpec, RunSpec]:
     return InputSpec(), RunSpec()
-
-
-def test_labels_tell_two_settings_of_one_layer_apart():
-    sides = make_sides(
-        "torch", "torch", AttentionSpec(), InputSpec(), RunSpec(), {"dtype": "float16"}, {"need_weights": False}
-    )
-    assert [side.label for side in sides] == ["torch with dtype float16", "torch with need_weights false"]

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_inspect.answers.trace import trace_module
-from mha_inspect.layers.weights import read_weights
-from mha_inspect.measure.stages import sizes_of
 from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stage_facts import StageFacts, scale_text
 
-from .drawn import LOOPS, Case, Setting, settings_of
+from .drawn import LOOPS, Case, Setting, settings_of, sizes_of
+from .layers.declared import read_weights
 from .torch_math import torch_math
 
 SOURCES = {"q_heads": "q_proj", "k_heads": "k_proj", "v_heads": "v_proj", "concat": "context"}

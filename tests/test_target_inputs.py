@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
-from mha_inspect.targets.aliases import Flags
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.shapes import InputShape, parse_shapes
 from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.values import InputShape, parse_shapes
+from mha_inspect.targets.vocabulary import Flags
 
 STYLES = str(Path(__file__).parent / "targets" / "styles.py")
 SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "batch_first": True, "seq_len": 5}
@@ -238,3 +238,36 @@ def test_a_dict_of_errors_is_printable():
     with pytest.raises(MhaInspectError) as refused:
         call(target("Configured"), ("\u202ex=2x3",))
     assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "said"),
+    [
+        ({"query": torch.zeros(3, 5, 12)}, "input", r"embed_dim 14.*Try --embed-dim 12"),
+        ({"query": torch.zeros(3, 5, 14), "key": torch.zeros(2, 5, 14)}, "input", "3, 2 and 2"),
+        (torch.zeros(7, 5, dtype=torch.bool), "attn_mask", r"`query key` \[5, 7\].*mask.T"),
+        (torch.eye(5, 7), "attn_mask", "float32 numbers 0 and 1"),
+    ],
+)
+def test_files_for_torchs_layer_are_checked_as_for_the_layer_of_that_name(held, asked, said, tmp_path):
+    file = tmp_path / "held.pt"
+    torch.save(held, file)
+    layer = target("torch.nn:MultiheadAttention", {"batch_first": "true"})
+    lengths = {} if asked == "input" else {"key_len": 7}
+    with pytest.raises(InputError, match=said):
+        call(layer, **{asked: file}, **lengths)
+
+
+def test_a_mask_of_torchs_layer_is_merged_with_the_causal_one(tmp_path):
+    file, barred = tmp_path / "mask.pt", torch.zeros(5, 5, dtype=torch.bool)
+    barred[4, 1] = True
+    torch.save(barred, file)
+    made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), attn_mask=file, causal=True)
+    assert torch.equal(made.kwargs["attn_mask"], barred | torch.ones(5, 5).triu(1).bool())
+
+
+def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
+    file = tmp_path / "query.pt"
+    torch.save(torch.randn(2, 9, 14), file)
+    made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
+    assert made.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mha_inspect.errors import SpecError
-from mha_inspect.targets.aliases import ALIASES, Flags, flag_of, plain
 from mha_inspect.targets.values import convert, parse_settings
+from mha_inspect.targets.vocabulary import ALIASES, Flags, flag_of, plain
 
 EMPTY = Parameter.empty
 

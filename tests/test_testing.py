@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from mha_inspect.layers.catalog import find_layer
-from mha_inspect.layers.weights import canonical_weights, load_weights
 from mha_inspect.targets.spec import AttentionSpec
 from mha_inspect.testing import assert_same_attention, assert_stage_shapes
+
+from .layers.declared import canonical_weights, load_weights
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
 SPEC = AttentionSpec(embed_dim=HEADS * HEAD_DIM, num_heads=HEADS)

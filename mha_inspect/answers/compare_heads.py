@@ -3,218 +3,264 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..layers.building import blank
-from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, own_spec, spec_for
-from ..measure.stage_difference import size_of
-from ..reports.common import Environment, LayerInfo
-from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair
-from ..targets.device import resolve
-from ..targets.flag_inputs import Inputs
-from ..targets.load import Layer, called_with, load_layer, plan_layer
-from ..targets.room import Room
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
-from .head_counts.focus import compare_focus, layer_weights
-from .head_counts.gradients import compare_gradients
-from .head_counts.learner import layer_learner
-from .head_counts.must_be_equal import claims, confirmed, masked_note
-from .head_counts.rows import count_row, overall, pair_rows
-from .head_counts.runs import HeadRun, Noise, walk
-from .head_counts.sentences import answer, reason
-from .head_counts.sight import sight_of_inputs
-from .head_counts.training import compare_training
-from .head_counts.weights import Carried, carry, copy_parameters
+from ..measure.stage_difference import compare_stage, distances, size_of
+from ..measure.weights import PARTS, weights_of
+from ..measure.weights import carry as carry_by_head
+from ..naming.stages import STAGES
+from ..record.rounding import judge
+from ..reports.common import Verdict
+from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus
+from ..text import plural
+from .equalities import Equalities, masked_note
+from .focus import compare_focus, focus_of_look
+from .head_runs import GIVEN, Counted, HeadRun, Look, Noise, Place, overall
+from .head_sentences import Carried, Sizes, Walk, answer, reason
+from .kernels import drops_at_random
+from .learning import Learner, compare_gradients, compare_training
+from .timing import compare_times
+from .trace import environment_of, layer_of
 
-_EXTRAS = ("pairwise", "gradients", "steps", "focus")
-USUAL_COUNTS = (1, 2, 4, 8)
+_ORDER = {part: number for number, part in enumerate(PARTS)}
+_FROM_THE_SOFTMAX = frozenset(STAGES[STAGES.index("weights") :])
 
 
-def compare_heads(heads: Sequence[int] = USUAL_COUNTS, *, layer: str = "torch", **settings: Any) -> CompareHeadsReport:
-    """The same weights and the same input through several head counts, the first being the baseline.
-
-    Settings are those of `AttentionSpec`, `InputSpec` and `RunSpec`, and of `compare_heads_spec`, by name:
-    `compare_heads((1, 2, 4), embed_dim=64, seq_len=7, causal=True)`.
-
-    Raises:
-        SpecError: a head count does not fit, or the settings contradict each other.
-        TypeError: a setting is none that there is.
-    """
-    if not heads:
-        raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
-    parts = {cls: {f.name for f in fields(cls)} & settings.keys() for cls in (InputSpec, RunSpec)}
-    inputs = InputSpec(**{name: settings.pop(name) for name in parts[InputSpec]})
-    run = RunSpec(**{name: settings.pop(name) for name in parts[RunSpec]})
-    asked = {name: settings.pop(name) for name in _EXTRAS if name in settings}
-    spec = spec_for(find_layer(layer), num_heads=heads[0], **settings)
-    return compare_heads_spec(spec, tuple(heads), inputs, run, layer=layer, **asked)
-
-
-def compare_heads_spec(
-    spec: AttentionSpec,
-    counts: Sequence[int],
-    inputs: InputSpec,
-    run: RunSpec,
+def compare_heads(
+    counted: Sequence[Counted],
     *,
-    layer: str = "torch",
     pairwise: bool = False,
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
+    time: bool = False,
 ) -> CompareHeadsReport:
-    """The same weights and the same input through several head counts.
+    """Compare modules that differ in their number of heads, the first being the baseline.
+
+    Each is given what it can hold of the baseline's weights, and run once.
 
     Args:
-        spec: the layer's other sizes and settings; its num_heads is not used.
-        counts: head counts, the first being the baseline. One that is given again is run once.
-        inputs: what goes in.
-        run: device, and whether gradients are recorded.
-        layer: name in the catalog of layers.
+        counted: a module a head count, with the same input.
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
-        focus: whether to measure what each head looks at.
+        focus: whether to measure what each head looks at, before training and after it.
+        time: whether to measure how long each head count takes.
 
     Raises:
-        SpecError: the layer is unknown, a head count does not fit, or there would be nothing to compare.
-        InputError: a file or a mask does not fit.
-        DeviceError: the device is not there, or cannot run spec.dtype.
-        DoesNotFitError: it needs more memory than there is.
+        SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
+        InputError: the baseline cannot be run in float64, which rounding is measured against; or there is no gradient.
+        RecordingError: the weights cannot be told by head, and what heads look at was asked for.
     """
-    spec = own_spec(find_layer(layer), spec)
-    specs = _specs(spec, counts)
-    check_settings(find_layer(layer), specs[0], inputs, run)
-    _require_numbers(spec, run)
-    widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
-    Room(exact=True).require(plan_layer(widest, inputs, run, layer))
-    comparison = _Comparison(specs, inputs, run, layer)
-    rows = comparison.rows
-    learners = [layer_learner(forward) for forward in comparison.forwards] if gradients or steps else []
+    baseline = HeadRun(counted[0], whole=focus)
+    _require_comparable(baseline, baseline)
+    noise = Noise(baseline)
+    runs = [baseline, *(HeadRun(one, baseline, whole=focus) for one in counted[1:])]
+    carried = [Carried(True), *(carry(baseline, run) for run in runs[1:])]
+    if baseline.layout is not None:
+        for run in runs:  # before any look: what is small and often used stays in the processor's caches after that
+            _ = run.output
+    equalities = Equalities(baseline, noise)
+    size = size_of(baseline.output)
+    rows: list[HeadCount] = []
+    sizes: list[Sizes] = []
+    walks: list[Walk] = []
+    learners: list[Learner] = []
+    seen: list[HeadsFocus] = []
+    learned: list[HeadsFocus] = []
+    for run, own in zip(runs, carried, strict=True):
+        _require_comparable(run, baseline)
+        sizes.append(_sizes(run))
+        rows.append(_row(sizes[-1], run, baseline, noise, own, size))
+        walks.append(_walk(baseline, run, noise, rows[-1].verdict) if run is not baseline else Walk((), None))
+        if gradients or steps:
+            learners.append(Learner.of(run))
+        if focus:
+            seen += focus_of_look(run.look(None), run.label)
+        _ = run.by_query
+        if run is not baseline:
+            equalities.see(run)
+            run.forget()
+    same_weights = all(one.same for one in carried)
+    cause = equalities.cause if same_weights else ""
+    for place, walk in enumerate(walks[1:], start=1):
+        why = reason(sizes[0], sizes[place], walk, rows[place], carried[place], cause)
+        rows[place] = replace(rows[place], first_differing_stage=walk.first, reason=why)
+    said = equalities.measured(runs, "" if counted[0].is_known else baseline.label) if same_weights else ()
+    masked = masked_note(runs)
+    outputs = [(run.num_heads, run.output) for run in runs]
+
+    def look_after(learner: Learner) -> None:
+        if focus:
+            learned.extend(focus_of_look(Look(learner.own), baseline.label))
+
+    training = compare_training(learners, steps, cause, look_after) if steps else None
     return CompareHeadsReport(
-        environment=Environment(torch=torch.__version__, device=run.device, dtype=spec.dtype, seed=spec.seed),
-        layer=LayerInfo(layer, plain_fields(specs[0])),
-        baseline=specs[0].num_heads,
+        environment=environment_of(baseline.own),
+        layer=layer_of(baseline.own),
+        baseline=baseline.num_heads,
         counts=tuple(rows),
         verdict=overall([row.verdict for row in rows[1:]]),
-        equalities=comparison.equalities(),
-        answer=answer(rows, comparison.carried, all_nan=comparison.all_nan()),
-        pairs=comparison.pairs() if pairwise else None,
-        gradients=compare_gradients(learners, comparison.cause()) if gradients else None,
-        training=compare_training(learners, steps, comparison.cause()) if steps else None,
-        focus=compare_focus(map(layer_weights, comparison.forwards)) if focus else None,
+        equalities=(*said, masked) if masked else said,
+        answer=answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
+        pairs=_pairs(outputs, noise.of_output) if pairwise else None,
+        gradients=compare_gradients(learners, cause) if gradients else None,
+        training=training,
+        focus=compare_focus(seen) if focus else None,
+        focus_after=compare_focus(learned, f"after {plural(steps, 'step')}") if learned else None,
+        timing=compare_times(runs) if time else None,
     )
 
 
-def _specs(spec: AttentionSpec, counts: Sequence[int]) -> list[AttentionSpec]:
-    unique = tuple(dict.fromkeys(counts))
-    if not unique:
-        raise SpecError("no head counts were given: give two or more, the first being the baseline.")
-    return [replace(spec, num_heads=count) for count in unique]
-
-
-def _require_numbers(spec: AttentionSpec, run: RunSpec) -> None:
-    if resolve(run.device, spec.dtype).type == "meta":
+def _require_comparable(run: HeadRun, base: HeadRun) -> None:
+    if drops_at_random(run.nearest.run):
         raise SpecError(
-            "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
-            "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
+            f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
+            "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
         )
-    if spec.training and spec.dropout:
+    if not run.nearest.attentions:
+        raise SpecError(f"No attention was found in {run.label}: there are no heads to compare.")
+    if run.output.shape != base.output.shape:
         raise SpecError(
-            f"dropout {spec.dropout:g} in training mode drops other weights for every head count: the outputs would "
-            "differ whatever the heads do. Take --eval or --dropout 0."
+            f"{run.label} returns {list(run.output.shape)} with num_heads {run.num_heads} and "
+            f"{list(base.output.shape)} with the baseline: outputs of one shape can be compared. Give it the sizes "
+            "that do not follow from the number of heads: --set NAME=VALUE."
+        )
+    found = run.nearest.attentions[0][1].num_heads
+    if found != run.num_heads:
+        raise SpecError(
+            f"{run.label} was built with num_heads {run.num_heads}, and its attention has {found}: something else "
+            "sets it. `mha-inspect trace` shows what it takes."
         )
 
 
-class _Comparison:
-    """Every head count run once, and compared with the first."""
-
-    def __init__(self, specs: Sequence[AttentionSpec], inputs: InputSpec, run: RunSpec, layer: str) -> None:
-        self._specs = specs
-        forward = load_layer(specs[0], inputs, run, layer)
-        self._inputs: Inputs = forward.inputs
-        self._baseline = HeadRun(forward)
-        self._noise = Noise(self._baseline)
-        self._claims = claims(sight_of_inputs(specs[0], self._inputs, *_sources(specs[0], self._inputs)))
-        self._runs = [self._baseline]
-        self.carried = [Carried(True, (), ())]
-        for spec in specs[1:]:
-            other = _with_heads(forward, spec, inputs)
-            self.carried.append(carry(forward.module, other.module))
-            self._runs.append(HeadRun(other, self._baseline))
-        # All are run first: what is small and often used stays in the processor's caches after that.
-        self._returned = [one.output for one in self._runs]
-        self._size = size_of(self._baseline.output)
-        self.rows = [self._row(run, carried) for run, carried in zip(self._runs, self.carried, strict=True)]
-
-    def _row(self, one: HeadRun, carried: Carried) -> HeadCount:
-        spec = one.forward.spec
-        outputs = (self._baseline.output, one.output)
-        row = count_row(spec, one.forward.module, outputs, self._noise.of_output, carried, self._size)
-        if one is not self._baseline:
-            found = walk(self._baseline, one, self._noise, to_the_end=row.verdict != "differs")
-            one.forget()
-            why = reason(self._specs[0], spec, found, row, carried, self._claimed() if carried.same else "")
-            row = replace(row, first_differing_stage=found.first, reason=why)
-        return row
-
-    @property
-    def forwards(self) -> list[Layer]:
-        """The layer of each head count, the baseline first."""
-        return [run.forward for run in self._runs]
-
-    def cause(self) -> str:
-        """Why every output must be equal, where one thing is the cause for all rows."""
-        return self._claimed() if all(one.same for one in self.carried) else ""
-
-    def _claimed(self) -> str:
-        return next((claim.short for claim in self._claims if bool(claim.rows.all())), "")
-
-    @property
-    def _outputs(self) -> list[Tensor]:
-        """`batch query embed` of each head count, the baseline first."""
-        return [run.batch_first for run in self._runs]
-
-    def all_nan(self) -> bool:
-        """Whether there is no number in any output."""
-        apart = any(row.max_abs_difference for row in self.rows)  # NaN beside NaN is no difference
-        return not apart and all(bool(output.isnan().all()) for output in self._returned)
-
-    def equalities(self) -> tuple[str, ...]:
-        """Where outputs must be equal, why, and what was measured there."""
-        said = []
-        if all(one.same for one in self.carried) and len(self._outputs) > 1:
-            said = [confirmed(claim, self._outputs, self._noise.of_output) for claim in self._claims]
-        masked = self._inputs.fully_masked_rows(self._specs[0].num_heads)
-        return (*said, masked_note(masked, self._outputs)) if masked else tuple(said)
-
-    def pairs(self) -> tuple[HeadPair, ...]:
-        """Every head count against every other."""
-        return pair_rows([(run.num_heads, run.output) for run in self._runs], self._noise.of_output)
+def carry(baseline: HeadRun, run: HeadRun) -> Carried:
+    """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
+    mine, theirs = baseline.module, run.module
+    given, own = mine.state_dict(), theirs.state_dict()
+    fitting = {name: tensor for name, tensor in given.items() if name in own and own[name].shape == tensor.shape}
+    theirs.load_state_dict(fitting, strict=False)
+    if fitting.keys() == given.keys() == own.keys():
+        return Carried(True)
+    went: list[str] = []
+    left_out: list[str] = []
+    covered: set[str] = set()
+    pairs = [weights_of(one.nearest.run, one.module) for one in (baseline, run)]
+    run.forget()  # what it was before the weights went into it
+    for source, destination in zip(*pairs, strict=False):
+        carried = carry_by_head(source, destination)
+        went += carried.went
+        left_out += [f"{one.part} {one.reason}" for one in sorted(carried.left_out, key=lambda one: _ORDER[one.part])]
+        held = (*source.projections.values(), *destination.projections.values())
+        covered |= {name for projection in held for name in projection.parameters}
+    went += [name for name in fitting if name not in covered]
+    changes = left_out + [
+        f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new"
+        for name, tensor in own.items()
+        if name not in fitting and name not in covered
+    ]
+    changes += [f"{name} is gone" for name in given if name not in own and name not in covered]
+    numbers = [_numel(one) for one in (mine, theirs)]
+    if not changes and numbers[0] != numbers[1]:
+        changes = [f"{numbers[0]:,} parameters become {numbers[1]:,}"]
+    return Carried(not changes, tuple(went), tuple(changes))
 
 
-def _with_heads(forward: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
-    """The same inputs into a layer with another head count."""
-    if forward.inputs.attn_mask is not None and forward.inputs.attn_mask.dim() == 3:
-        # A mask for each head: the file has to fit this count of them.
-        return load_layer(spec, inputs, forward.run, forward.layer)
-    code = find_layer(forward.layer).load()
-    with blank():
-        module = code.build(spec, forward.run.device)
-    if not copy_parameters(forward.module, module):
-        module = code.build(spec, forward.run.device)
-    return called_with(module, spec, forward.run, forward.inputs, forward.layer)
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _sources(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Key and value as `batch key width`."""
-    if inputs.unbatched:
-        return inputs.key[None], inputs.value[None]
-    if spec.batch_first:
-        return inputs.key, inputs.value
-    return inputs.key.transpose(0, 1), inputs.value.transpose(0, 1)
+def _sizes(run: HeadRun) -> Sizes:
+    head_dim = run.nearest.attentions[0][1].head_dim
+    return Sizes(run.num_heads, head_dim, turned=bool(run.own.made_with.get("rope")))
+
+
+def _row(own: Sizes, run: HeadRun, baseline: HeadRun, noise: Noise, carried: Carried, size: float) -> HeadCount:
+    """The row of one head count, without the reason."""
+    largest, relative = distances(baseline.output, run.output, size)
+    times, verdict = judge(largest, noise.of_output)
+    return HeadCount(
+        num_heads=own.num_heads,
+        head_dim=own.head_dim,
+        numel=_numel(run.module),
+        same_parameters=carried.same,
+        output_shape=tuple(run.output.shape),
+        max_abs_difference=largest,
+        relative_difference=relative,
+        noise_floor=noise.of_output,
+        times_noise=times,
+        verdict=verdict,
+        first_differing_stage=None,
+        reason="The baseline.",
+    )
+
+
+def _pairs(outputs: Sequence[tuple[int, Tensor]], noise_floor: float) -> tuple[HeadPair, ...]:
+    """Every head count against every other."""
+    pairs = []
+    for (one, left), (other, right) in combinations(outputs, 2):
+        largest, relative = distances(left, right)
+        pairs.append(HeadPair(one, other, largest, relative, *judge(largest, noise_floor)))
+    return tuple(pairs)
+
+
+def _walk(baseline: HeadRun, run: HeadRun, noise: Noise, verdict: Verdict) -> Walk:
+    """Compare stage by stage, by content, to see where two head counts part and where they meet again.
+
+    Up to the scores, which are a number for each pair of a query and a key, a few positions show what all of them do.
+    Where nothing differs there, whole sequences are looked at: the first, and those where the outputs are apart.
+    """
+    if baseline.layout is None:
+        return _walk_at(None, baseline, run, noise)
+    if verdict == "differs":
+        found = _walk_at(Place(few=True), baseline, run, noise)
+        if found.first is not None:
+            return found
+    found = _walk_at(Place(), baseline, run, noise)
+    mine, theirs = baseline.by_query, run.by_query
+    if found.first is not None or verdict == "same" or mine is None or theirs is None:
+        return found
+    apart = (mine - theirs).abs().amax(dim=(1, 2))
+    furthest = Place(int(apart.nan_to_num(nan=-1.0).argmax()))
+    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run, noise)
+
+
+def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise) -> Walk:
+    mine, theirs = baseline.look(where), run.look(where)
+    found = Walk((), None)
+    for place in range(min(len(mine.attentions), len(theirs.attentions))):
+        found = _walk_attention(place, where, mine, theirs, noise)
+        if found.first is not None or (where is not None and where.few):
+            break
+    weights = mine.get(0, "weights")
+    few = weights.shape[2] if weights is not None and baseline.place_of(where) is not None else 0
+    unnamed = {*mine.unnamed, *theirs.unnamed} if found.first is None else set()
+    return replace(found, looked_at=few, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
+
+
+def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look, noise: Noise) -> Walk:
+    same: list[str] = []
+    first, note, rejoined = None, "", None
+    for stage in STAGES:
+        if where is not None and where.few and stage in _FROM_THE_SOFTMAX:
+            break
+        left, right = mine.get(place, stage), theirs.get(place, stage)
+        if stage in GIVEN or left is None or right is None:
+            continue
+        row = compare_stage(stage, left, right, partial(noise.of_stage, place, stage, where, right))
+        if first is not None:
+            rejoined = None if row.verdict == "differs" else rejoined or stage
+        elif row.verdict != "differs":
+            same.append(stage)
+        else:
+            first = stage
+            if row.max_abs_difference is None:
+                wider = left.shape[:-1] == right.shape[:-1]  # where few were looked at, the width alone is the whole's
+                note = f"{right.shape[-1]} features wide instead of {left.shape[-1]}" if wider else ""
+                note = note or f"{list(right.shape)} instead of {list(left.shape)}"
+    return Walk(tuple(same), first, note, rejoined)

@@ -1,45 +1,54 @@
-"""diff: two layers, or one under two settings, with the same weights and the same input, stage by stage."""
+"""diff: two subjects with the same input, and the same weights as far as those can be carried, stage by stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from einops import repeat
+import torch
 from torch import Tensor
 
-from ..errors import DeviceError, WeightsError
-from ..layers.weights import read_weights
-from ..naming.stages import STAGES
+from ..errors import DeviceError
+from ..measure.stage_difference import BLOCKED_BELOW, compare_stage
+from ..naming.stages import CANONICAL_AXES, STAGES
+from ..reports.common import Verdict
 from ..reports.diff import (
     DiffReport,
+    MaskedRowPair,
+    NoiseSource,
     OtherWay,
-    SharedWeights,
+    OutputDifference,
+    RowContent,
+    SideName,
     StageRow,
+    StageSide,
 )
 from ..targets.device import resolve
-from ..targets.load import plan_layer
+from ..targets.layer_sides import LayerSide, make_sides
+from ..targets.load import load_layer, plan_layer
 from ..targets.room import Room
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec
-from .sides.compared import (
-    Rows,
-    blocked,
-    compare_elsewhere,
-    compare_outputs,
-    masked_row,
-    noise_source,
-    other_way,
-    stage_row,
-)
-from .sides.parameter_pairs import parameter_pairs
-from .sides.run import LayerRun
-from .sides.settings import Side, make_sides
-from .sides.shared_weights import draw, finer_dtype
-from .sides.words import Measured, answer, notes, stage_note
+from .diff_answer import Blocked, answer, notes, stage_note
+from .parameter_pairs import parameter_pairs
+from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share, share_drawn
+from .side import Rows, Side, SideRun, without
 
 
-def diff_spec(
+def diff(left: SideRun, right: SideRun, *, carry: bool = True) -> DiffReport:
+    """Compare two sides that get the same input, with the same weights as far as those can be carried.
+
+    Without `carry` each keeps the weights that it has. The attentions of both are paired in the order in which they are
+    computed. Stages are compared in canonical axes, and judged by the larger rounding error of the two, measured
+    against float64 in this run.
+
+    Raises `InputError` where a side cannot be run in float64.
+    """
+    return _Comparison(left, right, share(left, right) if carry else AS_THEY_ARE).report()
+
+
+def diff_layers(
     left: str,
     right: str,
     spec: AttentionSpec,
@@ -49,11 +58,9 @@ def diff_spec(
     left_set: Mapping[str, Any] | None = None,
     right_set: Mapping[str, Any] | None = None,
 ) -> DiffReport:
-    """Compare two layers built from the same spec, each with settings of its own where there are any.
+    """Compare two layers of the catalog, built from the same spec, each with settings of its own where there are any.
 
-    Both get the same weights as far as each has a place for them, and the same input. Stages are compared in canonical
-    axes; the outputs are those of the plain forwards, as PyTorch runs them. What a difference means is judged by the
-    rounding error of the coarser of the two, measured against float64 in this run.
+    Both get the same drawn weights as far as each has a place for them, and the same input.
 
     Args:
         left: name in the catalog of layers.
@@ -71,122 +78,262 @@ def diff_spec(
         DeviceError: the device is not there, cannot run the dtype, or has no numbers (meta).
         DoesNotFitError: the runs would need more memory than is free.
     """
-    sides = make_sides(left, right, spec, inputs, run, left_set or {}, right_set or {})
-    for side in sides:
+    planned = make_sides(left, right, spec, inputs, run, left_set or {}, right_set or {})
+    for side in planned:
         if resolve(side.run.device, side.spec.dtype).type == "meta":
             raise DeviceError(
                 "device meta has shapes and no numbers, and diff compares numbers. Try --device cpu, or "
                 "`mha-inspect trace --device meta` for the shapes."
             )
-    _require_fit(*sides)
-    weights = draw(*sides)
-    ours, theirs = (LayerRun(side, part, finer_dtype(*sides)) for side, part in zip(sides, weights, strict=True))
-    rows = _fully_masked(ours, theirs)
-    stages = tuple(_stage_row(stage, ours, theirs, rows) for stage in STAGES if _either_has(stage, ours, theirs))
-    differing = [row.name for row in stages if row.verdict == "differs"]
-    output = compare_outputs(ours, theirs, rows)
-    pairs = parameter_pairs(*sides, (ours.forward.module, theirs.forward.module))
-    report = DiffReport(
-        left=ours.report(rows),
-        right=theirs.report(rows),
-        weights=_shared_weights(ours, theirs, rows),
-        noise=noise_source(**{side.name: side.spec.dtype for side in sides}),
-        stages=stages,
-        first_differing_stage=differing[0] if differing else None,
-        output=output,
-        verdict=output.verdict,
-        parameters=pairs,
-        masked_rows=tuple(masked_row(row, _both("weights", ours, theirs), (ours, theirs)) for row in rows),
-        elsewhere=compare_elsewhere(ours, theirs, rows),
-        notes=(),
-        answer=(),
-    )
-    barred = blocked(_both("masked_scores", ours, theirs), _both("weights", ours, theirs), rows)
-    measured = Measured(report, *sides, blocked=barred)
-    return replace(report, notes=notes(measured), answer=answer(measured))
-
-
-def _both(stage: str, left: LayerRun, right: LayerRun) -> list[Tensor | None]:
-    return [left.opened.get(stage), right.opened.get(stage)]
-
-
-def _require_fit(left: Side, right: Side) -> None:
-    """Raise `DoesNotFitError` where both sides, and each in float64 and all kept, need more memory than is free."""
     room = Room(kept=True, exact=True)
-    for side in (left, right):
+    for side in planned:
         room.require(plan_layer(side.spec, side.inputs, side.run, side.kind.name))
+    finer = min((side.spec.dtype for side in planned), key=lambda name: torch.finfo(getattr(torch, name)).eps)
+    runs = [_layer_run(side, finer) for side in planned]
+    shared = share_drawn(runs[0], runs[1], planned, finer)
+    unheard = dict.fromkeys(sentence for side in planned for sentence in side.unheard)
+    return _Comparison(runs[0], runs[1], shared, tuple(unheard)).report()
 
 
-def _either_has(stage: str, left: LayerRun, right: LayerRun) -> bool:
-    return stage in left.opened.stages or stage in right.opened.stages
+def _layer_run(side: LayerSide, finer: Any) -> SideRun:
+    def made(spec: AttentionSpec) -> Any:
+        return load_layer(spec, side.inputs, side.run, side.kind.name)
+
+    exact = made(replace(side.spec, dtype=finer)) if finer != side.spec.dtype else None
+    return SideRun(Side(side.name, made(side.spec), side.settings, exact))
 
 
-def _stage_row(stage: str, left: LayerRun, right: LayerRun, rows: Rows) -> StageRow:
-    ours, theirs = left.opened.get(stage), right.opened.get(stage)
-    note = ""
-    if stage in ("k_proj", "v_proj") and ours is not None and theirs is not None:
-        ours, theirs, note = _repeated(left, right, ours, theirs)
+class _Comparison:
+    """Two sides with their weights in place, run."""
 
-    def floor() -> float:
-        assert ours is not None
-        assert theirs is not None
-        return max(left.stage_floor(stage, theirs, rows), right.stage_floor(stage, ours, rows))
+    def __init__(self, left: SideRun, right: SideRun, shared: Shared, noted: tuple[str, ...] = ()) -> None:
+        self._left, self._right, self._shared, self._noted = left, right, shared, noted
 
-    def missing() -> str:
-        return stage_note(stage, *_having(stage, left), *_having(stage, right))
+    @property
+    def _counts(self) -> list[int]:
+        return [len(run.run.attentions) for run in (self._left, self._right)]
 
-    return stage_row(stage, (left.stage(stage), right.stage(stage)), (ours, theirs), rows, floor, missing, note)
+    @cached_property
+    def _masked(self) -> list[Rows]:
+        """For each attention the queries that have no key to look at, on either side."""
+        runs = (self._left, self._right)
+        return [sorted({row for run in runs for row in run.masked_queries(n)}) for n in range(max(self._counts))]
+
+    @cached_property
+    def _masked_outputs(self) -> Rows:
+        """The masked queries of all attentions that are rows of the output."""
+        rows = self._left.rows
+        if rows is None:
+            return []
+        every = {row for masked in self._masked for row in masked}
+        return sorted((batch, query) for batch, query in every if batch < rows[0] and query < rows[1])
+
+    def report(self) -> DiffReport:
+        """Return the report, with its sentences."""
+        left, right, shared, rows = self._left, self._right, self._shared, self._masked_outputs
+        several = max(self._counts) > 1
+        stages = tuple(
+            replace(row, attention=place + 1 if several else None)
+            for place in range(max(self._counts))
+            for row in self._stage_rows(place)
+        )
+        output = _compare_outputs(left, right, rows)
+        report = DiffReport(
+            left=left.report(rows),
+            right=right.report(rows),
+            weights=replace(shared.report, other_way=self._other_way()),
+            noise=_noise_source(left.side.dtype, right.side.dtype),
+            stages=stages,
+            first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
+            output=output,
+            verdict=output.verdict,
+            parameters=parameter_pairs(left, right),
+            masked_rows=tuple(
+                self._masked_row(place, *row, place + 1 if several else None)
+                for place, masked in enumerate(self._masked)
+                for row in masked
+            ),
+            elsewhere=self._elsewhere(),
+            notes=(),
+            answer=(),
+        )
+        blocked = self._blocked() if self._masked else None
+        noted = (*self._noted, *notes(report, (left.drops, right.drops), self._counts, blocked))
+        return replace(report, notes=noted, answer=answer(report, shared, blocked))
+
+    def _stage_rows(self, place: int) -> Iterator[StageRow]:
+        left, right = self._left, self._right
+        for stage in STAGES:
+            one, other = left.stage(place, stage), right.stage(place, stage)
+            if one is not None or other is not None:
+                yield self._stage_row(place, stage, one, other)
+
+    def _stage_row(self, place: int, stage: str, one: StageSide | None, other: StageSide | None) -> StageRow:
+        """A stage on both sides, compared."""
+        left, right, rows = self._left, self._right, self._masked[place]
+        ours, theirs = left.get(place, stage), right.get(place, stage)
+        note = ""
+        if stage in ("k_proj", "v_proj") and ours is not None and theirs is not None and ours.shape != theirs.shape:
+            ours, theirs, note = self._in_query_heads(place, stage, ours, theirs)
+
+        def floor() -> float:
+            assert ours is not None
+            assert theirs is not None
+            return max(left.floor(place, stage, theirs, rows), right.floor(place, stage, ours, rows))
+
+        found = compare_stage(stage, ours, theirs, floor)
+        if found.verdict is None:
+            note = self._why_not_compared(place, stage, one, other)
+        elif found.verdict == "differs" and ours is not None and theirs is not None and _leaves_some(stage, ours, rows):
+            rest = compare_stage(stage, without(stage, ours, rows), without(stage, theirs, rows), floor)
+            note = f"without the fully masked queries: {rest.verdict}" if rest.verdict != "differs" else note
+        if found.compared != CANONICAL_AXES[stage]:
+            note = f"compared by {found.compared}"
+        return StageRow(
+            name=stage,
+            left=one,
+            right=other,
+            compared=found.compared,
+            max_abs_difference=found.max_abs_difference,
+            relative_difference=found.relative_difference,
+            noise_floor=found.noise_floor,
+            times_noise=found.times_noise,
+            verdict=found.verdict,
+            note=note or found.note,
+        )
+
+    def _in_query_heads(self, place: int, stage: str, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, str]:
+        """Keys or values of both with one for every head, those that are shared repeated."""
+        one, left = self._left.in_query_heads(place, stage, ours)
+        other, right = self._right.in_query_heads(place, stage, theirs)
+        if one.shape != other.shape:
+            return ours, theirs, ""
+        counts = [run.run.attentions[place][1].num_kv_heads for run in (self._left, self._right)]
+        said = [
+            f"each key/value head on the {name}, of {count}, stands for {each}"
+            for name, count, each in zip(("left", "right"), counts, (left, right), strict=True)
+            if each > 1
+        ]
+        return one, other, " and ".join(said)
+
+    def _why_not_compared(self, place: int, stage: str, one: StageSide | None, other: StageSide | None) -> str:
+        runs = (self._left, self._right)
+        for run in runs:
+            if place >= len(run.run.attentions):
+                return f"{run.side.label} has no attention {place + 1}"
+        for run, side in zip(runs, (one, other), strict=True):
+            words = () if side is None else side.axes.replace("(", "").replace(")", "").split()
+            if {"qkv", "qk", "kv", "packed"} & set(words):
+                how = "makes it in one product with others, and cuts that into heads and projections at once"
+                return f"{run.side.label} {how}"
+        return stage_note(stage, *((run.side.label, frozenset(run.run.attentions[place][0].stages)) for run in runs))
+
+    def _elsewhere(self) -> OutputDifference | None:
+        """The outputs without the masked rows; None where there are none, or no others, or they are not rows of it."""
+        rows, shape = self._masked_outputs, self._left.rows
+        if not rows or shape is None or len(rows) == shape[0] * shape[1]:
+            return None
+        return _compare_outputs(self._left, self._right, rows, leave_out=True)
+
+    def _other_way(self) -> OtherWay | None:
+        """What comes of the numbers of the side with a place for fewer in the other one; None where there is none."""
+        found = in_the_fuller(self._shared, self._left, self._right)
+        if found is None:
+            return None
+        poorer, fuller, again = found
+        # The copy rounds as the fuller side does: it need not be run in float64 once more.
+        both = _compare_outputs(
+            poorer, again, self._masked_outputs, leave_out=poorer.rows is not None, floors=(poorer, fuller)
+        )
+        if both.max_abs_difference is None or both.times_noise is None:
+            return None
+        return OtherWay(
+            source=poorer.side.name,
+            max_abs_difference=both.max_abs_difference,
+            times_noise=both.times_noise,
+            verdict=both.verdict,
+            sentence=f"with the numbers of {poorer.side.label} in {fuller.side.label}, both outputs are {both.verdict}",
+        )
+
+    def _masked_row(self, place: int, batch: int, query: int, attention: int | None) -> MaskedRowPair:
+        """What comes out of a query that has no key to look at, on both sides."""
+
+        def of_weights(run: SideRun) -> RowContent:
+            content = run.get(place, "weights")
+            inside = content is not None and batch < content.shape[0] and query < content.shape[2]
+            return _content(content[batch, :, query]) if content is not None and inside else "finite"
+
+        def of_output(run: SideRun) -> RowContent:
+            inside = run.rows is not None and batch < run.rows[0] and query < run.rows[1]
+            kind = _content(run.output[batch, query]) if inside else "finite"
+            return "finite" if kind == "uniform" else kind
+
+        left, right = self._left, self._right
+        found = (of_weights(left), of_weights(right), of_output(left), of_output(right))
+        return MaskedRowPair(batch, query, *found, attention)
+
+    def _blocked(self) -> Blocked | None:
+        """What a mask puts in the place of a score on each side; None where there is no mask on a side."""
+        runs = (self._left, self._right)
+        found = [run.get(0, stage) for stage in ("masked_scores", "weights") for run in runs]
+        known = [tensor.cpu() for tensor in found if tensor is not None]
+        if len(known) != 4 or len({tensor.shape for tensor in known}) != 1:
+            return None
+        scores, weights = known[:2], known[2:]
+        places = (scores[0] < BLOCKED_BELOW) & (scores[1] < BLOCKED_BELOW)
+        for batch, query in self._masked[0]:
+            places[batch, :, query] = False
+        if not bool(places.any()):
+            return None
+        zero = all(not bool(tensor[places].any()) for tensor in weights)
+        return Blocked(_written(scores[0][places]), _written(scores[1][places]), int(places.sum()), zero)
 
 
-def _having(stage: str, side: LayerRun) -> tuple[str, frozenset[str]]:
-    return side.side.label, frozenset(side.opened.stages)
+def _leaves_some(stage: str, content: Tensor, rows: Rows) -> bool:
+    """Whether there are such queries, and others beside them."""
+    queries = content.shape[2 if "heads" in CANONICAL_AXES[stage].split() else 1]
+    return 0 < len(rows) < content.shape[0] * queries
 
 
-def _repeated(left: LayerRun, right: LayerRun, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, str]:
-    """`batch key (kv_heads head_dim)` of both with as many key/value heads, those that are shared repeated."""
-    counts = left.side.spec.kv_heads, right.side.spec.kv_heads
-    if counts[0] == counts[1] or left.side.spec.num_heads != right.side.spec.num_heads:
-        return ours, theirs, ""
-    heads = left.side.spec.num_heads
-    pattern = "batch key (kv_heads head_dim) -> batch key (kv_heads group head_dim)"
-    both = [
-        repeat(content, pattern, kv_heads=count, group=heads // count)
-        for content, count in zip((ours, theirs), counts, strict=True)
-    ]
-    shared = [
-        f"each key/value head on the {name}, of {count}, stands for {heads // count}"
-        for name, count in zip(("left", "right"), counts, strict=True)
-        if count != heads
-    ]
-    return both[0], both[1], " and ".join(shared)
+def _compare_outputs(
+    left: SideRun,
+    right: SideRun,
+    rows: Rows,
+    *,
+    leave_out: bool = False,
+    floors: tuple[SideRun, SideRun] | None = None,
+) -> OutputDifference:
+    """The outputs, judged by the larger rounding error of both, or of `floors`; with `leave_out` without the rows."""
+    ours, theirs = left.output, right.output
+    if ours.shape != theirs.shape:
+        return OutputDifference(None, None, None, None, "differs")
+    if leave_out:
+        ours, theirs = (without("output", side, rows) for side in (ours, theirs))
+    measured = floors or (left, right)
+    found = compare_stage("output", ours, theirs, lambda: max(run.output_floor(rows) for run in measured))
+    verdict: Verdict = found.verdict or "differs"
+    return OutputDifference(
+        found.max_abs_difference, found.relative_difference, found.noise_floor, found.times_noise, verdict
+    )
 
 
-def _shared_weights(left: LayerRun, right: LayerRun, rows: Rows) -> SharedWeights:
-    reasons = (*left.left_out, *right.left_out)
-    if not reasons:
-        return SharedWeights(True, "every number of the one is in the other.", (), None)
-    sentence = "as far as both have a place for them: each has all that it can hold of the same numbers."
-    return SharedWeights(False, sentence, tuple(dict.fromkeys(reasons)), _other_way(left, right, rows))
+def _noise_source(left: str, right: str) -> NoiseSource:
+    """What the rounding is of: the coarser dtype, and the sides that have it."""
+    sides: dict[SideName, str] = {"left": left, "right": right}
+    steps = {name: torch.finfo(getattr(torch, dtype)).eps for name, dtype in sides.items()}
+    names = tuple(name for name in sides if steps[name] == max(steps.values()))
+    return NoiseSource(sides[names[0]], names)
 
 
-def _other_way(left: LayerRun, right: LayerRun, rows: Rows) -> OtherWay | None:
-    """The weights of the side that left something out, in the one that has a place for all."""
-    if bool(left.left_out) == bool(right.left_out):
-        return None
-    poorer, richer = (left, right) if left.left_out else (right, left)
-    try:
-        weights = read_weights(poorer.forward.module)
-        if weights.num_heads != richer.side.spec.num_heads:
-            weights = weights.with_heads(richer.side.spec.num_heads)
-        again = LayerRun(richer.side, weights, finer_dtype(left.side, right.side))
-    except WeightsError:
-        return None
-    if again.left_out:
-        return None
-    return other_way(poorer, again, rows, poorer.side.name, poorer.side.label, richer.side.label)
+def _content(row: Tensor) -> RowContent:
+    if bool(row.isnan().any()):
+        return "nan"
+    if not bool(row.any()):
+        return "zero"
+    low, high = row.double().aminmax()
+    return "uniform" if float(high - low) <= 1e-2 * float(high) else "finite"
 
 
-def _fully_masked(left: LayerRun, right: LayerRun) -> list[tuple[int, int]]:
-    """(batch, query) of every row that has no key to look at, on either side."""
-    rows = [row for side in (left, right) for row in side.forward.inputs.fully_masked_rows(side.side.spec.num_heads)]
-    return sorted(set(rows))
+def _written(scores: Tensor) -> str:
+    lowest = float(scores.double().min())
+    return "−inf" if lowest == float("-inf") else f"about {lowest:.2g}".replace("-", "−").replace("e+", "e")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,17 +16,18 @@ from ..layers.settings import own_spec
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
-from ..record.subject import Subject
-from ..reports.common import Environment, LayerInfo
+from ..record.subject import Run, Subject
+from ..reports.common import LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
-from ..targets.flag_inputs import make_inputs
-from ..targets.load import load_layer
+from ..targets.layer_inputs import arguments_of, make_inputs
+from ..targets.load import Layer, load_layer
 from ..targets.memory import require_memory
-from ..targets.placing import arguments_of
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
+from .trace import environment_of
 
 _INPUTS = InputSpec(batch=2, seq_len=5)
 """On what a layer built from flags is run: small, and of no size one."""
@@ -45,7 +46,6 @@ class _Known:
     formula: str = ""
     formula_numel: int | None = None
     proof: PerHeadProof | None = None
-    has_attention: bool = True
 
     def of(self, name: str, parameter: torch.Tensor) -> ParameterRole:
         """The role of one parameter. What nothing is known of keeps its sizes for axes."""
@@ -53,24 +53,10 @@ class _Known:
         return replace(role, axes=role.axes or " ".join(map(str, parameter.shape)))
 
 
-def params_spec(
-    spec: AttentionSpec,
-    run: RunSpec,
-    show: Show,
-    *,
-    layer: str = "torch",
-    per_head: bool = False,
-    num_heads: tuple[int, ...] = (),
-) -> ParamsReport:
-    """The parameters of a layer built from a spec.
-
-    Args:
-        spec: the layer's sizes and settings.
-        run: for the device; on meta there are shapes and counts, and no content.
-        show: whether statistics and values are shown.
-        layer: name in the catalog of layers.
-        per_head: whether to show each head's rows and columns, and to prove them by running.
-        num_heads: several head counts are set side by side, with what changes between them.
+def layers_for_params(
+    spec: AttentionSpec, run: RunSpec, layer: str = "torch", *, num_heads: Sequence[int] = (), per_head: bool = False
+) -> list[Layer]:
+    """Build a layer for each of several head counts, or one as the spec says, on little input.
 
     Raises:
         SpecError: the layer is unknown, or a head count does not fit.
@@ -79,93 +65,98 @@ def params_spec(
     """
     kind = find_layer(layer)
     spec = own_spec(kind, spec)
-    device = resolve(run.device, spec.dtype)
-    _require_memory(kind, spec, device, per_head, several=len(num_heads) > 1)
-    every = [replace(spec, num_heads=count) for count in num_heads] if len(num_heads) > 1 else []
-    forward = load_layer(spec, _INPUTS, run, layer)
-    known = _with_formula(_read_off(forward, per_head), kind, spec)
-    module = forward.module
-    columns, changes = side_by_side([_counted(one, run, layer) for one in every]) if every else (None, "")
-    return ParamsReport(
-        environment=Environment(torch=torch.__version__, device=str(device), dtype=spec.dtype, seed=spec.seed),
-        layer=LayerInfo(name=layer, spec=plain_fields(spec)),
-        parameters=_parameters(module, known, show, per_head),
-        total=_total(module, known),
-        per_head_proof=known.proof,
-        side_by_side=columns,
-        changes=changes,
-    )
+    specs = [replace(spec, num_heads=count) for count in num_heads] or [spec]
+    _require_memory(kind, specs[0], resolve(run.device, spec.dtype), per_head, several=len(specs) > 1)
+    return [load_layer(one, _INPUTS, run, layer) for one in specs]
 
 
 def params(
-    module: nn.Module, *, own: Subject | None = None, show: Show | None = None, per_head: bool = False
+    own: Subject,
+    show: Show | None = None,
+    *,
+    per_head: bool = False,
+    norms: bool = False,
+    beside: Sequence[Subject] = (),
+    called: bool = True,
 ) -> ParamsReport:
-    """The parameters of any module.
+    """Report every parameter of a module.
 
     Args:
-        module: any module.
-        own: a call of it, which is run once and recorded: what the parameters are for is read off that, and which rows
-            and columns belong to which head. Without one it is said where the kind of module tells it. The run leaves
-            buffers and generators as they were.
+        own: is run once and recorded: what the parameters are for is read off that, and which rows and columns belong
+            to which head. The run leaves buffers and generators as they were.
         show: whether statistics and values are shown.
-        per_head: whether to show each head's rows and columns.
+        per_head: whether to show each head's rows and columns, and to prove them by running.
+        norms: whether to measure each head's part of each matrix.
+        beside: the same under other head counts, to be set side by side.
+        called: whether the arguments are those of a call. Without one it is said what the kind of module tells.
 
     Raises:
-        InputError: the module has lazy parameters, which have no shape before its first call.
+        InputError: the module has lazy parameters, which have no shape before its first call; or nothing tells how many
+            heads the attention has that is to be set side by side.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in own.module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
-    by_kind = _by_kind(module, per_head and own is None)
-    known, notes = by_kind, tuple[str, ...]()
-    if own is not None:
-        seen = _read_off(own, per_head)
-        # What a recording shows stands where a kind of module says less.
-        axes = {name: replace(r, axes=r.axes or by_kind.roles.get(name, r).axes) for name, r in seen.roles.items()}
-        known = replace(
-            seen, roles={**by_kind.roles, **axes}, formula=by_kind.formula, formula_numel=by_kind.formula_numel
-        )
-        if not seen.has_attention:
-            notes = ("No attention was found in the forward: it tells what reads the parameters.",)
-    first = next(module.parameters(), None)
+    seen = _seen(own, per_head) if called else None
+    known = _known(own, seen, per_head)
+    counted = [_counted(own, seen), *(_counted(one, _seen(one, False)) for one in beside)] if seen and beside else []
+    columns, changes = side_by_side(counted) if counted else (None, "")
+    no_attention = seen is not None and not seen.attentions
     return ParamsReport(
-        environment=Environment(
-            torch=torch.__version__,
-            device="cpu" if first is None else str(first.device),
-            dtype="" if first is None else _dtype(first),
-            seed=None,
-        ),
-        layer=LayerInfo(name=type(module).__qualname__, spec={}),
-        parameters=_parameters(module, known, Show() if show is None else show, per_head),
-        total=_total(module, known),
+        environment=replace(environment_of(Subject(own.module, (), {})), seed=own.seed),
+        layer=LayerInfo(own.label or type(own.module).__qualname__, dict(own.made_with)),
+        parameters=_parameters(own.module, known, Show() if show is None else show, per_head),
+        total=_total(own.module, known),
         per_head_proof=known.proof,
-        notes=notes,
+        side_by_side=columns,
+        changes=changes,
+        notes=("No attention was found in the forward: it tells what reads the parameters.",) if no_attention else (),
+        head_norms=head_norms(own.module, _parameters(own.module, known, Show(), per_head=True)) if norms else None,
     )
 
 
-def _read_off(own: Subject, per_head: bool) -> _Known:
-    """What a run of the module shows its parameters to be for; it leaves no trace.
-
-    Where heads are to be proved, dropout is off, which would change them.
-    """
+def _seen(own: Subject, per_head: bool) -> Run:
+    """Run the module, which leaves no trace; where heads are to be proved, without dropout, which would change them."""
     training = [module for module in own.module.modules() if module.training] if per_head else []
     for module in training:
         module.training = False
     try:
         with torch.no_grad(), own.replaying(own.state()):
             # Kept for tables of indices: which features they pick is a matter of their numbers.
-            seen = own.recorded(keep=True)
+            return own.recorded(keep=True)
     finally:
         for module in training:
             module.training = True
-    proof = prove(own, seen) if per_head else None
-    return _Known(roles_of(seen), proof=proof, has_attention=bool(seen.attentions))
 
 
-def _counted(spec: AttentionSpec, run: RunSpec, layer: str) -> Counted:
-    forward = load_layer(spec, _INPUTS, run, layer)
-    parameters = {name: parameter.detach() for name, parameter in forward.module.named_parameters()}
-    return Counted(spec.num_heads, int(spec.head_dim), parameters, _read_off(forward, False).roles)
+def _known(own: Subject, seen: Run | None, per_head: bool) -> _Known:
+    """What a run shows, and where it says less, what the kinds of the module's parts tell."""
+    if isinstance(own, Layer) and seen is not None:
+        return _with_formula(_read_off(own, seen, per_head), find_layer(own.layer), own.spec)
+    by_kind = _by_kind(own.module, per_head and seen is None)
+    if seen is None:
+        return by_kind
+    shown = _read_off(own, seen, per_head)
+    roles = {name: replace(r, axes=r.axes or by_kind.roles.get(name, r).axes) for name, r in shown.roles.items()}
+    return replace(by_kind, roles={**by_kind.roles, **roles}, proof=shown.proof)
+
+
+def _read_off(own: Subject, seen: Run, per_head: bool) -> _Known:
+    return _Known(roles_of(seen), proof=prove(own, seen) if per_head else None)
+
+
+def _counted(own: Subject, seen: Run) -> Counted:
+    """A subject under its head count, which its spec or the first attention in its run tells."""
+    parameters = {name: parameter.detach() for name, parameter in own.module.named_parameters()}
+    if isinstance(own, Layer):
+        return Counted(own.spec.num_heads, int(own.spec.head_dim), parameters, roles_of(seen))
+    if not seen.attentions:
+        raise InputError(
+            f"No attention was found in the forward of {own.label or type(own.module).__qualname__}, so that nothing "
+            "is told of its heads. Give one number: --num-heads 8."
+        )
+    names = seen.attentions[0][1]
+    return Counted(names.num_heads, names.head_dim, parameters, roles_of(seen))
 
 
 def _with_formula(known: _Known, kind: LayerKind, spec: AttentionSpec) -> _Known:
@@ -201,8 +192,8 @@ def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
     if _dtype(weight) != spec.dtype:
         return _Known({})
     run = RunSpec(device=str(weight.device))
-    args, kwargs = arguments_of(module, "torch", make_inputs(spec, _INPUTS, run), run)
-    return _read_off(Subject(module, args, kwargs), per_head)
+    own = Subject(module, *arguments_of(module, "torch", make_inputs(spec, _INPUTS, run), run))
+    return _read_off(own, _seen(own, per_head), per_head)
 
 
 def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) -> tuple[Parameter, ...]:

@@ -147,8 +147,10 @@ def report(
 
 
 def _of_rows(seen: Run) -> tuple[str, ...]:
-    """What is not seen of rows that are recorded as one buffer."""
-    nested = any("nested" in op.base_name for op in seen.graph.recording.ops)
+    """Say what is not seen of rows that are recorded as one buffer: those of kernels that are opened are padded."""
+    closed = any("nested" in kernel.note for kernel in seen.recording.kernels if not kernel.opened)
+    missed = closed or not seen.attentions
+    nested = missed and any("nested" in op.base_name for op in seen.graph.recording.ops)
     said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
     return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
 
@@ -290,7 +292,7 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
 
     def stage_of(op: Op) -> str:
         made = [t for t in op.outputs if seen.recording.producers.get(t.id) == op.index]
-        return next((known[t.id][0] for t in made if t.id in known), "")
+        return ", ".join(known[t.id][0] for t in made if t.id in known)
 
     return tuple(
         OpLine(

@@ -8,7 +8,8 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
-from .export import Target
+from ..text import shown
+from .export import ExportFormat, Target
 from .screen import columns, in_color, is_terminal
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..reports.params import ParamsReport
     from ..reports.trace import Trace
     from .options import Options
+    from .picture import Drawn
 
 
 # Windows reports a reader that is gone as EINVAL.
@@ -32,20 +34,38 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options) -> Target | None:
-    """Where --export goes, looked at before anything is computed.
+def prepare(options: Options, *, draws: bool = False, prints: bool = True) -> Target | None:
+    """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
-    Raises `ExportError` when it could not be written there.
+    Args:
+        options: what was asked for.
+        draws: whether there is a picture.
+        prints: whether it was asked for by name, so that an .svg is one of it.
+
+    Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, and `InputError`
+    when nothing is there to make one with.
     """
-    return None if options.export is None else Target.of(options.export)
+    if options.export is None:
+        return None
+    target = Target.of(options.export)
+    if target.format == "png" and not draws:
+        raise ExportError(f"{shown(target.asked)} is a picture, and none is drawn. Add --picture, or end it in .svg.")
+    if target.format == "png" or (target.format == "svg" and draws and prints):
+        from ..pictures.plot import require_matplotlib
+
+        require_matplotlib(f"--export {shown(target.asked)}")
+    return target
 
 
 def give(
     report: Trace | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
     options: Options,
     target: Target | None,
+    drawn: Drawn | None = None,
 ) -> None:
     """Print the report on stdout in the format that was asked for, and write it to the file of --export.
+
+    Pictures go with it where they were asked for.
 
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
     not), and `ClosedPipeError` when the reader of stdout is gone.
@@ -55,12 +75,15 @@ def give(
     failure: ExportError | None = None
     if target is not None:
         try:
-            target.write(_ended(to_text(report, target.format)))
+            target.write(_exported(report, target.format, drawn))
         except ExportError as error:
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
-    write(_ended(to_text(report, chosen, width=columns(out), color=in_color(out))), chosen)
+    text = _ended(to_text(report, chosen, width=columns(out), color=in_color(out)))
+    if drawn is not None and drawn.printed and chosen != "json":
+        text += drawn.text(chosen, out)
+    write(text, chosen)
     if failure is not None:
         raise failure
 
@@ -100,6 +123,18 @@ def forget_stdout() -> None:
         os.close(nowhere)
     except (OSError, ValueError):
         pass
+
+
+def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
+    """Return what goes into a file: the report, the pictures, or both."""
+    image = None if drawn is None else drawn.image(format)
+    if image is not None:
+        return image
+    assert format != "png"  # `prepare` lets none pass without a picture
+    from ..render import to_text
+
+    text = _ended(to_text(report, format))
+    return text if drawn is None else drawn.added(text, format)
 
 
 def _ended(text: str) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ExitCode, SpecError
+from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
 from ..text import shown
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
+from .picture import Drawn, averaged, require_drawable
 from .values import counts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..answers.head_runs import Counted
+    from ..targets.call import Call
 
 app = typer.Typer(add_completion=False)
 
@@ -55,7 +62,11 @@ def compare_heads(
         ),
     ] = None,
     focus: Annotated[
-        bool, option("--focus", PANEL, "Measure how many keys each head looks at, how far away, how differently.")
+        bool, option("--focus", PANEL, "Measure what each head looks at; with --steps before training and after it.")
+    ] = False,
+    time: Annotated[bool, option("--time", PANEL, "Measure how long each head count takes.")] = False,
+    picture: Annotated[
+        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.")
     ] = False,
     fail_if: FailIf = None,
 ) -> ExitCode:
@@ -68,49 +79,89 @@ def compare_heads(
     if steps is not None and steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
+    extras |= {"time": time}
+    compared = _checked_counts(target, options, counts("heads", heads))
     from . import subject
     from .answer import give, prepare
 
-    if target is not None:
-        compared = _counts_of_target(options, target, counts("heads", heads))
-        export = prepare(options)
-        from .compare_heads_target import compare_heads_target
+    if picture:
+        require_drawable(options)
+    export = prepare(options, draws=picture)
+    resume()
+    from ..answers.compare_heads import compare_heads as compare
 
-        resume()
-        report = compare_heads_target(target, options, compared, extras)
-    else:
-        options.require_no_target_settings("compare-heads")
-        compared = chosen_counts(options, counts("heads", heads))
-        spec, *_ = [subject.attention(options, count) for count in compared]
-        inputs, run = subject.inputs(options), subject.run(options)
-
-        from ..layers.settings import check_settings
-
-        check_settings(LAYERS[options.layer], spec, inputs, run)
-        subject.show(options)
-        export = prepare(options)
-
-        from ..answers.compare_heads import compare_heads_spec
-
-        resume()
-        report = compare_heads_spec(spec, compared, inputs, run, layer=options.layer, **extras)
-    give(report, options, export)
+    with subject.running(options):
+        made = _made(target, options, compared)
+        report = compare(made, **extras)
+        drawn = Drawn((averaged(made),), printed=True) if picture else None
+    for note in made[0].own.notes:
+        subject.tell(note)
+    give(report, options, export, drawn)
     return exit_code(report.verdict, fail_if)
 
 
-def _counts_of_target(options: Options, text: str, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """The head counts to build the target with. Raises `MhaInspectError` where it can be told that none will do."""
-    from .compare_heads_target import check_counts
-    from .subject import check_target
+def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the head counts to compare. Raises `MhaInspectError` where none will do, before torch is imported."""
+    from . import subject
 
-    check_target(text, options, "compare-heads")
+    if text is None:
+        from ..layers.settings import check_settings
+
+        options.require_no_target_settings("compare-heads")
+        compared = chosen_counts(options, heads)
+        spec, *_ = [subject.attention(options, count) for count in compared]
+        check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
+        subject.show(options)
+        return compared
+    subject.check_target(text, options, "compare-heads")
     if not heads and "embed_dim" not in options.given:
         raise SpecError(
             f"heads is empty, and {shown(text)} has sizes of its own: give the counts, as in --heads 1,2,4."
         )
     compared = chosen_counts(options, heads)
-    check_counts(options, compared)
+    subject.inputs(options)
+    subject.show(options)
+    if options.device == "meta":
+        raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
+    subject.require_open_head_count(options, compared, "--heads gives the counts to compare.")
     return compared
+
+
+def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list[Counted]:
+    """Build a layer or a target with each number of heads; all have the same input.
+
+    Raises:
+        MhaInspectError: it cannot be built or called as asked, or takes no number of heads.
+        TargetFailedError: its forward raised.
+    """
+    from ..answers.head_runs import Counted
+    from . import subject
+
+    if text is None:
+        from ..targets.head_counts import layers_with_heads
+
+        spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
+        layers = layers_with_heads(spec, compared, inputs, run, options.layer)
+        return [Counted(count, own, is_known=True) for count, own in layers]
+    from ..targets.call import try_once
+    from ..targets.load import subject_of
+    from ..targets.pairing import with_the_same
+    from ..targets.room import Room
+
+    made: list[Counted] = []
+    first: tuple[Call, nn.Module] | None = None
+    room = Room(kept=True, exact=True)
+    for count in compared:
+        target = subject.load_target(text, subject.with_heads(options, count))
+        subject.require_head_count(target, "compare-heads")
+        call = subject.call_of(target, options, room)
+        room.exact = False  # rounding is measured of the baseline alone
+        call = call if first is None else with_the_same(call, target.module, *first)
+        first = first or (call, target.module)
+        own = subject_of(target, call, options.seed)
+        try_once(own, f" with num_heads {count}")
+        made.append(Counted(count, own))
+    return made
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ExitCode, SpecError
-from ..layers.catalog import LAYERS
+from ..errors import DeviceError, ExitCode, SpecError
+from ..layers.catalog import LAYERS, LayerKind, find_layer
+from ..layers.settings import check_settings, spec_for
+from ..reports.diff import SideName
+from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from ..text import shown
+from . import subject
 from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import FORMS, Options, is_target, option, shares_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..answers.side import SideRun
+    from ..targets.call import Call
+    from ..targets.target import Target
+
+    Given = tuple[Tensor, Tensor, Tensor]
 
 app = typer.Typer(add_completion=False)
 
@@ -104,18 +118,21 @@ def diff(
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
     """
+    asked = (
+        _Asked("left", left, left_set or (), left_module),
+        _Asked("right", right, right_set or (), right_module),
+    )
     if is_target(left) or is_target(right):
-        return _of_targets(
-            options, left, right, (left_set or (), right_set or ()), (left_module, right_module), fail_if
-        )
-    for flag, path in (("--left-module", left_module), ("--right-module", right_module)):
-        if path is not None:
-            raise SpecError(f"{flag} {shown(path)} names a module of a target, and that side is a layer. Drop it.")
+        return _of_targets(options, asked, fail_if)
+    for one in asked:
+        if one.path is not None:
+            raise SpecError(
+                f"--{one.name}-module {shown(one.path)} names a module of a target, and that side is a layer. Drop it."
+            )
     options.require_no_target_settings("trace")
-    from ..answers.sides.settings import make_sides, parse_settings
-    from . import subject
+    from ..targets.layer_sides import make_sides, parse_settings
 
-    ours, theirs = parse_settings("--left-set", left_set or ()), parse_settings("--right-set", right_set or ())
+    ours, theirs = (parse_settings(one.flag, one.settings) for one in asked)
     first, second = chosen_layers(options, left, right, several_settings=bool(ours or theirs))
     # The layer whose sizes are checked here is the one that both are, or else one that takes any.
     options.layer = first if first == second and first in LAYERS else "torch"
@@ -125,38 +142,258 @@ def diff(
     subject.show(options)
     from .answer import give, prepare
 
-    target = prepare(options)
-
-    from ..answers.diff import diff_spec
-
-    resume()
-    report = diff_spec(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
-    give(report, options, target)
-    return exit_code(report.verdict, fail_if)
-
-
-def _of_targets(
-    options: Options,
-    left: str,
-    right: str,
-    own: tuple[Sequence[str], Sequence[str]],
-    paths: tuple[str | None, str | None],
-    fail_if: str | None,
-) -> ExitCode:
-    """A diff of which a side at least is a target; where the other is not named, it is --layer, or the target under
-    other settings."""
-    from .answer import give, prepare
-    from .diff_target import check_sides, diff_target
-
-    named = bool(left and right)
-    again = any(own) or paths[1] is not None
-    texts = (left or options.layer, right or (left if again and "layer" not in options.typed else options.layer))
-    check_sides(options, texts, own, paths, beside_layer=not named)
     export = prepare(options)
+    from ..answers.diff import diff_layers
+
     resume()
-    report = diff_target(options, texts, own, paths)
+    report = diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
     give(report, options, export)
     return exit_code(report.verdict, fail_if)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line says of one side."""
+
+    name: SideName
+    text: str
+    settings: Sequence[str]
+    path: str | None
+    """The module of the target that is the side; None: the whole target."""
+
+    @property
+    def flag(self) -> str:
+        """What gives it settings of its own."""
+        return f"--{self.name}-set"
+
+
+def _of_targets(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | None) -> ExitCode:
+    """Diff two sides, at least one of them a target; one that is not named is --layer, or the target under other
+    settings."""
+    from .answer import give, prepare
+
+    left, right = asked
+    named = bool(left.text and right.text)
+    again = bool(left.settings or right.settings or right.path)
+    beside = left.text if again and "layer" not in options.typed else options.layer
+    asked = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
+    _check(options, asked, beside_layer=not named)
+    export = prepare(options)
+    resume()
+    from ..answers.diff import diff as compare
+
+    with subject.running(options):
+        runs = _runs(options, *asked)
+        report = compare(*runs)
+    said = dict.fromkeys(
+        sentence.replace("The forward", f"{run.side.own.label}.forward", 1)
+        for run in runs
+        for sentence in run.side.own.notes
+    )
+    report = replace(report, notes=(*report.notes, *said))
+    give(report, options, export)
+    return exit_code(report.verdict, fail_if)
+
+
+def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool) -> None:
+    """Look at everything that can be judged before torch is imported.
+
+    Raises `MhaInspectError` when a side is none that there is, or options contradict it.
+    """
+    from ..targets.layer_sides import parse_settings as layer_settings
+    from ..targets.values import parse_settings
+
+    for one in asked:
+        if is_target(one.text):
+            subject.check_target(one.text, options, "diff", beside_layer=beside_layer)
+            parse_settings(list(one.settings), one.flag)
+        else:
+            find_layer(one.text)
+            layer_settings(one.flag, one.settings)
+    for one in asked:
+        if one.path is not None and not is_target(one.text):
+            raise SpecError(
+                f"--{one.name}-module {shown(one.path)} names a module of a target, and that side is the layer "
+                f"{one.text}. Drop it."
+            )
+    subject.single_head_count(options, "diff")
+    subject.inputs(options)
+    subject.show(options)
+    if options.device == "meta":
+        raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
+
+
+def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideRun]:
+    """Build both sides, and run those that are targets.
+
+    A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
+
+    Raises:
+        MhaInspectError: a side cannot be built or called as asked.
+        TargetFailedError: the forward of a target raised.
+    """
+    first, second = (right, left) if left.path is None and right.path is not None else (left, right)
+    if not is_target(first.text):
+        first, second = second, first
+    target, call = _called(options, first, second)
+    run = _target_run(options, first, target, call)
+    if is_target(second.text):
+        from ..targets.pairing import with_the_same
+
+        other, other_call = _called(options, second, first, (call, run))
+        same = with_the_same(other_call, other.module, call, target.module)
+        other_run = _target_run(options, second, other, same)
+    else:
+        other_run = _layer_run(options, second, target, call, run)
+    return (run, other_run) if first is left else (other_run, run)
+
+
+def _called(
+    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, SideRun] | None = None
+) -> tuple[Target, Call]:
+    """A target, and what its forward gets, be it made to fit a part of a model beside it."""
+    from ..targets.room import Room
+    from ..targets.submodule import part_of, with_arguments_of
+
+    if one.path is not None:
+        target = subject.load_target(one.text, options, one.settings, elsewhere=_taken_by(other))
+        return part_of(target, subject.call_of(target, options), one.path)
+    fitted = beside is not None and other.path is not None
+    sizes = _sizes(beside[1]) if beside is not None and fitted else None
+    target = subject.load_target(one.text, options, one.settings, sizes, _taken_by(other))
+    if beside is not None and fitted:
+        target = with_arguments_of(target, beside[0])
+    return target, subject.call_of(target, options, Room(kept=True, exact=True))
+
+
+def _taken_by(other: _Asked) -> frozenset[str]:
+    """The flags that the other side takes, if it is a layer: a target that has no use for them need not."""
+    if is_target(other.text):
+        return frozenset()
+    return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
+
+
+def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> SideRun:
+    """A target, run. Raises `TargetFailedError` where its forward raises."""
+    from ..answers.side import Side, SideRun
+    from ..targets.call import explained
+    from ..targets.load import subject_of
+    from ..targets.values import parse_settings
+
+    own = subject_of(target, call, options.seed, options.grad)
+    run = SideRun(Side(asked.name, own, dict(parse_settings(list(asked.settings)))))
+    try:
+        _ = run.run
+    except Exception as error:
+        raise explained(error, own) from error
+    return run
+
+
+def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: SideRun) -> SideRun:
+    """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
+    from ..answers.side import Side, SideRun
+    from ..targets.layer_inputs import make_inputs
+    from ..targets.layer_sides import parse_settings
+    from ..targets.load import called_with
+    from ..targets.pairing import layer_inputs
+
+    kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
+
+    def of(cls: Any) -> dict[str, Any]:
+        return {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
+
+    given = layer_inputs(target.module, call)
+    unbatched = given[0].dim() == 2
+    if not unbatched and _sequence_first(target, options):
+        given = _each_once(lambda tensor: tensor.transpose(0, 1).contiguous(), given)
+    query, key, value = given
+    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    spec = replace(_spec(kind, options, beside, target.name, widths), **of(AttentionSpec))
+    batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
+    inputs = replace(
+        subject.inputs(options),
+        input=None,
+        batch=batch,
+        seq_len=query_len,
+        key_len=None if key is query else key.shape[-2],
+        unbatched=unbatched,
+    )
+    inputs, run = replace(inputs, **of(InputSpec)), replace(subject.run(options), **of(RunSpec))
+    check_settings(kind, spec, inputs, run)
+    made = make_inputs(spec, inputs, run)
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        moved = tensor.to(device=made.query.device, dtype=made.query.dtype)
+        return moved if spec.batch_first or unbatched else moved.transpose(0, 1).contiguous()
+
+    query, key, value = _each_once(laid_out, given)
+    made = replace(made, query=query, key=key, value=value)
+    own = called_with(kind.load().build(spec, run.device), spec, run, made, kind.name)
+    return SideRun(Side(asked.name, own, settings))
+
+
+def _each_once(change: Callable[[Tensor], Tensor], given: Given) -> Given:
+    """Change query, key and value, one that serves as several staying one."""
+    changed = {id(tensor): change(tensor) for tensor in {id(tensor): tensor for tensor in given}.values()}
+    query, key, value = (changed[id(tensor)] for tensor in given)
+    return query, key, value
+
+
+def _sequence_first(target: Target, options: Options) -> bool:
+    """Whether the target takes `query batch embed`."""
+    owners = (getattr(module, "batch_first", None) for module in target.module.modules())
+    said = next((flag for flag in owners if isinstance(flag, bool)), None)
+    if "batch_first" in options.given:
+        said = options.batch_first
+    return said is False
+
+
+def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
+    """The sizes of the layer: the target's, but for those that somebody gave."""
+    embed_dim, kdim, vdim = widths
+    if "embed_dim" in options.typed and options.embed_dim != embed_dim:
+        raise SpecError(
+            f"embed_dim {options.embed_dim} contradicts {name}, which takes {embed_dim} features: diff gives both the "
+            f"same input. Drop --embed-dim, or give {name} another size: --{beside.side.name}-set NAME=VALUE."
+        )
+    found = _sizes(beside)
+    sizes: dict[str, Any] = {"num_heads": subject.single_head_count(options, "diff"), "bias": options.bias}
+    sizes |= {flag: found[flag] for flag in sizes if flag in found and flag not in options.given}
+    if "num_heads" in found:
+        if found["num_kv_heads"] != found["num_heads"] and "num_kv_heads" in kind.takes:
+            sizes["num_kv_heads"] = found["num_kv_heads"]
+        if found["head_dim"] * found["num_heads"] != embed_dim and "head_dim" in kind.takes:
+            sizes["head_dim"] = found["head_dim"]
+    for flag in ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "dropout"):
+        if flag in options.given and flag in (*kind.takes, "dropout"):
+            sizes[flag] = getattr(options, flag)
+    return spec_for(
+        kind,
+        embed_dim=embed_dim,
+        kdim=kdim if kdim != embed_dim else None,
+        vdim=vdim if vdim != embed_dim else None,
+        training=options.train,
+        dtype=options.dtype if "dtype" in options.given else beside.side.dtype,
+        seed=options.seed,
+        **sizes,
+    )
+
+
+def _sizes(run: SideRun) -> dict[str, Any]:
+    """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
+    if not run.run.attentions:
+        return {}
+    found, names = run.run.attentions[0]
+    sizes: dict[str, Any] = {
+        "num_heads": names.num_heads,
+        "num_kv_heads": names.num_kv_heads,
+        "head_dim": names.head_dim,
+    }
+    if "query" in found.stages:
+        sizes["embed_dim"] = found.stages["query"].shape[-1]
+    if found.projections:
+        sizes["bias"] = any(map(run.run.graph.has_bias, found.projections.values()))
+    return sizes
 
 
 def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:

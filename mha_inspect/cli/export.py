@@ -12,8 +12,14 @@ from typing import Literal
 from ..errors import ExportError
 from ..text import printable
 
-ExportFormat = Literal["plain", "json", "svg", "html"]
-FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {".txt": "plain", ".json": "json", ".svg": "svg", ".html": "html"}
+ExportFormat = Literal["plain", "json", "svg", "html", "png"]
+FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {
+    ".txt": "plain",
+    ".json": "json",
+    ".svg": "svg",
+    ".html": "html",
+    ".png": "png",
+}
 
 unfinished: set[str] = set()
 """Temporary files that exist now. Whoever ends the process at once removes them first."""
@@ -68,12 +74,13 @@ class Target:
             raise ExportError(f"{name} cannot be written: you may not write to {_name(place)}. Name another place.")
         return cls(asked, real, format)
 
-    def write(self, text: str) -> None:
-        """Write the text: to a temporary file in the same folder, which then takes the target's place.
+    def write(self, content: str | bytes) -> None:
+        """Write the content: to a temporary file in the same folder, which then takes the target's place.
 
         Raises `ExportError` when it cannot; an existing file is then as it was.
         """
-        data = text.encode("utf-8", "surrogateescape" if self.format != "json" else "strict")
+        errors = "surrogateescape" if self.format != "json" else "strict"
+        data = content.encode("utf-8", errors) if isinstance(content, str) else content
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):

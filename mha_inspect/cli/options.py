@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer._click.globals import get_current_context
@@ -28,6 +28,9 @@ TargetArgument = Annotated[
         rich_help_panel="Target",
     ),
 ]
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
@@ -202,7 +205,7 @@ class Options:
         option(
             "--export",
             OUTPUT,
-            "Also write it to a file that ends in .txt, .json, .svg or .html.",
+            "Also write it to a file that ends in .txt, .json, .svg, .html, or .png for a picture.",
             metavar="FILE",
             show_default="none",
         ),
@@ -218,6 +221,8 @@ class Options:
         """Those that somebody has set."""
         self.typed: frozenset[str] = frozenset()
         """Those that somebody has set on the command line, and not by a variable."""
+        self.ids: Tensor | None = None
+        """Ids of the tokens of a text, `batch seq`, that is the input of a target."""
         self.__dict__.update(values)
 
     def require_no_target_settings(self, command: str) -> None:

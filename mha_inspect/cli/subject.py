@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
-from ..targets.aliases import Flags
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..targets.vocabulary import Flags
 from ..text import shown
 from .options import FORMS, Options, is_target
 from .values import counts
@@ -135,6 +136,41 @@ def show(options: Options) -> Show:
     )
 
 
+def with_heads(options: Options, count: int) -> Options:
+    """Return the options with one head count, as if a variable had set it: the target need not have a use for it."""
+    changed = copy.copy(options)
+    changed.num_heads = str(count)
+    changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
+    return changed
+
+
+def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
+    """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
+    from ..targets.values import parse_settings
+    from ..targets.vocabulary import flag_of
+
+    own = parse_settings(options.settings or [])
+    fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
+    if fixed is not None:
+        raise SpecError(f"--set {fixed} is one number of heads for all: drop it. {way}")
+    if min(heads) < 1:
+        raise SpecError(f"heads {min(heads)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+
+
+def require_head_count(target: Target, command: str) -> None:
+    """Raise `SpecError` where no argument of the target is a number of heads."""
+    from ..targets.vocabulary import flag_of
+
+    if any(flag_of(name) == "num_heads" for name in target.arguments):
+        return
+    own = [name for name in target.arguments if not name.startswith("_")]
+    names = (", ".join(own[:12]) or "none") + (f" and {len(own) - 12} more" if len(own) > 12 else "")
+    raise SpecError(
+        f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
+        "Name a class or a function that takes one, as num_heads, n_head or nhead."
+    )
+
+
 def flags(options: Options) -> Flags:
     """What is set, and by whom, for a target whose constructor may take some of it.
 
@@ -166,14 +202,17 @@ def check(text: str | None, options: Options, command: str) -> None:
     check_settings(LAYERS[options.layer], spec, inputs(options), run(options))
 
 
-def check_target(text: str, options: Options, command: str, *, beside_layer: bool = False) -> None:
-    """Look at everything that can be judged of a target; with `beside_layer` --layer names another side.
+def check_target(
+    text: str, options: Options, command: str, *, beside_layer: bool = False, many_heads: bool = False
+) -> None:
+    """Look at everything that can be judged of a target.
+
+    With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
 
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
     from ..targets.importing import split_target
-    from ..targets.shapes import parse_shapes
-    from ..targets.values import parse_settings
+    from ..targets.values import parse_settings, parse_shapes
 
     if not is_target(text):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
@@ -187,7 +226,8 @@ def check_target(text: str, options: Options, command: str, *, beside_layer: boo
     seed(options)
     parse_settings(options.settings or [])
     parse_shapes(options.input_shape or [])
-    flags(options)
+    if not many_heads:
+        flags(options)
 
 
 @contextmanager
@@ -217,10 +257,16 @@ def load(text: str | None, options: Options, room: Room | None = None) -> Subjec
     return subject_of(target, call_target(target, asked(options), room, may_fail=True), options.seed, options.grad)
 
 
-def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Mapping[str, Any] | None = None) -> Target:
+def load_target(
+    text: str,
+    options: Options,
+    own: Sequence[str] = (),
+    sizes: Mapping[str, Any] | None = None,
+    elsewhere: Collection[str] = (),
+) -> Target:
     """Build a target as the options say, and with settings of its own that come before those of --set.
 
-    `sizes` stand in for those options that nobody has given.
+    `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
     from ..targets.target import TargetSpec
     from ..targets.target import load_target as build
@@ -228,8 +274,9 @@ def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Map
 
     set_flags = flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in set_flags.given}
+    typed = set_flags.typed - frozenset(elsewhere)
     spec = TargetSpec(
-        flags=replace(set_flags, values={**set_flags.values, **unsaid}),
+        flags=replace(set_flags, values={**set_flags.values, **unsaid}, typed=typed),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,
@@ -241,9 +288,10 @@ def load_target(text: str, options: Options, own: Sequence[str] = (), sizes: Map
 def asked(options: Options) -> Asked:
     """Return what the options say of a target's inputs."""
     from ..targets.inputs import Asked
-    from ..targets.shapes import parse_shapes
+    from ..targets.values import parse_shapes
 
-    return Asked(inputs(options), flags(options), parse_shapes(options.input_shape or []), options.seed)
+    shapes = parse_shapes(options.input_shape or [])
+    return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
 
 
 def call_of(target: Target, options: Options, room: Room | None = None) -> Call:

@@ -7,13 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ExitCode, ForwardError, SpecError
+from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..text import did_you_mean, shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
+from .picture import (
+    HeadOption,
+    RowOption,
+    StageOption,
+    TextOption,
+    TokensOption,
+    check_text,
+    draw,
+    wanted,
+    with_text,
+)
 
 if TYPE_CHECKING:
+    from ..record.subject import Run
     from ..reports.trace import Trace
 
 app = typer.Typer(add_completion=False)
@@ -40,6 +52,11 @@ def trace(
         str | None,
         option("--module", PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"),
     ] = None,
+    picture: StageOption = None,
+    head: HeadOption = "",
+    batch_row: RowOption = 0,
+    tokens: TokensOption = None,
+    text: TextOption = None,
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
@@ -53,42 +70,58 @@ def trace(
     from . import subject
 
     subject.check(target, options, "trace")
+    if text is not None:
+        check_text(target, options)
+    want = wanted(options, picture, head, batch_row, tokens)
     from .answer import give, prepare
 
-    export = prepare(options)
+    export = prepare(options, draws=want is not None, prints=want is not None and want.asked)
 
     # Before what was made by then is left alone by the collector: torch is most of it.
 
     resume()
-    report = _trace(target, options)
-    if report.failure is not None:
+    if text is not None:
+        options, want = with_text(text, target, options, want)
+    try:
+        report, run = _trace(target, options, keep=want is not None)
+    except DoesNotFitError as error:
+        if want is None or want.asked or export is None or export.format != "html":
+            raise
+        subject.tell(f"The page has no pictures, for which the tensors have to be kept: {error}")
+        want = None
+        report, run = _trace(target, options, keep=False)
+    if run is None:
         give(report, options, export)
         return ExitCode.CONDITION
-    give(choose(report, number, module), options, export)
+    report = choose(report, number, module)
+    give(report, options, export, None if want is None else draw(report, run, want, export))
     return ExitCode.OK
 
 
-def _trace(target: str | None, options: Options) -> Trace:
+def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, Run | None]:
     """Build what was asked for, run it, and report what it did; where its forward raises, as far as it came.
+
+    The run comes with it, its tensors kept when asked for; None where the forward raised.
 
     Raises:
         MhaInspectError: it cannot be built or called as asked.
         TargetFailedError: the call did not fit its forward.
     """
-    from ..answers.trace import trace
+    from ..answers.trace import traced
     from ..targets.call import explained
     from ..targets.room import Room
     from . import subject
 
     show = subject.show(options)
+    keep = keep or show.stats or show.values
     with subject.running(options):
-        room = Room(kept=show.stats or show.values, statistics=show.stats, shapes_do=True)
+        room = Room(kept=keep, statistics=show.stats, shapes_do=True)
         own = subject.load(target, options, room)
         try:
-            return trace(own, show)
+            return traced(own, show, keep=keep)
         except ForwardError as failed:
             notes = (*failed.trace.notes, *own.notes, *filter(None, [own.hint]))
-            return replace(failed.trace, notes=notes)
+            return replace(failed.trace, notes=notes), None
         except Exception as error:
             raise explained(error, own) from error
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
-from .linear_roles import projection
-from .roles import Role
-
-if TYPE_CHECKING:
-    pass
 
 
 class BertSelfAttention(nn.Module):
@@ -80,26 +74,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
-    return {
-        **projection("query", "q", "embed", embed, heads, head_dim),
-        **projection("key", "k", "embed", embed, heads, head_dim),
-        **projection("value", "v", "embed", embed, heads, head_dim),
-    }
-
-
 def formula(spec: AttentionSpec) -> str:
     """Three squares, and a bias each."""
     return "3E² + 3E" if spec.bias else "3E²"
-
-
-def spec_of(layer: BertSelfAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    return AttentionSpec(
-        embed_dim=layer.query.in_features,
-        num_heads=layer.num_attention_heads,
-        dropout=layer.dropout.p,
-        bias=layer.query.bias is not None,
-    )

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import nn
 
 from ..targets.spec import AttentionSpec
-from .building import build_seeded
-from .linear_roles import axis_of_width, formula_of_widths, output_projection, projection
-from .roles import Role
-
-if TYPE_CHECKING:
-    pass
+from .building import build_seeded, formula_of_widths
 
 
 class DotProductAttention(nn.Module):
@@ -92,29 +86,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     return build_seeded(make, spec, device)
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
-    return {
-        **projection("W_q", "q", "embed", embed, heads, head_dim),
-        **projection("W_k", "k", axis_of_width("kdim", spec.key_width, embed), spec.key_width, heads, head_dim),
-        **projection("W_v", "v", axis_of_width("vdim", spec.value_width, embed), spec.value_width, heads, head_dim),
-        **output_projection("W_o", embed, heads, head_dim),
-    }
-
-
 def formula(spec: AttentionSpec) -> str:
     """Four matrices of E rows, as wide as what they read, and a bias each."""
     return formula_of_widths(spec)
-
-
-def spec_of(layer: FoldHeadsAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    return AttentionSpec(
-        embed_dim=layer.W_q.in_features,
-        num_heads=layer.num_heads,
-        kdim=layer.W_k.in_features,
-        vdim=layer.W_v.in_features,
-        dropout=layer.attention.dropout.p,
-        bias=layer.W_q.bias is not None,
-    )

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
-from .linear_roles import output_projection, projection
-from .roles import Role
-
-if TYPE_CHECKING:
-    pass
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -129,33 +121,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    embed, head_dim = spec.embed_dim, int(spec.head_dim)
-    table = projection("q_proj", "q", "embed", embed, spec.num_heads, head_dim)
-    for letter in ("k", "v"):
-        shared = projection(f"{letter}_proj", letter, "embed", embed, spec.kv_heads, head_dim)
-        group = spec.num_heads // spec.kv_heads
-        for name, role in shared.items():
-            axes = role.axes.replace("heads", "kv_heads")
-            text = role.text if group == 1 else f"{role.text}, each for {group} query heads"
-            table[name] = replace(role, axes=axes, text=text)
-    return table | output_projection("o_proj", embed, spec.num_heads, head_dim)
-
-
 def formula(spec: AttentionSpec) -> str:
     """W_q and W_o have H heads, W_k and W_v have G: E by HD twice and E by GD twice, and a bias each."""
     return "2EHD + 2EGD + HD + 2GD + E" if spec.bias else "2EHD + 2EGD"
-
-
-def spec_of(layer: GroupedQueryAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    return AttentionSpec(
-        embed_dim=layer.o_proj.out_features,
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        rope=layer.rope,
-        dropout=layer.attention_dropout,
-        bias=layer.o_proj.bias is not None,
-    )

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..targets.spec import AttentionSpec
 from .building import build_seeded, mask_of_head
-from .linear_roles import one_head, output_projection
-from .roles import Role
 
 
 class NarrowAttention(nn.Module):
@@ -69,23 +67,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    width = int(spec.head_dim)
-    table = output_projection("unifyheads", spec.embed_dim, spec.num_heads, width)
-    for name, letter in (("toqueries", "q"), ("tokeys", "k"), ("tovalues", "v")):
-        for head in range(spec.num_heads):
-            reads = f": it reads features {head * width}–{(head + 1) * width - 1} of the embedding and no others"
-            table |= one_head(f"{name}.{head}", letter, head, width, width, "head_dim head_dim", reads)
-    return table
-
-
 def formula(spec: AttentionSpec) -> str:
     """W_o is E²; W_q, W_k and W_v are H blocks of D² each, which is ED: the more heads, the fewer parameters."""
     return "E² + 3ED + 4E" if spec.bias else "E² + 3ED"
-
-
-def spec_of(layer: NarrowAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    output = layer.unifyheads
-    return AttentionSpec(embed_dim=output.out_features, num_heads=layer.heads, bias=output.bias is not None)

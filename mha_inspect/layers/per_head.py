@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import nn
 
 from ..targets.spec import AttentionSpec
-from .building import build_seeded, mask_of_head
-from .linear_roles import axis_of_width, formula_of_widths, one_head, output_projection
-from .roles import Role
+from .building import build_seeded, formula_of_widths, mask_of_head
 
 
 def attention(
@@ -77,36 +74,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    head_dim = int(spec.head_dim)
-    table = output_projection("W_o", spec.embed_dim, spec.num_heads, head_dim)
-    widths = (("q", "embed", spec.embed_dim), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
-    for letter, axis, width in widths:
-        for head in range(spec.num_heads):
-            table |= one_head(
-                f"W_{letter}.{head}",
-                letter,
-                head,
-                width,
-                head_dim,
-                f"head_dim {axis_of_width(axis, width, spec.embed_dim)}",
-            )
-    return table
-
-
 def formula(spec: AttentionSpec) -> str:
     """The heads' matrices together have E rows, whatever their number: as many as in one big matrix."""
     return formula_of_widths(spec)
-
-
-def spec_of(layer: PerHeadAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    key, value = cast(nn.Linear, layer.W_k[0]), cast(nn.Linear, layer.W_v[0])
-    return AttentionSpec(
-        embed_dim=layer.W_o.out_features,
-        num_heads=len(layer.W_q),
-        kdim=key.in_features,
-        vdim=value.in_features,
-        bias=layer.W_o.bias is not None,
-    )

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
-from .linear_roles import output_projection, projection
-from .roles import Role
-
-if TYPE_CHECKING:
-    pass
 
 
 def scaled_dot_product_attention(
@@ -82,22 +76,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
-    return {
-        **projection("wq", "q", "embed", embed, heads, head_dim),
-        **projection("wk", "k", "embed", embed, heads, head_dim),
-        **projection("wv", "v", "embed", embed, heads, head_dim),
-        **output_projection("dense", embed, heads, head_dim),
-    }
-
-
 def formula(spec: AttentionSpec) -> str:
     """Four squares, and a bias each."""
     return "4E² + 4E" if spec.bias else "4E²"
-
-
-def spec_of(layer: SplitHeadsAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    return AttentionSpec(embed_dim=layer.d_model, num_heads=layer.num_heads, bias=layer.wq.bias is not None)

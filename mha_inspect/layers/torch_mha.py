@@ -6,8 +6,6 @@ from torch import nn
 
 from ..targets.spec import DTYPES, AttentionSpec
 from .building import build_seeded
-from .linear_roles import axis_of_width
-from .roles import Part, Role, ranges, stacked
 
 
 def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
@@ -33,49 +31,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
         spec,
         device,
     )
-
-
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name: one packed in_proj_weight where all widths are equal, else three of them."""
-    embed, heads = spec.embed_dim, spec.num_heads
-    width = (0, embed)
-    packed = stacked(("W_q", "W_k", "W_v"), (embed, embed, embed), width, heads)
-    biases = stacked(("b_q", "b_k", "b_v"), (embed, embed, embed), None, heads)
-    table = {
-        "in_proj_bias": Role(
-            "(qkv heads head_dim)", f"b_q, b_k, b_v one after the other: elements {ranges(biases)}", biases
-        ),
-        "bias_k": Role(
-            "1 1 (heads head_dim)", "one learned key, appended to the keys", (_bias("bias_k", embed, heads),)
-        ),
-        "bias_v": Role(
-            "1 1 (heads head_dim)", "one learned value, appended to the values", (_bias("bias_v", embed, heads),)
-        ),
-        "out_proj.weight": Role(
-            "embed (heads head_dim)",
-            f"W_o: its columns are the heads side by side, {int(spec.head_dim)} each",
-            (Part("W_o", width, width, split="columns", heads=heads),),
-        ),
-        "out_proj.bias": Role("embed", "b_o: added once, it belongs to no head", (Part("b_o", width, split=None),)),
-    }
-    if spec.key_width == embed and spec.value_width == embed:
-        text = f"W_q, W_k, W_v one above the other: rows {ranges(packed)}"
-        return {"in_proj_weight": Role("(qkv heads head_dim) embed", text, packed), **table}
-    key, value = axis_of_width("kdim", spec.key_width, embed), axis_of_width("vdim", spec.value_width, embed)
-    inputs = (("q", "embed", embed), ("k", key, spec.key_width), ("v", value, spec.value_width))
-    apart = {
-        f"{letter}_proj_weight": Role(
-            f"(heads head_dim) {axis}",
-            f"W_{letter}: its rows are the heads one above the other, {int(spec.head_dim)} each",
-            (Part(f"W_{letter}", width, (0, size), heads=heads),),
-        )
-        for letter, axis, size in inputs
-    }
-    return {**apart, **table}
-
-
-def _bias(name: str, size: int, heads: int) -> Part:
-    return Part(name, (0, size), heads=heads)
 
 
 def formula(spec: AttentionSpec) -> str:

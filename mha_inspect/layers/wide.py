@@ -7,8 +7,6 @@ from torch import nn
 
 from ..targets.spec import AttentionSpec
 from .building import build_seeded
-from .linear_roles import output_projection, projection
-from .roles import Role
 
 
 class WideAttention(nn.Module):
@@ -67,28 +65,8 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
     )
 
 
-def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """What each parameter is for, by name."""
-    embed, heads = spec.embed_dim, spec.num_heads
-    head_dim = int(spec.head_dim) if spec.head_dim_given else embed
-    return {
-        **projection("toqueries", "q", "embed", embed, heads, head_dim),
-        **projection("tokeys", "k", "embed", embed, heads, head_dim),
-        **projection("tovalues", "v", "embed", embed, heads, head_dim),
-        **output_projection("unifyheads", embed, heads, head_dim),
-    }
-
-
 def formula(spec: AttentionSpec) -> str:
     """Four matrices of E by HD, with D = E unless head_dim was given: the more heads, the more parameters."""
     if spec.head_dim_given and spec.head_dim != spec.embed_dim:
         return "4EHD + 3HD + E" if spec.bias else "4EHD"
     return "4HE² + 3HE + E" if spec.bias else "4HE²"
-
-
-def spec_of(layer: WideAttention) -> AttentionSpec:
-    """The sizes that such a layer has."""
-    output = layer.unifyheads
-    return AttentionSpec(
-        embed_dim=output.out_features, num_heads=layer.heads, head_dim=layer.k, bias=output.bias is not None
-    )

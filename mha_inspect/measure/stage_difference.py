@@ -122,7 +122,7 @@ def stage_noise(stage: str, content: Tensor, exact: Tensor, like: Tensor | None 
     Args:
         stage: of `stages.STAGES`.
         content: in canonical axes.
-        exact: the same stage of a run in float64 (`stage_contents.exact_forward`), in canonical axes.
+        exact: the same stage of a run in float64, in canonical axes.
         like: the content that `content` is going to be compared with, so that both are brought into the same form.
 
     For a run that is itself in float64 there is nothing finer: pass its content for `exact`, that of a run in float32

@@ -59,17 +59,21 @@ def contents_of(seen: Run, found: Attention, names: AxisNames) -> dict[str, torc
 
     Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
     """
-    contents: dict[str, torch.Tensor] = {}
-    turns = found.branches or (found,)
-    for stage in found.stages:
-        by_turn = is_by_turn(found, names, stage)
-        values = [seen.recording.values[turn.stages[stage].id] for turn in (turns if by_turn else (found,))]
-        parts = [canonical(value, stage, names.of_stage(stage), sizes_in(found, names, stage)) for value in values]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            dim = 1 if "heads" in CANONICAL_AXES[stage].split() else -1
-            contents[stage] = known[0] if len(known) == 1 else torch.cat(known, dim=dim)
-    return contents
+    contents = {stage: content_of(seen, found, names, stage) for stage in found.stages}
+    return {stage: content for stage, content in contents.items() if content is not None}
+
+
+def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
+    """Return one stage in canonical axes, the turns of a loop over heads side by side; None as `canonical` does."""
+    turns = found.branches if found.branches and is_by_turn(found, names, stage) else (found,)
+    sizes = sizes_in(found, names, stage)
+    parts = [
+        canonical(seen.recording.values[turn.stages[stage].id], stage, names.of_stage(stage), sizes) for turn in turns
+    ]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
 
 
 def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +21,14 @@ from .arguments import argument_names, described, tensors_in
 from .copying import copy_module
 from .footprint import kept_bytes
 from .ops import Recording
+from .rounding import cast_tensors
 from .xray import record_opened
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,35 @@ class Subject:
         except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
             return None
 
+    def copied(self, dtype: torch.dtype) -> Subject:
+        """Return it in another dtype: a copy of the module and of the arguments, without gradients.
+
+        On the CPU where the device has no such dtype. Raises what copying a module may raise.
+        """
+        on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in((self.args, self.kwargs)))
+        device = torch.device("cpu") if on_cpu and dtype == torch.float64 else None
+        module = copy_module(self.module).to(device=device, dtype=dtype)
+        return replace(self, module=module, grad=False).with_arguments_of(self, dtype)
+
+    def fresh(self) -> Subject:
+        """Return it with what a run may change in copies of its own, and with the same parameters.
+
+        What cannot be copied stays as it is.
+        """
+        shared = {id(parameter): parameter for parameter in self.module.parameters()}
+        try:
+            module = copy_module(self.module, shared)
+        except Exception:  # whatever the copying of somebody's objects may raise
+            return self
+        return replace(self, module=module, args=_fresh(self.args), kwargs=_fresh(self.kwargs))
+
+    def with_arguments_of(self, other: Subject, dtype: torch.dtype) -> Subject:
+        """Return this module with the arguments of another subject, cast to a dtype."""
+        device = next((p.device for p in self.module.parameters() if p.device.type == "cpu"), None)
+        seen: dict[int, torch.Tensor] = {}
+        args, kwargs = (cast_tensors(given, dtype, device, seen) for given in (other.args, other.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
     def state(self) -> State:
         """What a run may change: the generators and the module's buffers."""
         return State(
@@ -144,6 +178,20 @@ class Subject:
         """The CUDA devices whose generators a run may draw from."""
         tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+
+
+def _fresh(value: Any) -> Any:
+    """Arguments, with copies of what is neither a tensor nor plain data: a cache of keys, for one."""
+    if isinstance(value, (torch.Tensor, nn.Module, *_PLAIN)):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(_fresh, value))
+    if type(value) is dict:
+        return {name: _fresh(item) for name, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # as above
+        return value
 
 
 def _elements(own: Subject) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .. import text
 from ..reports.compare_heads import (
     CompareHeadsReport,
     Focus,
     Gradients,
+    HeadCount,
     HeadGradients,
     HeadPair,
     HeadsFocus,
     PartGradient,
+    Timing,
     Training,
 )
 from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, table
@@ -43,13 +45,19 @@ def compare_heads_page(report: CompareHeadsReport) -> Page:
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     floors = {count.noise_floor for count in report.counts}
-    floor = f", noise floor {text.small(floors.pop())} (measured against float64)" if len(floors) == 1 else ""
+    floor = f" of {text.small(floors.pop())}" if len(floors) == 1 else ""
     yield Section(
-        (_counts(report),),
+        (
+            _counts(report),
+            Paragraph(
+                f"× noise is how many times the rounding error{floor} (measured against float64) the largest "
+                "difference is: above 10 it is no rounding."
+            ),
+        ),
         "head counts",
-        f"same weights, same input; baseline {text.plural(report.baseline, 'head')}{floor}",
+        f"same weights, same input; baseline {text.plural(report.baseline, 'head')}",
     )
-    reasons = tuple((text.plural(c.num_heads, "head"), c.reason) for c in report.counts if c.reason)
+    reasons = _reasons([count for count in report.counts if count.num_heads != report.baseline])
     if reasons:
         yield Section((Facts(reasons),), "why")
     if report.equalities:
@@ -58,6 +66,37 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield Section((_pairs(report.pairs),), "every pair")
     yield from _learning(report)
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
+    untold = [
+        f"{flag} {what}"
+        for flag, what, told in (
+            ("--gradients", "what a first step would change", report.gradients),
+            ("--steps 100", "what is learned", report.training),
+            ("--focus", "what each head looks at", report.focus),
+            ("--time", "which is faster", report.timing),
+        )
+        if told is None
+    ]
+    if untold:
+        yield Section((Paragraph(f"{'; '.join(untold)}.", "muted"),), "what to ask next")
+
+
+def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:
+    """Return a line for each reason; where only the sizes differ, head counts share one.
+
+    `2, 4 heads`: `scores differ: 2 sums over 6 features each, 4 sums over 3 features each instead of 1 sum over 12`.
+    """
+    alike: dict[tuple[str, str], list[tuple[HeadCount, str]]] = {}
+    for count in counts:
+        what, colon, how = count.reason.partition(": ")
+        own, instead, of = how.partition(" instead of ")
+        key = (f"{what}{colon}", f"{instead}{of}") if instead else (count.reason, "")
+        alike.setdefault(key, []).append((count, own if instead else ""))
+    lines = []
+    for (start, end), those in alike.items():
+        numbers = ", ".join(str(count.num_heads) for count, _ in those)
+        said = start + ", ".join(how for _, how in those) + end
+        lines.append((f"{numbers} {'head' if numbers == '1' else 'heads'}", said))
+    return tuple(lines)
 
 
 def _counts(report: CompareHeadsReport) -> Table:
@@ -106,8 +145,11 @@ def _learning(report: CompareHeadsReport) -> Iterator[Section]:
         yield _gradients(report.gradients, report.baseline)
     if report.training is not None:
         yield _training(report.training, report.baseline)
-    if report.focus is not None:
-        yield _focus(report.focus)
+    for focus in (report.focus, report.focus_after):
+        if focus is not None:
+            yield _focus(focus)
+    if report.timing is not None:
+        yield _timing(report.timing)
 
 
 def _gradients(gradients: Gradients, baseline: int) -> Section:
@@ -182,19 +224,43 @@ def _training(training: Training, baseline: int) -> Section:
 
 
 def _focus(focus: Focus) -> Section:
-    spread = Facts(
-        tuple(
-            (
-                text.plural(count.num_heads, "head") + (f", attention {_attention(count)}" if count.attention else ""),
-                f"Jensen-Shannon divergence {text.small(count.divergence)} "
-                f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}",
+    spread = []
+    for count in focus.counts:
+        if count.num_heads > 1:
+            name = text.plural(count.num_heads, "head") + (
+                f", attention {_attention(count)}" if count.attention else ""
             )
-            for count in focus.counts
-            if count.num_heads > 1
-        )
+            said = f"Jensen-Shannon divergence {text.small(count.divergence)} "
+            said += f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}"
+            pairs = [("most", count.most_alike), ("least", count.least_alike)]
+            said += "".join(
+                f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
+                for how, pair in pairs
+                if pair is not None and count.num_heads > 2
+            )
+            spread.append((name, said))
+    blocks = (_heads(focus), *((Facts(tuple(spread)),) if spread else ()), Paragraph(focus.answer))
+    detail = f"the weights {focus.weights}; averages over the queries; entropy and divergence in nats; strongest: query"
+    return Section(blocks, "focus", f"{detail} → key, of queries that have a choice")
+
+
+def _timing(timing: Timing) -> Section:
+    names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
+    columns = (
+        Column("num_heads", "right", "strong"),
+        Column("median", "right"),
+        Column("half of the runs", "right"),
+        Column("runs", "right", drop=20),
+        *(Column(name, "right", drop=n + 1) for n, name in enumerate(names)),
     )
-    blocks = (_heads(focus), *((spread,) if spread.items else ()), Paragraph(focus.answer))
-    return Section(blocks, "focus", "averages over the queries; entropy and divergence in nats")
+    rows = []
+    for count in timing.counts:
+        flops = {stage.stage: stage.flops for stage in count.flops}
+        between = f"{text.small(count.low_ms)} to {text.small(count.high_ms)} ms"
+        times = (f"{text.small(count.median_ms)} ms", between, str(count.runs))
+        rows.append((str(count.num_heads), *times, *(text.flops(flops.get(name, 0)) for name in names)))
+    detail = f"the forward alone, in {text.plural(timing.threads, 'thread')}; operations of each stage's products"
+    return Section((table(columns, rows), Paragraph(timing.answer)), "time", detail)
 
 
 def _heads(focus: Focus) -> Table:
@@ -205,6 +271,7 @@ def _heads(focus: Focus) -> Table:
         Column("entropy", "right"),
         Column("effective keys", "right"),
         Column("distance", "right"),
+        Column("strongest", drop=1),
     )
     return table(
         columns,
@@ -216,6 +283,7 @@ def _heads(focus: Focus) -> Table:
                 text.statistic(head.entropy),
                 text.statistic(head.effective_keys),
                 text.statistic(head.distance),
+                ", ".join(f"{one.query} → {one.key} {one.weight:.2f}" for one in head.strongest),
             )
             for count in focus.counts
             for head in count.by_head

@@ -13,8 +13,8 @@ _RULES = """
 @SCOPE@ h1, @SCOPE@ h2, @SCOPE@ h3 { font: inherit; font-weight: bold; margin: 1.4em 0 .4em; }
 @SCOPE@ h1 > span, @SCOPE@ h2 > span, @SCOPE@ h3 > span { font-weight: normal; margin-left: 2ch; }
 @SCOPE@ p, @SCOPE@ dl { margin: .4em 0; max-width: 110ch; }
-@SCOPE@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 2ch; }
-@SCOPE@ dd { margin: 0; }
+@SCOPE@ dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0 2ch; }
+@SCOPE@ dd { margin: 0; overflow-wrap: anywhere; }
 @SCOPE@ .scroll { overflow-x: auto; margin: .6em 0; }
 @SCOPE@ table { border-collapse: collapse; font: inherit; margin: 0; }
 @SCOPE@ th, @SCOPE@ td { padding: .1em 2ch .1em 0; text-align: left; vertical-align: top; white-space: nowrap; }

@@ -120,6 +120,26 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Strongest:
+    """One pair of a query and a key that a head gives much weight to."""
+
+    query: int
+    key: int
+    weight: float
+    """Averaged over the batch."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """How alike two heads are."""
+
+    left: int
+    right: int
+    divergence: float
+    """Jensen-Shannon divergence of their weights, in nats, averaged over batch and queries; ln 2 at most."""
+
+
+@dataclass(frozen=True)
 class HeadFocus:
     """What one head looks at, averaged over batch and queries."""
 
@@ -130,6 +150,8 @@ class HeadFocus:
     """exp(entropy): as many keys with equal weights would have it."""
     distance: float
     """Σ w |query - key|, in positions."""
+    strongest: tuple[Strongest, ...]
+    """The pairs with the largest weights, the largest first; queries that see one key alone are left out."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +164,10 @@ class HeadsFocus:
     """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean less the mean of their entropies."""
     largest_divergence: float
     """ln num_heads: that of heads which look at nothing in common."""
+    most_alike: Alike | None = None
+    """The two heads that are most alike; None of a single head."""
+    least_alike: Alike | None = None
+    """The two heads that are least alike; None where there are fewer than three."""
     attention: int | None = None
     """Which of several attentions, from 1; None where there is one."""
     module: str | None = None
@@ -152,9 +178,44 @@ class HeadsFocus:
 class Focus:
     """How heads look at different parts."""
 
+    weights: str
+    """Which weights the heads had: `as given`, `after 100 steps`."""
     counts: tuple[HeadsFocus, ...]
     answer: str
     """One or two plain sentences."""
+
+
+@dataclass(frozen=True)
+class StageFlops:
+    """The floating-point operations of a stage's products, of all attentions together."""
+
+    stage: str
+    flops: int
+
+
+@dataclass(frozen=True)
+class HeadTime:
+    """What one head count takes."""
+
+    num_heads: int
+    median_ms: float
+    low_ms: float
+    """A quarter of the runs were faster."""
+    high_ms: float
+    """A quarter of the runs were slower."""
+    runs: int
+    flops: tuple[StageFlops, ...]
+    """Those stages that have products."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What each head count takes, measured in turns."""
+
+    counts: tuple[HeadTime, ...]
+    threads: int
+    answer: str
+    """One plain sentence."""
 
 
 @dataclass(frozen=True)
@@ -180,3 +241,7 @@ class CompareHeadsReport:
     """How the weights move apart, when asked for."""
     focus: Focus | None = None
     """What each head looks at, when asked for."""
+    focus_after: Focus | None = None
+    """The same after training, when both were asked for."""
+    timing: Timing | None = None
+    """How long each head count takes, when asked for: the one part that is another in every run."""

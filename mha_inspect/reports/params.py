@@ -41,6 +41,18 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """How large each head's part of one matrix is."""
+
+    owner: str
+    """Path of the module that the attention's matrices are in; empty for the module itself."""
+    part: str
+    """`W_q`, `W_k`, `W_v` or `W_o`."""
+    norms: tuple[float, ...]
+    """‖rows, or columns, of the head‖ for each head in order; fewer where heads of queries share keys and values."""
+
+
+@dataclass(frozen=True)
 class ParametersTotal:
     """The whole, and the closed formula beside the count."""
 
@@ -107,3 +119,5 @@ class ParamsReport:
     """Why there are no roles, where there are none."""
     stored_attentions: tuple[StoredAttention, ...] | None = None
     """Those of a checkpoint."""
+    head_norms: tuple[HeadNorms, ...] | None = None
+    """How large each head's part of each matrix is, when asked for."""

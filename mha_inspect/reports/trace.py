@@ -129,7 +129,7 @@ class OpLine:
     """Arguments that are not tensors, as text: `-1, False`."""
     memory: Memory
     stage: str
-    """Name of the stage that this operation completes; empty for the others."""
+    """Name of the stage that this operation completes, or several (`q_proj, k_proj`); empty for the others."""
 
 
 @dataclass(frozen=True)
@@ -220,3 +220,14 @@ class Trace:
     """How the forward ended, where it raised; then the rest is what was completed before."""
     chosen: tuple[int, ...] | None = None
     """Numbers, from 1, of the attentions that were asked to be shown in full; all of them are here in any case."""
+
+
+def attention_names(trace: Trace) -> list[str]:
+    """Return which attention each is, where there are several: `attention 2 of 12 in encoder.layer.1`; else nothing."""
+    count = len(trace.attentions)
+    if count == 1:
+        return [""]
+    return [
+        f"attention {number} of {count}" + (f" in {one.module}" if one.module else "")
+        for number, one in enumerate(trace.attentions, 1)
+    ]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .memory import require_memory
-from .names import Kind
+from .vocabulary import Kind
 
+INPUT_STREAM = 0x6D68612D696E70
+"""Added to the seed of the inputs, so that they are not the numbers that the parameters were drawn from."""
 _WORTH_A_LOOK = 1 << 26
 """Bytes below which nobody asks whether there is room."""
 
@@ -29,6 +31,11 @@ class Plan:
     """Token ids that mean something of their own, such as padding."""
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """Return what inputs are drawn from."""
+    return torch.Generator("cpu").manual_seed((seed + INPUT_STREAM) % 2**64)
+
+
 def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
     """The tensor that a plan asks for: in the module's own dtype where it asks for none, on meta without content."""
     dtype = getattr(torch, plan.dtype) if plan.dtype else own
@@ -41,7 +48,7 @@ def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Ge
         # Both words in every row: never fully masked, whichever of them means masked.
         tensor = (torch.arange(plan.shape[-1]) % 2 == 0).expand(plan.shape).clone()
     elif dtype.is_floating_point:
-        tensor = torch.randn(plan.shape, generator=generator, dtype=torch.float32)
+        tensor = torch.randn(plan.shape, generator=generator, dtype=torch.float32, device="cpu")
     else:
         tensor = torch.randint(0, max(plan.below, 1), plan.shape, generator=generator)
         free = next((n for n in range(plan.below) if n not in plan.avoid), None)

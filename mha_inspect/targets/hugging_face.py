@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
+_TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
+"""How the files of tokenizers begin."""
 _NETWORK = re.compile(
     r"couldn't connect|offline mode|OfflineMode|outgoing traffic|ConnectionError|cached files|resolve"
 )
@@ -110,6 +112,31 @@ def _transformers() -> ModuleType:
     transformers.logging.disable_progress_bar()
     # An optional library: where it is absent, mypy knows it as Any.
     return transformers  # type: ignore[no-any-return]
+
+
+def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Return the ids of a text, `batch seq`, and what each stands for, by the tokenizer in `hf:DIRECTORY`.
+
+    Raises `InputError` where there is none, or it cannot be read.
+    """
+    place = Path(target.removeprefix("hf:"))
+    if not target.startswith("hf:") or not place.is_dir():
+        raise InputError(f"--text needs a tokenizer, and {shown(target)} has none: name a directory, as in hf:path/to.")
+    # Where there is none, transformers makes one up that knows no word.
+    if not any(file.name.startswith(_TOKENIZERS) for file in place.iterdir()):
+        raise InputError(f"{shown(target)} has no tokenizer: save one there, with tokenizer.save_pretrained.")
+    transformers = _transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(place), local_files_only=True, trust_remote_code=False
+        )
+        ids = tokenizer(text)["input_ids"]
+        names = tokenizer.convert_ids_to_tokens(ids)
+    except Exception as error:
+        raise InputError(f"{shown(target)} has no tokenizer that can be read: {in_one_line(error)}") from None
+    if not ids:
+        raise InputError(f"--text {shown(text)} has no tokens. Give some words.")
+    return torch.tensor([ids]), tuple(map(str, names))
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

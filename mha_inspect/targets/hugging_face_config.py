@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.stored import opened
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from ..text import did_you_mean, message_of, shown
-from .aliases import ALIASES, dashed, plain
-from .arguments import unknown_setting
+from .constructor import unknown_setting
 from .importing import in_one_line
 from .values import convert
+from .vocabulary import ALIASES, dashed, plain
 
 if TYPE_CHECKING:
     from .target import TargetSpec

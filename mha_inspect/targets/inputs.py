@@ -1,6 +1,6 @@
 """What a target's forward is called with: tensors that follow its signature, and what somebody said of them.
 
-A name says what an argument is (`target_names`), a small run says how wide it is (`target_probe`). --input-shape and
+A name says what an argument is (`vocabulary`), a small run says how wide it is (`probe`). --input-shape and
 --input say it outright, and come first.
 """
 
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..layers import torch_mha
 from ..record.arguments import described
-from ..text import did_you_mean, shown
-from .aliases import ALIASES, Flags, dashed, plain
-from .arguments import signature_of
+from ..text import did_you_mean, printable, shown
 from .call import Call
-from .drawing import Plan, draw
+from .constructor import signature_of
+from .drawing import Plan, draw, generator_of
 from .files import read_tensors
-from .flag_inputs import INPUT_STREAM
+from .layer_inputs import require_fit
 from .masks import masks_of
-from .names import Kind, kind_of
 from .probe import Evidence, Probed, probe
-from .shapes import InputShape
 from .spec import InputSpec
 from .target import Target
+from .values import InputShape
+from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
@@ -43,6 +43,8 @@ class Asked:
     flags: Flags = field(default_factory=Flags)
     shapes: Mapping[str, InputShape] = field(default_factory=dict)
     seed: int = 0
+    ids: Tensor | None = None
+    """Tokens of a text, `batch seq`: the forward's `input_ids`."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
@@ -61,7 +63,7 @@ def make_call(target: Target, asked: Asked) -> Call:
 def _without_ones(asked: Asked) -> Asked | None:
     """The same with another size in the place of each that is one; None where none is, or inputs were given."""
     inputs = None if asked.shapes or asked.inputs.input is not None else asked.inputs.without_ones()
-    return None if inputs is None else replace(asked, inputs=inputs)
+    return None if inputs is None else replace(asked, inputs=inputs, ids=None)
 
 
 class _Maker:
@@ -81,12 +83,12 @@ class _Maker:
         first = next(self.module.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.batch_first = self._is_batch_first()
-        self.generator = torch.Generator("cpu").manual_seed((asked.seed + INPUT_STREAM) % 2**64)
+        self.generator = generator_of(asked.seed)
 
     def call(self) -> Call:
         """The arguments, worked out."""
         shapes = self._named(self.asked.shapes, "--input-shape")
-        given: dict[str, Any] = {**self.target.forward_settings, **self._from_file()}
+        given: dict[str, Any] = {**self.target.forward_settings, **self._from_file(), **self._from_text()}
         twice = [name for name in shapes if name in given]
         if twice:
             raise SpecError(f"--input-shape and --input (or --set) both give {twice[0]}. Drop one of the two.")
@@ -136,7 +138,22 @@ class _Maker:
         if len(held) == 1 and next(iter(held)) not in self.parameters:
             held = {"": next(iter(held.values()))}
         given = self._named(held, f"{shown(str(path))}")
+        query = given.get("query")
+        if isinstance(self.module, nn.MultiheadAttention) and query is not None:
+            key = given.get("key", query)
+            inputs = replace(self.asked.inputs, unbatched=query.dim() == 2)
+            spec = torch_mha.spec_of(self.module)
+            require_fit(printable(path), (query, key, given.get("value", key)), spec, inputs)
         return {name: self._moved(tensor) for name, tensor in given.items()}
+
+    def _from_text(self) -> dict[str, Any]:
+        if self.asked.ids is None:
+            return {}
+        if "input_ids" not in self.parameters:
+            raise InputError(
+                f"--text gives input_ids, which {self._owner()} does not take: {', '.join(self.parameters)}."
+            )
+        return {"input_ids": self._moved(self.asked.ids)}
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)

@@ -18,9 +18,8 @@ from ..record.copying import copy_module
 from ..record.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .device import resolve
-from .flag_inputs import Inputs, make_inputs
 from .inputs import Asked, make_call
-from .placing import arguments_of
+from .layer_inputs import Inputs, arguments_of, make_inputs
 from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from .spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from .target import Target
@@ -34,6 +33,11 @@ class Layer(Subject):
     spec: AttentionSpec
     run: RunSpec
     inputs: Inputs
+
+    def small(self) -> Layer:
+        """Return the same layer with little input: enough to see where its weights are."""
+        asked = InputSpec(batch=1 if self.inputs.unbatched else 2, seq_len=3, unbatched=self.inputs.unbatched)
+        return called_with(self.module, self.spec, self.run, make_inputs(self.spec, asked, self.run), self.layer)
 
 
 def load_layer(

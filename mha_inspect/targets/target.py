@@ -16,13 +16,13 @@ from torch import nn
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
 from ..record.subject import seed_everything
 from ..text import shown
-from .aliases import Flags, dashed
-from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
+from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .device import resolve
 from .importing import in_one_line, load_object
 from .memory import is_out_of_memory
 from .room import of_bounded_number, with_room
 from .values import convert
+from .vocabulary import Flags, dashed
 
 HUGGING_FACE = "hf:"
 

@@ -1,19 +1,23 @@
-"""Text that was typed for an argument, turned into the value that its annotation or its default asks for."""
+"""Text that was typed for an argument: the value that its annotation or default asks for, or the shape of a tensor."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
+from math import prod
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ..errors import SpecError
 from ..text import shown
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+_LONGEST_NUMBER = 40
 _MISSING: Any = Parameter.empty
 
 
@@ -48,15 +52,19 @@ def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapp
             return _free(text, namespace)
         annotation = _like(default)
     try:
-        return _typed(text, annotation, namespace)
+        return typed_as(text, annotation, namespace)
     except (ValueError, TypeError, SyntaxError):
         raise SpecError(
-            f"--set {shown(name)}={shown(text)} does not fit: {name} is {_described(annotation)}. "
+            f"--set {shown(name)}={shown(text)} does not fit: {name} is {described_type(annotation)}. "
             f"Write it as in --set {name}={_example(annotation)}."
         ) from None
 
 
-def _typed(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
+def typed_as(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
+    """Return the value of an annotation's type that a text says.
+
+    Raises `ValueError`, `TypeError` or `SyntaxError` where it says none.
+    """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return _one_of(text, parts, namespace)
@@ -67,6 +75,8 @@ def _typed(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
     if annotation is bool:
         return _word(text, {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)})
     if annotation in (int, float):
+        if len(text) > _LONGEST_NUMBER:
+            raise ValueError
         return annotation(text.replace("_", "") if annotation is int else text)
     if annotation is str:
         return text
@@ -87,7 +97,7 @@ def _one_of(text: str, kinds: tuple[Any, ...], namespace: Mapping[str, Any]) -> 
     # A text fits str whatever it says: the others are asked first.
     for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind is str)):
         try:
-            return _typed(text, kind, namespace)
+            return typed_as(text, kind, namespace)
         except (ValueError, TypeError, SyntaxError):
             continue
     raise ValueError
@@ -115,7 +125,7 @@ def _sequence(text: str, kind: type, parts: tuple[Any, ...], namespace: Mapping[
     if len(kinds) > 1 and len(kinds) != len(pieces):
         raise ValueError
     values = [
-        _typed(piece, kinds[min(place, len(kinds) - 1)], namespace) if kinds else _free(piece, namespace)
+        typed_as(piece, kinds[min(place, len(kinds) - 1)], namespace) if kinds else _free(piece, namespace)
         for place, piece in enumerate(pieces)
     ]
     return values if issubclass(kind, list) else tuple(values)
@@ -169,10 +179,11 @@ def _like(default: Any) -> Any:
     return type(default)
 
 
-def _described(annotation: Any) -> str:
+def described_type(annotation: Any) -> str:
+    """Return what a value of an annotation's type is, in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_described, parts)))
+        return " or ".join(dict.fromkeys(map(described_type, parts)))
     if origin is Literal:
         return "one of " + ", ".join(map(str, parts))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
@@ -195,3 +206,46 @@ def _example(annotation: Any) -> str:
         return "2,3"
     examples = {int: "8", float: "0.1", bool: "true", type(None): "none"}
     return examples.get(annotation, "NAME, a name in its own file")
+
+
+# -- shapes: `--input-shape x=2x10x512:float32` ------------------------------------------------------------------------
+
+INPUT_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
+_LARGEST = 2**40
+_FORM = re.compile(r"(?:(?P<name>[^=:\s]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>[\w.]+))?")
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """What somebody said of one argument."""
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    """None: as the module's own parameters, or whole numbers where they are token ids."""
+
+
+def parse_shapes(typed: list[str] | tuple[str, ...]) -> dict[str, InputShape]:
+    """`NAME=SIZExSIZE:DTYPE` texts as a mapping; the name is empty where the text has none.
+
+    Raises `SpecError` for a text of another form, a size of zero, or a dtype that is unknown.
+    """
+    shapes: dict[str, InputShape] = {}
+    for text in typed:
+        found = _FORM.fullmatch(text.strip())
+        if found is None:
+            raise SpecError(
+                f"--input-shape {shown(text)} is not NAME=SIZExSIZE:DTYPE. "
+                "Write it as in --input-shape x=2x10x512:float32."
+            )
+        sizes = tuple(int(size) if len(size) < 20 else _LARGEST + 1 for size in found["sizes"].split("x"))
+        if min(sizes) < 1 or prod(sizes) > _LARGEST:
+            raise SpecError(f"--input-shape {shown(text)} is no shape: every size is 1 or more, and all fit in memory.")
+        dtype = (found["dtype"] or "").removeprefix("torch.") or None
+        if dtype is not None and dtype not in INPUT_DTYPES:
+            raise SpecError(
+                f"--input-shape {shown(text)}: {shown(dtype)} is not a dtype of inputs: {', '.join(INPUT_DTYPES)}."
+            )
+        if (found["name"] or "") in shapes:
+            raise SpecError(f"--input-shape gives {shown(found['name'] or 'one argument')} twice. Give each once.")
+        shapes[found["name"] or ""] = InputShape(sizes, dtype)
+    return shapes

@@ -1,32 +1,54 @@
-"""compare-heads over k head counts beside k plain forwards and the float64 reference."""
+"""compare-heads over k head counts beside k plain forwards and the float64 reference, of a layer and of a target."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import pytest
 import torch
+from torch import nn
 
-from mha_inspect.answers.compare_heads import compare_heads_spec
+from mha_inspect.answers.compare_heads import compare_heads
+from mha_inspect.answers.head_runs import Counted
 from mha_inspect.record.rounding import float64_output
-from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets.head_counts import layers_by_name, modules_with_heads
 
 _COUNTS = (1, 2, 4, 8, 16)
 
 
-def test_compare_heads(side_by_side):
-    spec, inputs, run = AttentionSpec(embed_dim=512, num_heads=1), InputSpec(batch=8, seq_len=512), RunSpec()
-    plain = [load_layer(replace(spec, num_heads=count), inputs, run) for count in _COUNTS]
+class _Target(nn.Module):
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(512, 1536), nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        context = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(context.transpose(1, 2).flatten(2))
+
+
+def _layers() -> list[Counted]:
+    made = layers_by_name("torch", _COUNTS, {"embed_dim": 512, "batch": 8, "seq_len": 512})
+    return [Counted(count, own, is_known=True) for count, own in made]
+
+
+def _targets() -> list[Counted]:
+    x = torch.randn(8, 512, 512, generator=torch.Generator().manual_seed(0))
+    return [Counted(count, own) for count, own in modules_with_heads(_Target, _COUNTS, (x,), {})]
+
+
+@pytest.mark.parametrize("made", [_layers, _targets])
+def test_compare_heads(side_by_side, made):
+    plain = [one.own for one in made()]
 
     def theirs() -> None:
         with torch.no_grad():
-            for forward in plain:
-                forward.module(*forward.args, **forward.kwargs)
+            for own in plain:
+                own.module(*own.args, **own.kwargs)
         float64_output(plain[0].module, plain[0].args, plain[0].kwargs)
 
     side_by_side(
-        f"compare-heads over {len(_COUNTS)} counts",
-        lambda: compare_heads_spec(spec, _COUNTS, inputs, run),
+        f"compare-heads over {len(_COUNTS)} counts, {made.__name__.strip('_')}",
+        lambda: compare_heads(made()),
         "the plain forwards and the float64 reference",
         theirs,
         at_most=1.2,

@@ -153,6 +153,30 @@ class Bare(nn.Module):
         return ((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+class Fixed(Packed):
+    """Of one size."""
+
+    def __init__(self):
+        super().__init__(26)
+
+
+class Sliced(nn.Module):
+    """Each head has a slice of the embedding."""
+
+    def __init__(self, dim, num_heads=2):
+        super().__init__()
+        self.heads, width = num_heads, dim // num_heads
+        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(width, width) for _ in range(num_heads)) for _ in range(3))
+        self.o = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        out = []
+        for n, part in enumerate(x.chunk(self.heads, -1)):
+            q, k, v = self.q[n](part), self.k[n](part), self.v[n](part)
+            out.append((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+        return self.o(torch.cat(out, -1))
+
+
 class Broken(nn.Module):
     def __init__(self, dim, num_heads=2):
         super().__init__()
@@ -232,7 +256,7 @@ def test_the_weights_are_those_of_the_left(invoke, mine):
     assert data["output"]["verdict"] == "same"
     assert {pair["mapping"] for pair in data["parameters"]} == {"the same numbers"}
     assert data["parameters"][0]["left"]["where"] == "q.weight"
-    assert data["parameters"][0]["right"]["where"] == "a part of in_proj_weight"
+    assert data["parameters"][0]["right"]["where"] == "in_proj_weight rows 0–21"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +318,7 @@ def test_other_counts_of_attentions_and_weights_that_stay(invoke, mine):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("mine:Normed torch", "is made in the forward, and is no parameter"),
+        ("mine:Normed torch", "cannot be read by head: the forward does more with it"),
         ("mine:Stack torch", "Stack has 2 attentions, and torch holds one"),
     ],
 )
@@ -343,6 +367,8 @@ def test_dtypes_fail_if_and_one_head_count_more(invoke, mine):
         ("mine:Packed torch --device meta", 2, "no numbers"),
         ("mine:Packed narrow --right-set kdim=7", 2, "no use for kdim 7"),
         ("mine:Packed per-head mine", 2, "mine"),
+        ("mine:Fixed bert --input-shape x=3x5x26", 2, "embed_dim 22 contradicts Fixed, which takes 26 features"),
+        ("mine:Fixed mine:Packed", 2, "Fixed takes no argument that --embed-dim could be"),
     ],
 )
 def test_bad_input(invoke, mine, line, code, said):

@@ -105,7 +105,7 @@ def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
 def test_options_of_one_command_are_told_where_they_belong():
     own = {
         parameter.opts[0]: command
-        for command in ("diff", "trace", "params", "compare-heads")  # --fail-if is told of the last that has it
+        for command in ("diff", "params", "compare-heads", "trace")  # what several have is told of the last of them
         for name, parameter in parameters(command).items()
         if name not in SHARED and parameter.opts[0].startswith("--") and name != "help"
     }

@@ -54,6 +54,8 @@ def imported(*args: str, env: dict[str, str]) -> set[str]:
         ("diff torch --left-set dtyp=float16", {}),
         ("trace --export absent/a.txt", {}),
         ("params --export a.pdf", {}),
+        ("trace --picture weihgts", {}),
+        ("trace --picture weights --head 3-1", {}),
         ("compare-heads --export absent/a.txt", {}),
         ("", {COMPLETE: "complete_bash", "COMP_WORDS": "mha-inspect trace --dtype ", "COMP_CWORD": "3"}),
         ("", {COMPLETE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "mha-inspect trace --em"}),
@@ -63,6 +65,12 @@ def test_no_torch_and_no_rich(environment, line, env):
     modules = imported(*line.split(), env=environment(**env))
     assert "mha_inspect.cli.app" in modules
     assert modules & {"torch", "numpy", "rich", "pydantic", "einops"} == set()
+
+
+def test_without_a_picture_nothing_of_it_is_imported(environment):
+    modules = imported("trace", "--embed-dim", "8", "--num-heads", "2", env=environment())
+    assert "torch" in modules
+    assert not {name for name in modules if name.startswith(("mha_inspect.pictures", "matplotlib"))}
 
 
 @pytest.mark.parametrize(

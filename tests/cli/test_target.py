@@ -82,6 +82,13 @@ def test_an_attention_that_is_not_there(invoke, flags, said):
     assert [part for part in said if part not in err] == []
 
 
+def test_a_list_of_head_counts_is_for_params_and_compare_heads(invoke):
+    code, out, err = invoke("trace", f"{STYLES}:Tutorial", "--num-heads", "1,2")
+    assert (code, out) == (2, "")
+    assert "a target takes one number" in err
+    assert "mha-inspect params --num-heads 1,2" in err
+
+
 def test_it_says_what_was_passed(invoke):
     out = invoke("trace", f"{STYLES}:Tutorial", *SMALL).out
     assert "Tutorial was built with d_model=14 (--embed-dim), h=2 (--num-heads)." in out
@@ -105,6 +112,38 @@ def test_params_reads_roles_off_a_run(invoke):
     assert "heads" not in rows["tokens.weight"]
     assert (rows["tokens.weight"]["role"], data["notes"]) == ("read by embedding", [])
     assert invoke(*line).out == answer.out
+
+
+def test_params_sets_head_counts_of_a_target_side_by_side(invoke):
+    line = ("params", "torch.nn:MultiheadAttention", "--embed-dim", "14", "--num-heads", "1,2,7", "--format", "json")
+    data = data_of(invoke(*line))
+    jsonschema.Draft202012Validator(load_schema("params")).validate(data)
+    columns = data["side_by_side"]
+    assert [(column["num_heads"], column["head_dim"], column["numel"]) for column in columns] == [
+        (heads, 14 // heads, 4 * 14 * 14 + 4 * 14) for heads in (1, 2, 7)
+    ]
+    for column in columns:
+        rows = [piece["rows"] for piece in column["first_head"]["in_proj_weight"]]
+        assert rows == [[start, start + column["head_dim"]] for start in (0, 14, 28)]
+    assert data["changes"].startswith(
+        "Nothing but the slices: all 4 parameters have the same shapes and the same values"
+    )
+    assert data["layer"]["spec"] == {"embed_dim": 14, "num_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("torch.nn:Linear --embed-dim 14 --num-heads 1,2", "Linear takes no number of heads"),
+        ("torch.nn:MultiheadAttention --num-heads 1,2 --set num_heads=2", "--set num_heads is one number of heads"),
+        ("torch.nn:MultiheadAttention --num-heads 1,0", "heads 0 is not a number of heads"),
+        ("torch.nn:MultiheadAttention --num-heads 1,5 --embed-dim 14", "embed_dim must be divisible by num_heads"),
+    ],
+)
+def test_params_refuses_head_counts_that_a_target_cannot_have(invoke, line, said):
+    code, out, err = invoke("params", *line.split())
+    assert (code, out) == (2, "")
+    assert said in err
 
 
 @pytest.mark.parametrize(
@@ -184,7 +223,6 @@ def test_targets_that_are_none(invoke, command, target, said):
         ("STYLES:Tutorial --set d_model", "NAME=VALUE"),
         ("STYLES:Tutorial --kdim 3", "--kdim could be"),
         ("STYLES:Tutorial --layer bert", "two layers"),
-        ("STYLES:Tutorial --num-heads 1,2", "takes one number"),
         ("STYLES:Tutorial --device cdua", "cpu, meta"),
         ("STYLES:Tutorial --seed -1", "seed -1"),
     ],

@@ -184,7 +184,7 @@ def test_a_model_without_softmax_has_no_attention() -> None:
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "gpt_neox", "bloom", "falcon"])
 def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> None:
     module, given = model(kind), {**inputs(kind, 2, 7)}
-    report = params(module, own=Subject(module, (), given), per_head=True)
+    report = params(Subject(module, (), given), per_head=True)
     heads, shared, _ = HEADS[kind] or (1, 1, 0)
     group = heads // shared
 
@@ -232,7 +232,7 @@ def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> 
 )
 def test_what_the_parameters_of_a_model_are_for(kind: str, parameter: str, axes: str, said: str) -> None:
     module = model(kind)
-    report = params(module, own=Subject(module, (), inputs(kind, 2, 7)))
+    report = params(Subject(module, (), inputs(kind, 2, 7)))
     row = next(row for row in report.parameters if row.name == parameter)
     assert row.axes == (axes or "num_embeddings embedding_dim")
     assert said in row.role

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.targets.flag_inputs import Inputs, make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import Inputs, arguments_of, make_inputs
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17

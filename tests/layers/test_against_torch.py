@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect.layers.weights import canonical_weights, load_weights, read_weights
+from mha_inspect.layers.catalog import find_layer
 
 from .conftest import BATCH, HEAD_DIM, HEADS, KDIM, KEY, QUERY, VDIM
+from .declared import canonical_weights, load_weights, read_weights
 
 SAME = {
     "split-heads": {},
@@ -123,8 +124,7 @@ def test_narrow_is_torch_with_zeros_outside_of_the_blocks(bench, case):
 
 @pytest.mark.parametrize("name", [*SAME, "bert", "narrow"])
 def test_weights_come_only_where_they_are_asked_for(bench, name):
-    from mha_inspect.layers.catalog import find_layer
-    from mha_inspect.targets.placing import arguments_of
+    from mha_inspect.targets.layer_inputs import arguments_of
     from mha_inspect.targets.spec import RunSpec
 
     layer = bench.build(name)

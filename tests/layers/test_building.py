@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect.answers.head_counts.weights import copy_parameters
 from mha_inspect.layers.building import blank
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.measure.compare import same_bits
+from mha_inspect.measure.weights import copy_parameters
 from mha_inspect.record.recorder import record
 
 

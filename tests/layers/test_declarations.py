@@ -14,9 +14,10 @@ from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
 from mha_inspect.naming.formulas import evaluate, symbols
-from mha_inspect.targets.flag_inputs import make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
 from mha_inspect.targets.spec import InputSpec, RunSpec
+
+from .declared import ROLES, spec_of
 
 OURS = [name for name in LAYERS if name != "torch"]
 SIZES = [
@@ -48,7 +49,7 @@ def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, na
     kind, spec = find_layer(name), bench.spec(name, **sizes)
     layer, code = bench.build(name, **sizes), kind.load()
     assert evaluate(code.formula(spec), symbols(spec)) == sum(parameter.numel() for parameter in layer.parameters())
-    roles = code.roles(spec)
+    roles = ROLES[name](spec)
     for parameter_name, parameter in layer.named_parameters():
         role, seen = roles[parameter_name], torch.zeros(parameter.shape, dtype=torch.int)
         assert role.text
@@ -58,13 +59,13 @@ def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, na
                 rows, columns = (part.rows, part.columns) if piece is None else (piece.rows, piece.columns)
                 seen[(slice(*rows), slice(*columns)) if columns else slice(*rows)] += 1
         assert seen.eq(1).all(), parameter_name
-    assert code.spec_of(layer).num_heads == spec.num_heads
+    assert spec_of(layer).num_heads == spec.num_heads
     assert set(dict(layer.named_parameters())) <= set(roles)
 
 
 @pytest.mark.parametrize(("name", "linear"), [("fold-heads", "W_{}.weight"), ("per-head", "W_{}.2.weight")])
 def test_a_width_of_its_own_has_a_name_of_its_own(bench, name, linear):
-    roles = find_layer(name).load().roles
+    roles = ROLES[name]
     for letter, own in (("k", "kdim"), ("v", "vdim")):
         assert roles(bench.spec(name))[linear.format(letter)].axes.endswith("embed")
         assert roles(bench.spec(name, kdim=13, vdim=17))[linear.format(letter)].axes.endswith(own)
@@ -182,5 +183,5 @@ def test_wide_has_the_whole_embedding_in_every_head():
 
 
 def test_settings_are_checked_without_torch():
-    code = "import sys, mha_inspect.layers.settings, mha_inspect.layers.linear_roles; sys.exit('torch' in sys.modules)"
+    code = "import sys, mha_inspect.layers.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

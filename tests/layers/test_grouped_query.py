@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from mha_inspect.layers.grouped_query import apply_rotary, repeat_kv
-from mha_inspect.layers.weights import load_weights, read_weights
 
 from .conftest import BATCH, KEY, QUERY
+from .declared import load_weights, read_weights
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 11
 SIZES = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}

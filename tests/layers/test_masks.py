@@ -9,11 +9,12 @@ import torch
 
 from mha_inspect.errors import InputError
 from mha_inspect.layers.building import mask_of_head
-from mha_inspect.layers.weights import canonical_weights, load_weights
-from mha_inspect.targets.placing import arguments_of, merged_mask
+from mha_inspect.targets.layer_inputs import arguments_of
+from mha_inspect.targets.masks import merged
 from mha_inspect.targets.spec import RunSpec
 
 from .conftest import BATCH, HEADS, KEY, QUERY
+from .declared import canonical_weights, load_weights
 
 
 @pytest.mark.parametrize(("name", "finite"), [("split-heads", True), ("bert", True), ("fold-heads", False)])
@@ -87,10 +88,11 @@ def test_hidden_states_cannot_be_a_key_and_a_value(bench, name):
 def test_each_head_gets_its_own_mask(bench):
     mask = torch.zeros(BATCH * HEADS, QUERY, KEY, dtype=torch.bool)
     mask[1 * HEADS + 2, 3, 4] = True
-    merged = merged_mask(bench.inputs(mask=mask, key_len=KEY))
-    assert merged.nonzero().tolist() == [[1, 2, 3, 4]]
-    assert mask_of_head(merged, 2).nonzero().tolist() == [[1, 3, 4]]
-    assert mask_of_head(merged, 1).count_nonzero() == 0
+    given = bench.inputs(mask=mask, key_len=KEY)
+    both = merged(given.attn_mask, given.key_padding_mask, BATCH)
+    assert both.nonzero().tolist() == [[1, 2, 3, 4]]
+    assert mask_of_head(both, 2).nonzero().tolist() == [[1, 3, 4]]
+    assert mask_of_head(both, 1).count_nonzero() == 0
 
 
 def test_padding_is_added_to_either_kind_of_mask(bench):
@@ -100,5 +102,6 @@ def test_padding_is_added_to_either_kind_of_mask(bench):
         (boolean, lambda m: m),
         (torch.full((QUERY, KEY), 0.5, dtype=torch.float64), lambda m: m == float("-inf")),
     ):
-        merged = barred(merged_mask(bench.inputs(mask=mask, key_len=KEY, padding=(0, 2)))).expand(BATCH, 1, QUERY, KEY)
-        assert torch.equal(merged, padding[:, None, None].expand_as(merged))
+        given = bench.inputs(mask=mask, key_len=KEY, padding=(0, 2))
+        both = barred(merged(given.attn_mask, given.key_padding_mask, BATCH)).expand(BATCH, 1, QUERY, KEY)
+        assert torch.equal(both, padding[:, None, None].expand_as(both))

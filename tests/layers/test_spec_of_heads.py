@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.answers.compare_heads import compare_heads_spec
-from mha_inspect.answers.diff import diff_spec
-from mha_inspect.answers.params import params_spec
+from mha_inspect.answers.diff import diff_layers
+from mha_inspect.answers.params import layers_for_params, params
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show, plain_fields
+from mha_inspect.targets.head_counts import layers_with_heads
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
 from ..built import trace_layer
 
@@ -67,15 +67,19 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
     own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
     masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
     assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
-    assert diff_spec(layer, layer, plain, masked, run).verdict == "same"
+    assert diff_layers(layer, layer, plain, masked, run).verdict == "same"
+
+
+def params_of(own, *others):
+    return params(own, beside=others)
 
 
 def test_so_it_is_for_several_head_counts():
     """No head count of `wide` needs to divide embed_dim."""
     plain, own = AttentionSpec(embed_dim=15, num_heads=5), spec_for(LAYERS["wide"], embed_dim=15, num_heads=5)
     for report_of in (
-        lambda spec: params_spec(spec, RunSpec(), Show(), layer="wide", num_heads=(1, 2)),
-        lambda spec: compare_heads_spec(spec, (1, 2), InputSpec(), RunSpec(), layer="wide"),
+        lambda spec: params_of(*layers_for_params(spec, RunSpec(), "wide", num_heads=(1, 2))),
+        lambda spec: [own.spec for _, own in layers_with_heads(spec, (1, 2), InputSpec(), RunSpec(), "wide")],
     ):
         assert report_of(plain) == report_of(own)
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from mha_inspect.layers import torch_mha
-from mha_inspect.targets.flag_inputs import make_inputs
-from mha_inspect.targets.placing import arguments_of
+from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from mha_inspect.reports.compare_heads import (
+    Alike,
     CompareHeadsReport,
     Focus,
     Gradients,
@@ -14,8 +15,12 @@ from mha_inspect.reports.compare_heads import (
     HeadGradients,
     HeadPair,
     HeadsFocus,
+    HeadTime,
     HeadTraining,
     PartGradient,
+    StageFlops,
+    Strongest,
+    Timing,
     Training,
 )
 from mha_inspect.reports.params import (
@@ -195,11 +200,31 @@ LEARNING_COMPARE = replace(
         "After the same steps from the same start the weights have moved apart.",
     ),
     focus=Focus(
+        "as given",
         (
-            HeadsFocus(1, (HeadFocus(0, 2.3726, 10.758, 3.8814),), 0.0, 0.0),
-            HeadsFocus(2, (HeadFocus(0, 2.4018, 11.053, 4.0934), HeadFocus(1, 0.0, 1.0, 0.0)), 0.0591, math.log(2)),
+            HeadsFocus(1, (HeadFocus(0, 2.3726, 10.758, 3.8814, (Strongest(3, 2, 0.36),)),), 0.0, 0.0),
+            HeadsFocus(
+                2,
+                (HeadFocus(0, 2.4018, 11.053, 4.0934, ()), HeadFocus(1, 0.0, 1.0, 0.0, (Strongest(0, 1, 1.0),))),
+                0.0591,
+                math.log(2),
+                Alike(0, 1, 0.0591),
+            ),
         ),
         "Of 2 heads each looks at 1 to 11.1 keys in effect.",
+    ),
+    focus_after=Focus(
+        "after 10 steps",
+        (HeadsFocus(1, (HeadFocus(0, 2.3, 9.97, 3.8, (Strongest(3, 2, 0.41), Strongest(0, 2, 0.3))),), 0.0, 0.0),),
+        "The one head looks at 9.97 keys in effect.",
+    ),
+    timing=Timing(
+        (
+            HeadTime(1, 1.25, 1.2, 1.5, 11, (StageFlops("q_proj", 2880), StageFlops("scores", 1200))),
+            HeadTime(2, 12.5, 11.75, 13.0, 11, (StageFlops("q_proj", 2880), StageFlops("scores", 1200))),
+        ),
+        2,
+        "The products are as many operations for every head count; 2 heads took 1000.0 % of the time of 1 head.",
     ),
 )
 

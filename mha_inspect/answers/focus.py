@@ -1,0 +1,154 @@
+"""How heads look at different parts: the entropy, reach and divergence of their weights, for each head count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from ..errors import RecordingError
+from ..reports.compare_heads import Alike, Focus, HeadFocus, HeadsFocus, Strongest
+from .head_runs import Look
+
+_STRONGEST = 3
+"""Pairs of a query and a key that are told of each head."""
+
+
+def compare_focus(counts: Sequence[HeadsFocus], weights: str = "as given") -> Focus:
+    """Return what the heads of each head count look at, the baseline's first; `weights` says which they had."""
+    return Focus(weights, tuple(counts), _answer(counts))
+
+
+def focus_of_look(look: Look, label: str) -> list[HeadsFocus]:
+    """Return what the heads of every attention look at.
+
+    Raises `RecordingError` where the axes of the weights of one cannot be named.
+    """
+    several = len(look.attentions) > 1
+    counts = []
+    for place, (found, _) in enumerate(look.attentions):
+        weights, given = look.get(place, "weights"), look.get(place, "key")
+        if weights is None:
+            raise RecordingError(
+                f"--focus: the weights of {label} are never formed, and cannot be looked at. Leave it out."
+                if found.divided is not None
+                else f"--focus: an axis of the weights of {label} has no name, and by head they cannot be "
+                "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
+            )
+        key_len = None if given is None else min(given.shape[1], weights.shape[-1])
+        own = focus_of(weights, key_len)
+        counts.append(replace(own, attention=place + 1, module=found.module) if several else own)
+    return counts
+
+
+def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
+    """What the heads look at, averaged over the queries whose weights are numbers in every head.
+
+    The divergence is the generalised Jensen-Shannon divergence of all heads with equal shares,
+    H(mean of heads) - mean of H(head) (Lin, 1991, "Divergence measures based on the Shannon entropy", section 4).
+
+    Args:
+        weights: `batch heads query key`.
+        key_len: keys that have a position; those that a layer appends after them have none. None means all.
+    """
+    num_heads, queries = weights.shape[1], weights.shape[2]
+    key_len = weights.shape[3] if key_len is None else key_len
+    away = _distances(queries, key_len)
+    rows = [_double(weights[:, head]) for head in range(num_heads)]
+    known = torch.stack([row.isfinite().all(dim=-1) for row in rows]).all(dim=0)
+    choosing = known & (torch.stack(rows).amax(dim=-1) < 1).any(dim=0)
+    mean = torch.zeros_like(rows[0])
+    heads, entropies = [], []
+    for head, row in enumerate(rows):
+        mean += row / num_heads
+        entropy = entropy_of(row)[known]
+        entropies.append(_mean(entropy))
+        placed = row[..., :key_len]
+        share = placed.sum(dim=-1)
+        reach = ((placed * away).sum(dim=-1) / share)[known & (share > 0)]
+        strongest = _strongest(placed, choosing)
+        heads.append(HeadFocus(head, entropies[-1], _mean(entropy.exp()), _mean(reach), strongest))
+    # Rounding alone may bring equal heads a hair below 0.
+    divergence = max(0.0, _mean(entropy_of(mean)[known]) - sum(entropies) / num_heads) if known.any() else math.nan
+    alike = _alike(rows, known)
+    return HeadsFocus(
+        num_heads,
+        tuple(heads),
+        divergence if num_heads > 1 else 0.0,
+        math.log(num_heads),
+        alike[0] if alike else None,
+        alike[-1] if len(alike) > 1 else None,
+    )
+
+
+def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
+    """The pairs with the largest weights of `batch query key`, over the sequences in which a query has a choice."""
+    number = choosing.sum(dim=0).double()
+    mean = weights.where(choosing[..., None], 0.0).sum(dim=0) / number[:, None].clamp(min=1)
+    found = mean.flatten().topk(min(_STRONGEST, mean.numel()))
+    keys = mean.shape[1]
+    pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+    return tuple(Strongest(place // keys, place % keys, weight) for weight, place in pairs if weight > 0)
+
+
+def _alike(rows: Sequence[Tensor], known: Tensor) -> list[Alike]:
+    """Every two heads, those first that are most alike; empty where no query's weights are numbers."""
+    if not bool(known.any()):
+        return []
+    entropies = [entropy_of(row)[known] for row in rows]
+    found = []
+    for left, right in combinations(range(len(rows)), 2):
+        apart = entropy_of((rows[left] + rows[right])[known] / 2) - (entropies[left] + entropies[right]) / 2
+        found.append(Alike(left, right, max(0.0, _mean(apart))))
+    return sorted(found, key=lambda pair: pair.divergence)
+
+
+def entropy_of(weights: Tensor) -> Tensor:
+    """-Σ w ln w over the last dimension, in nats, a weight of 0 counting nothing: `... key -> ...`."""
+    entropy: Tensor = torch.special.entr(weights).sum(dim=-1)
+    return entropy
+
+
+def _distances(queries: int, keys: int) -> Tensor:
+    """`query key`: how many positions they are apart."""
+    return (torch.arange(queries)[:, None] - torch.arange(keys)[None]).abs().double()
+
+
+def _double(weights: Tensor) -> Tensor:
+    return weights.detach().cpu().double()
+
+
+def _mean(numbers: Tensor) -> float:
+    return float(numbers.mean()) if numbers.numel() else math.nan
+
+
+def _keys(number: str) -> str:
+    return f"{number} {'key' if number == '1' else 'keys'}"
+
+
+def _answer(counts: Sequence[HeadsFocus]) -> str:
+    """What the most heads look at, beside the fewest."""
+    few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
+    fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
+    effective = [head.effective_keys for count in most for head in count.by_head]
+    if not all(map(math.isfinite, effective)):
+        return "No query has a key to look at."
+    where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
+    spread = " to ".join(dict.fromkeys(f"{bound(effective):.3g}" for bound in (min, max)))
+    if many == 1:
+        return f"The one head{where} looks at {_keys(spread)} in effect."
+    share = sum(count.divergence / count.largest_divergence for count in most) / len(most)
+    text = f"Of {many} heads{where} each looks at {_keys(spread)} in effect"
+    text += f", and they differ by {100 * share:.2g} % of what heads with nothing in common would"
+    if few < many:
+        known = [head.effective_keys for count in fewest for head in count.by_head]
+        average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
+        text += f"; with {few} {average} {_keys(f'{sum(known) / len(known):.3g}')}"
+    alike, apart = most[0].most_alike, most[0].least_alike
+    if len(most) == 1 and alike is not None and apart is not None and alike.divergence < apart.divergence:
+        text += f". Heads {alike.left} and {alike.right} are the most alike"
+    return f"{text}."

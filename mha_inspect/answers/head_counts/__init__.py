@@ -1,1 +1,0 @@
-"""What compare-heads measures of each head count."""

@@ -1,0 +1,177 @@
+"""What compare-heads says in words, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..reports.compare_heads import HeadCount
+from ..text import listed, multiple, percent, plural
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_HEADS = ("q_heads", "k_heads", "v_heads")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that sentences speak of."""
+
+    num_heads: int
+    head_dim: int
+    turned: bool
+    """Whether positions turn the features of each head (RoPE)."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What became of the baseline's weights in a module with another head count."""
+
+    same: bool
+    """Whether it holds the baseline's numbers, bit for bit, all of them and no others."""
+    went: tuple[str, ...] = ()
+    """`W_o`: those that are the same."""
+    changes: tuple[str, ...] = ()
+    """What cannot be the same: `W_k [32, 64] becomes [16, 64]`."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The stages of two head counts side by side, in order, in the first attention in which one differs."""
+
+    same: tuple[str, ...]
+    """Those before the first that differs whose content is the same."""
+    first: str | None
+    """The first whose content differs."""
+    note: str = ""
+    """Why it could not be subtracted, where the shapes differ."""
+    rejoined: str | None = None
+    """The stage after it from which on everything is the same again."""
+    looked_at: int = 0
+    """Queries whose stages were looked at, where they are not all of them; else 0."""
+    unnamed: tuple[str, ...] = ()
+    """Stages that could not be compared, for an axis of them has no name."""
+
+
+def reason(base: Sizes, own: Sizes, walk: Walk, count: HeadCount, carried: Carried, cause: str) -> str:
+    """Return why this head count's output differs from the baseline's, or does not, in one sentence.
+
+    Args:
+        base: the baseline's sizes.
+        own: this head count's.
+        walk: what the stages have been found to hold.
+        count: the row of the report, its verdict in it.
+        carried: what became of the baseline's weights.
+        cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
+    """
+    if walk.first is None and walk.unnamed:
+        text = "All that can be compared holds the same numbers; not compared, for an axis has no name: "
+        text += f"{', '.join(walk.unnamed)}."
+        return f"{text} The outputs are the same because {cause}." if cause and count.verdict == "same" else text
+    if walk.first is None:
+        if count.verdict == "differs":
+            return "No stage that can be compared differs before the output itself."
+        where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
+        return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
+    text = f"{_same(walk.same)}; " if walk.same else ""
+    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, own, walk, carried)}"
+    if count.verdict != "differs":
+        text += f"; {_how_it_ends(walk, count, cause)}"
+    return f"{text}."
+
+
+def _same(stages: Sequence[str]) -> str:
+    """`q_proj, k_proj, v_proj and the split hold the same numbers`."""
+    named = [stage for stage in stages if stage not in _HEADS]
+    if set(_HEADS) <= set(stages):
+        named.insert(sum(stage in _PROJECTIONS for stage in named), "the split")
+    else:
+        named = list(stages)
+    return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
+
+
+def _how(base: Sizes, own: Sizes, walk: Walk, carried: Carried) -> str:
+    if walk.first in ("scores", "masked_scores"):
+        return f"{_sums(own)} instead of {_sums(base)}"
+    if not carried.same:
+        # The change of the weights that the stage is made with, or the first that there is.
+        letter = (walk.first or "")[:1]
+        change = next((change for change in carried.changes if change[2:3] == letter), carried.changes[0])
+        return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
+    split = f"{plural(own.num_heads, 'head')} of {own.head_dim}"
+    instead = f"instead of {base.num_heads} of {base.head_dim}"
+    if own.turned and walk.first in _HEADS:
+        return f"positions turn the features within {split} {instead}"
+    return walk.note or f"{split} features {instead}"
+
+
+def _sums(own: Sizes) -> str:
+    each = " each" if own.num_heads > 1 else ""
+    return f"{plural(own.num_heads, 'sum')} over {plural(own.head_dim, 'feature')}{each}"
+
+
+def _how_it_ends(walk: Walk, count: HeadCount, cause: str) -> str:
+    if count.verdict == "inconclusive":
+        return f"the outputs are {count.times_noise:.2g} times the rounding error apart, too close to tell"
+    because = f", because {cause}" if cause else ""
+    if walk.rejoined is None:
+        return f"the output is the same all the same{because}"
+    return f"from {walk.rejoined} on the numbers are the same again{because}"
+
+
+def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: bool = False) -> tuple[str, str]:
+    """Return whether the number of heads changes the output, and whether it changes the parameters."""
+    if all_nan:
+        about_output = "It cannot be told from this input: the output is NaN throughout, for every head count."
+    else:
+        about_output = _about_output(counts, all(one.same for one in carried))
+    return about_output, _about_parameters(counts, carried)
+
+
+def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
+    base, others = counts[0], counts[1:]
+    baseline = plural(base.num_heads, "head")
+    if not others:
+        return f"It cannot be told: {baseline} alone were run, and there is nothing to compare with."
+    given = "the same weights and the same input" if same_weights else "the same input and what weights can be the same"
+    differing = [count for count in others if count.verdict == "differs"]
+    unsure = [count for count in others if count.verdict == "inconclusive"]
+    if not differing and not unsure:
+        by = "to the bit" if all(count.max_abs_difference == 0 for count in others) else "within rounding"
+        return f"No: with {given} the output is the same for {_heads_of(counts)}, {by}."
+    if not differing:
+        return (
+            f"It cannot be told: with {given} the output of {_heads_of(unsure)} is within 10 times the rounding error."
+        )
+    furthest = max(differing, key=lambda count: count.relative_difference)
+    text = (
+        f"Yes: with {given} the output of {_heads_of(differing)} differs from that of {baseline}, "
+        f"by up to {percent(furthest.relative_difference)} and by up to "
+        f"{multiple(max(c.times_noise for c in differing))} times the rounding error"
+    )
+    rest = [count for count in others if count.verdict == "same"]
+    if rest:
+        text += f"; that of {_heads_of(rest)} is the same"
+    if unsure:
+        text += f"; that of {_heads_of(unsure)} is too close to tell"
+    return f"{text}."
+
+
+def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) -> str:
+    changed = [(count, one) for count, one in zip(counts, carried, strict=True) if not one.same]
+    if not changed:
+        return (
+            f"The parameters are the same {counts[0].numel:,} numbers for every head count; only which of them belong "
+            "to which head changes."
+        )
+    count, one = changed[0]
+    numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
+    same = f"; {listed(one.went)} {'are' if len(one.went) > 1 else 'is'} the same" if one.went else ""
+    return (
+        f"The weights cannot be the same, for the head count changes the parameters ({numbers}): with "
+        f"{plural(count.num_heads, 'head')} {', '.join(one.changes[:3])}{same}."
+    )
+
+
+def _heads_of(counts: Sequence[HeadCount]) -> str:
+    numbers = listed([str(count.num_heads) for count in counts])
+    return f"{numbers} {'head' if numbers == '1' else 'heads'}"

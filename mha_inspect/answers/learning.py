@@ -1,0 +1,337 @@
+"""What is learned under each head count: the gradient of every parameter, and where a few steps of training lead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, SpecError
+from ..measure.stage_difference import distances
+from ..measure.weights import PARTS, Weights, weights_of
+from ..record.arguments import tensors_in
+from ..record.copying import copy_module
+from ..record.rounding import first_tensor, judge, rounding_error
+from ..record.subject import Subject
+from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
+from ..text import percent, plural
+from .head_runs import HeadRun, overall
+from .trace import environment_of
+
+LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
+LEARNING_RATE = 0.1
+OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
+# Not Adam: it divides a gradient by its own size, and so makes whole steps of those that are 0 but for rounding.
+_TARGET_STREAM = 0x746172676574
+"""Added to the seed of the target, so that it is neither the weights nor the input."""
+
+_WORTH_THREADS = 1 << 27
+"""Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
+
+Parts = dict[str, Tensor]
+"""Numbers by part: `W_q` to `b_o` where the weights of one attention are all there is, else parameters by name."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A subject of one head count, and what is needed to compare what it learns."""
+
+    num_heads: int
+    own: Subject
+    weights: Weights | None = None
+    """Where its matrices and biases are; None: its parts are its parameters."""
+    nan: str = ""
+    """Why every gradient would be NaN; empty where none needs to be."""
+
+    @classmethod
+    def of(cls, run: HeadRun) -> Learner:
+        """Return what learns in a run, which must have been looked into."""
+        attentions = weights_of(run.nearest.run, run.module)
+        held = {name for own in attentions for part in own.projections.values() for name in part.parameters}
+        named = dict(run.module.named_parameters())
+        learns = all(parameter.requires_grad for parameter in named.values())
+        by_head = len(attentions) == 1 and not attentions[0].missing and held == named.keys() and learns
+        nan = int(run.output.isnan().sum())
+        said = f"{nan:,} of {run.output.numel():,} numbers of the output of {run.label} are NaN" if nan else ""
+        return cls(run.num_heads, run.own, attentions[0] if by_head else None, said)
+
+    @property
+    def exact(self) -> Learner:
+        """The same in float64; for float64, in float32, whose rounding is scaled by `noise_scale`."""
+        return replace(self, own=self.own.copied(torch.float32 if self._is_float64 else torch.float64))
+
+    @property
+    def noise_scale(self) -> float:
+        """What a rounding error that was measured against `exact` has to be multiplied by."""
+        return torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if self._is_float64 else 1.0
+
+    @property
+    def _is_float64(self) -> bool:
+        return environment_of(self.own).dtype == "float64"
+
+    def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
+        """Return what it holds; with `numbers`, by the parameter's name, those stand for what the parameters hold."""
+        if self.weights is None:
+            named = self.own.module.named_parameters() if numbers is None else numbers.items()
+            return {name: tensor.detach().clone() for name, tensor in named}
+        module = self.own.module
+        if numbers is not None:
+            module = copy_module(module)
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(numbers[name])
+        held = replace(self.weights, module=module).matrices()
+        return {part: held[part] for part in PARTS if part in held}
+
+    def require_finite(self, what: str) -> None:
+        """Raise `InputError` where every gradient would be NaN."""
+        if self.nan:
+            raise InputError(f"{what} would be NaN: {self.nan}. Leave each query a key, or leave this out.")
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run the body with the random numbers of the seed, and put generators and buffers back after it.
+
+        A backward pass belongs into it as well: it reads buffers, which must not have been put back before.
+        """
+        with self.own.replaying(self.own.state()), torch.enable_grad():
+            torch.manual_seed((self.own.seed or 0) % 2**64)
+            yield
+
+    def loss(self) -> Tensor:
+        """Return mean((output - target)²) of one run, with its graph.
+
+        Raises `InputError` where no gradient could come of it.
+        """
+        output = first_tensor(self.own.module(*self.own.args, **self.own.kwargs))
+        if not output.requires_grad:
+            raise InputError(
+                "There is no gradient: the output hangs on no parameter that learns (a forward under no_grad, whole "
+                "numbers, frozen parameters). Leave out --gradients and --steps."
+            )
+        generator = torch.Generator("cpu").manual_seed(((self.own.seed or 0) + _TARGET_STREAM) % 2**64)
+        target = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu")
+        return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """The loss of one run, and its gradient by part."""
+
+    loss: float
+    parts: Parts
+
+
+def compare_gradients(learners: Sequence[Learner], cause: str = "") -> Gradients:
+    """Compare the gradients of modules that hold the same weights with those of the first.
+
+    Args:
+        learners: one a head count, the baseline first.
+        cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
+
+    Raises:
+        InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
+    """
+    learners[0].require_finite("gradients")
+    scale = learners[0].noise_scale
+    counts, base = [], None
+    for learner in learners:
+        pair = gradient_of(learner), gradient_of(learner.exact)
+        base = base or pair
+        counts.append(_gradient_row(learner.num_heads, pair, base, scale))
+    return Gradients(LOSS, tuple(counts), _gradient_answer(counts, cause))
+
+
+def gradient_of(learner: Learner) -> Gradient:
+    """Return the gradient of the loss for every parameter that learns; the parameters' own `.grad` stays as it is."""
+    named = {name: parameter for name, parameter in learner.own.module.named_parameters() if parameter.requires_grad}
+    with learner.undisturbed():
+        loss = learner.loss()
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    by_name = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+    }
+    return Gradient(float(loss.detach()), learner.parts(by_name))
+
+
+def _gradient_row(
+    num_heads: int, own: tuple[Gradient, Gradient], base: tuple[Gradient, Gradient], scale: float
+) -> HeadGradients:
+    """A row of the report, from gradients as they are and in float64."""
+    parts = []
+    for part, gradient in own[0].parts.items():
+        theirs, norm = base[0].parts.get(part), float(gradient.double().norm())
+        if theirs is None or theirs.shape != gradient.shape:
+            parts.append(PartGradient(part, norm, None, None, None, None, None))
+            continue
+        largest, relative = distances(theirs, gradient)
+        floor = _larger_error(part, base[0].parts, base[1].parts, own[0].parts, own[1].parts) * scale
+        parts.append(PartGradient(part, norm, largest, relative, floor, *judge(largest, floor)))
+    return HeadGradients(num_heads, own[0].loss, tuple(parts), overall([part.verdict for part in parts]))
+
+
+def _larger_error(part: str, base: Parts, exact_base: Parts, own: Parts, exact: Parts) -> float:
+    """The larger rounding error of two results, each beside its exact one.
+
+    Two results that are the same but for rounding are at most twice that apart: a gradient that is 0 but for rounding
+    is no difference, however much more one head count rounds than another.
+    """
+    return max(rounding_error(base[part], exact_base[part]), rounding_error(own[part], exact[part]))
+
+
+def _gradient_answer(counts: Sequence[HeadGradients], cause: str) -> str:
+    base, others = counts[0], counts[1:]
+    differing = [count for count in others if count.verdict == "differs"]
+    changed = any(part.verdict is None for count in others for part in count.parts)
+    if not differing:
+        because = f", because {cause}" if cause else ""
+        if any(count.verdict == "inconclusive" for count in others):
+            return "The gradients are too close to tell apart from rounding."
+        return f"The gradient of every parameter is the same for every head count{because}: the same would be learned."
+    furthest = {part.part: part.relative_difference or 0.0 for part in differing[-1].parts if part.verdict == "differs"}
+    most = max(furthest, key=lambda part: furthest[part])
+    text = (
+        "A first step of learning would change the weights differently: with "
+        f"{plural(differing[-1].num_heads, 'head')} the gradient of {most} is "
+        f"{percent(furthest[most])} away from that with {plural(base.num_heads, 'head')}."
+    )
+    return f"{text} Parts whose shape the head count changes cannot be compared." if changed else text
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The weights before and after, by part, and the loss at either end."""
+
+    before: Parts
+    after: Parts
+    first_loss: float
+    last_loss: float
+    module: nn.Module
+    """The copy that was trained."""
+
+
+def compare_training(
+    learners: Sequence[Learner], steps: int, cause: str = "", after: Callable[[Learner], None] = lambda learner: None
+) -> Training:
+    """Train a copy of each module and compare the weights with those of the first.
+
+    Args:
+        learners: one a head count, the baseline first, with the same weights.
+        steps: of the optimiser.
+        cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
+        after: is called with each when it has learned.
+
+    Raises:
+        SpecError: there are no steps.
+        InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
+    """
+    if steps < 1:
+        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try 10.")
+    learners[0].require_finite("training")
+    scale = learners[0].noise_scale
+    counts, base = [], None
+    for learner in learners:
+        pair = train(learner, steps), train(learner.exact, steps)
+        base = base or pair
+        after(replace(learner, own=replace(learner.own, module=pair[0].module)))
+        counts.append(_training_row(learner.num_heads, pair, base, scale))
+    return Training(
+        steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, cause)
+    )
+
+
+def train(learner: Learner, steps: int) -> Trained:
+    """Train a copy; the module stays as it is."""
+    module = copy_module(learner.own.module)
+    copied = replace(learner, own=replace(learner.own, module=module))
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    losses = []
+    with copied.undisturbed(), few_threads(copied.own):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = copied.loss()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        last = float(copied.loss().detach())
+    return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+
+
+@contextmanager
+def few_threads(own: Subject) -> Iterator[None]:
+    """Run the body in one thread where a step is so small that threads would wait longer than they work."""
+    before = torch.get_num_threads()
+    rows = max((t.numel() // max(t.shape[-1:], default=1) for _, t in tensors_in((own.args, own.kwargs))), default=1)
+    if rows * sum(parameter.numel() for parameter in own.module.parameters()) < _WORTH_THREADS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _training_row(
+    num_heads: int, own: tuple[Trained, Trained], base: tuple[Trained, Trained], scale: float
+) -> HeadTraining:
+    """A row of the report, from trainings as they are and in float64."""
+    mine, baseline = own[0], base[0]
+    row = HeadTraining(
+        num_heads=num_heads,
+        first_loss=mine.first_loss,
+        last_loss=mine.last_loss,
+        moved=_distance(mine.after, mine.before),
+        max_abs_difference=None,
+        apart=None,
+        noise_floor=None,
+        times_noise=None,
+        verdict=None,
+    )
+    if mine.before.keys() != baseline.before.keys() or any(
+        not torch.equal(start, baseline.before[part]) for part, start in mine.before.items()
+    ):
+        return row
+    # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
+    judged = [
+        (
+            float((mine.after[part].double() - baseline.after[part].double()).abs().max()),
+            _larger_error(part, baseline.after, base[1].after, mine.after, own[1].after) * scale,
+        )
+        for part in mine.after
+    ]
+    largest = max(difference for difference, _ in judged)
+    difference, floor = max(judged, key=lambda pair: judge(*pair)[0])
+    times, verdict = judge(difference, floor)
+    movement = _distance(baseline.after, baseline.before)
+    apart = _distance(mine.after, baseline.after) / movement if movement else 0.0
+    return replace(row, max_abs_difference=largest, apart=apart, noise_floor=floor, times_noise=times, verdict=verdict)
+
+
+def _distance(left: Parts, right: Parts) -> float:
+    """‖left - right‖ over all parts."""
+    return math.sqrt(sum(float((left[part].double() - right[part].double()).square().sum()) for part in left))
+
+
+def _training_answer(counts: Sequence[HeadTraining], cause: str) -> str:
+    base, others = counts[0], counts[1:]
+    steps = "After the same steps from the same start"
+    if any(count.verdict is None for count in others):
+        return (
+            "The weights cannot start the same, for the head count changes the parameters: "
+            "losses can be compared, and weights cannot."
+        )
+    differing = [count for count in others if count.verdict == "differs"]
+    if differing:
+        furthest = max(differing, key=lambda count: count.apart or 0.0)
+        ours, theirs = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
+        return (
+            f"{steps} the weights have moved apart: those of {ours} end {percent(furthest.apart or 0.0)} as far "
+            f"from those of {theirs} as those of {theirs} have moved."
+        )
+    if any(count.verdict == "inconclusive" for count in others):
+        return f"{steps} the weights are too close to tell apart from rounding."
+    return f"{steps} the weights are the same for every head count{f', because {cause}' if cause else ''}."

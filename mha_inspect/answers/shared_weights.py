@@ -1,0 +1,314 @@
+"""The same weights for two sides: one state dict, drawn for two layers, or read off one and written into the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import WeightsError
+from ..measure.compare import same_bits
+from ..measure.weights import PARTS, Carried, LeftOut, Numbers, Weights, carry, draw
+from ..naming.parameters import Projection
+from ..record.copying import copy_module
+from ..reports.diff import SharedWeights, SideName
+from ..targets.layer_sides import LayerSide
+from ..targets.load import Layer
+from .side import SideRun
+
+_BIASES = ("b_q", "b_k", "b_v", "b_o")
+_OF_INPUT = ("W_q", "W_k", "W_v")
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A side whose heads read slices of the features that come in."""
+
+    name: SideName
+    features: int
+    width: int
+    """How many of them a head reads."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How both sides came to their weights, and what the answer needs to know of it."""
+
+    report: SharedWeights
+    are_carried: bool = True
+    """Whether any numbers are the same on both sides by our doing."""
+    are_drawn: bool = False
+    """Whether both have what they can hold of numbers that were drawn for them."""
+    poorer: tuple[SideName, ...] = ()
+    """The sides that had no place for some numbers."""
+    sliced: Sliced | None = None
+    """The one side, if it is one alone, whose heads read slices."""
+
+
+AS_THEY_ARE = Shared(
+    SharedWeights(False, "not carried: each side has the weights that it came with.", (), None), are_carried=False
+)
+
+
+def share(left: SideRun, right: SideRun) -> Shared:
+    """Give both sides the same weights as far as that can be done, and say how it was done.
+
+    Where names and shapes agree it is one state dict. Otherwise the weights of each attention are carried by head: into
+    a layer as far as it has a place for them; between modules whole, in the direction in which that can be done, or
+    else as far as they fit.
+    """
+    # The coarser of two dtypes rounds the numbers: the finer one can hold them.
+    source, other = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.side.dtype)).eps)
+    if _agree(source.side.own.module, other.side.own.module):
+        _write(other, lambda: other.side.own.module.load_state_dict(source.side.own.module.state_dict()))
+        return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", (), None))
+    if isinstance(source.side.own, Layer):
+        source, other = other, source
+    try:
+        return _carried(source, other)
+    except WeightsError as error:
+        sentence = f"not carried: each side has its own weights, as it was built from seed {left.side.own.seed}."
+        return Shared(SharedWeights(False, sentence, (str(error),), None), are_carried=False)
+
+
+def _carried(source: SideRun, other: SideRun) -> Shared:
+    given, own = _readable(source), _readable(other)
+    if len(given) != len(own):
+        holds = "holds one" if isinstance(other.side.own, Layer) else f"has {len(own)}"
+        raise WeightsError(f"{source.side.label} has {len(given)} attentions, and {other.side.label} {holds}.")
+    whole = _all_or_none(given, own, other)
+    if isinstance(whole, list):
+        return _told(source, other, whole)
+    is_layer = isinstance(other.side.own, Layer)
+    if not is_layer or _has_other_sizes(own, whole):
+        # What has no place for some numbers can still give its own to what has a place for all.
+        back = _all_or_none(own, given, source)
+        if isinstance(back, list):
+            return _told(other, source, back)
+    if _has_other_sizes(own, whole):
+        raise WeightsError(_why_not(whole, other.side.label, source.side.label))
+    found: list[Carried] = []
+    _write(other, lambda: found.extend(carry(one, into) for one, into in zip(given, own, strict=True)))
+    return _told(source, other, found)
+
+
+def _readable(run: SideRun) -> tuple[Weights, ...]:
+    """The weights of each attention. Raises `WeightsError` that says what cannot be told."""
+    label = run.side.label
+    if not run.weights:
+        raise WeightsError(f"{label}: no attention was found in it.")
+    for one in run.weights:
+        if one.missing:
+            raise WeightsError(f"{label}: {one.missing[0]}")
+        if not one.projections:
+            raise WeightsError(f"{label}: its attention has no projections.")
+    return run.weights
+
+
+def _all_or_none(given: Sequence[Weights], own: Sequence[Weights], run: SideRun) -> list[Carried] | LeftOut:
+    """Carry all weights of all attentions into a side; where one has no place, none, and what that is."""
+    before = _copies(run.side.own.module)
+    found: list[Carried] = []
+    for one, into in zip(given, own, strict=True):
+        found.append(carry(one, into, partly=False))
+        if not found[-1].whole:
+            _restore(run.side.own.module, before)
+            return found[-1].left_out[0]
+    if _differ(run.side.own.module, before):
+        run.forget()
+    return found
+
+
+def _why_not(one: LeftOut, label: str, source: str) -> str:
+    """Why a part could not be carried, in a sentence."""
+    given, becomes, wanted = one.reason.partition(" becomes ")
+    if becomes:
+        return f"{one.part} is {given} in {source} and {wanted} in {label}."
+    if one.reason.startswith("the other side"):
+        return f"{label} has {one.part}, and {one.reason}."
+    return f"{label}: of {one.part} {one.reason}."
+
+
+def _has_other_sizes(own: Sequence[Weights], left_out: LeftOut) -> bool:
+    """Whether what was left out has a place of other sizes, and not none, or one for a part of it."""
+    return not left_out.partly and any(left_out.part in one.projections for one in own)
+
+
+def _write(run: SideRun, write: Callable[[], object]) -> None:
+    """Change the weights of a side; what was run with the same ones before stays."""
+    before = _copies(run.side.own.module)
+    write()
+    if _differ(run.side.own.module, before):
+        run.forget()
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def _differ(module: nn.Module, before: Mapping[str, Tensor]) -> bool:
+    return any(not same_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def _restore(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    module.load_state_dict(dict(before))
+
+
+def _agree(left: nn.Module, right: nn.Module) -> bool:
+    mine, theirs = left.state_dict(), right.state_dict()
+    return bool(mine) and {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in theirs.items()}
+
+
+def _told(source: SideRun, other: SideRun, found: Sequence[Carried]) -> Shared:
+    """What was carried from one side into the other, in words."""
+    is_layer = isinstance(other.side.own, Layer)
+    pairs_of_both = list(zip(other.weights, found, strict=True))
+    lacking = tuple(
+        dict.fromkeys(said for own, one in pairs_of_both for said in _lacks(own, one, other, source.side.label))
+    )
+    rest = (*_rest(source), *(() if is_layer else _rest(other)))
+    left_out = (*lacking, *rest)
+    if is_layer:
+        how = f"read off the products of {source.side.label} and loaded into {other.side.label}"
+        how += ", as far as it holds them" if left_out else ""
+    else:
+        how = f"read off the products of {source.side.label} and written into the parameters of {other.side.label}"
+        how += ", the identity for W_o" if any("W_o" in one.filled for one in found) else ""
+        how += ", as far as they fit" if lacking else ""
+    report = SharedWeights(not left_out, f"{how}.", left_out, None)
+    sliced = next((own for own in (_slices(*pair, other) for pair in pairs_of_both) if own), None)
+    return Shared(report, poorer=(other.side.name,) if lacking else (), sliced=sliced)
+
+
+def _lacks(own: Weights, found: Carried, run: SideRun, source: str) -> Iterator[str]:
+    """A sentence for each thing that an attention has no place for."""
+    label = run.side.label
+    out = {one.part: one for one in found.left_out}
+    lost = [part for part in PARTS if part in out and part not in own.projections]
+    told: set[str] = set()
+    if "W_o" in lost:
+        what = "W_o and b_o are" if "b_o" in lost else "W_o is"
+        yield f"{label} has no output projection: {what} left out there."
+        told |= {"W_o", "b_o"}
+    sliced = _slices(own, found, run)
+    if sliced is not None:
+        parts = [part for part in _OF_INPUT if part in out and out[part].partly]
+        heads, head_dim = own.projections[parts[0]].shape[:2]
+        yield (
+            f"{label} gives head 0 the features 0–{sliced.width - 1} of the embedding and no others, and so on: of "
+            f"{_listed(parts)} only {heads} blocks of {[head_dim, sliced.width]} have a place there, 1/{heads} of "
+            "each; the rest is left out."
+        )
+        told |= set(parts)
+    biases = [part for part in _BIASES if part in lost and part not in told]
+    if biases:
+        has_none = not any(part in own.projections for part in _BIASES)
+        listed = _listed(biases) if "b_o" in biases else ", ".join(biases)
+        none = "no biases" if has_none else f"no {' or '.join(biases)}"
+        yield f"{label} has {none}: {listed} {'are' if len(biases) > 1 else 'is'} left out there."
+    appended = [part for part in ("bias_k", "bias_v") if part in lost]
+    if appended:
+        yield f"{label} appends no learned key and value: {_listed(appended)} are left out there."
+    told |= {*biases, *appended}
+    yield from (_why_not(one, label, source) for part, one in out.items() if part not in told)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _width_of(projection: Projection) -> int | None:
+    """How many features each head reads, where that is a part of them."""
+    inner = projection.pieces[0].inner
+    return inner[0] if inner is not None and inner[0] < projection.shape[-1] else None
+
+
+def _slices(own: Weights, found: Carried, run: SideRun) -> Sliced | None:
+    partly = [one.part for one in found.left_out if one.partly and one.part in _OF_INPUT]
+    width = _width_of(own.projections[partly[0]]) if partly else None
+    return None if width is None else Sliced(run.side.name, own.projections[partly[0]].shape[-1], width)
+
+
+def _rest(run: SideRun) -> tuple[str, ...]:
+    """A sentence where a module has parameters that belong to no projection of an attention."""
+    held = {name for one in run.weights for own in one.projections.values() for name in own.parameters}
+    others = [(name, p.numel()) for name, p in run.side.own.module.named_parameters() if name not in held]
+    if not others:
+        return ()
+    first = others[0][0] + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+    total = sum(numel for _, numel in others)
+    label = run.side.label
+    return (f"{label}: {first}, {total:,} numbers that project nothing for an attention, stay as they were built.",)
+
+
+def share_drawn(left: SideRun, right: SideRun, planned: tuple[LayerSide, LayerSide], finer: str) -> Shared:
+    """Draw weights for two layers, all that one or the other has a place for, and give each what it can hold.
+
+    Key and value heads are as many as both can repeat from. Raises `WeightsError` where key/value heads are shared and
+    the head counts differ.
+    """
+    spec, other = (side.spec for side in planned)
+    is_shared = any(one.kv_heads != one.num_heads for one in (spec, other))
+    kv_heads = math.gcd(spec.kv_heads, other.kv_heads) if is_shared else spec.num_heads
+    if kv_heads != spec.num_heads and spec.num_heads != other.num_heads:
+        raise WeightsError(
+            f"num_kv_heads {kv_heads} is below num_heads {spec.num_heads}: the rows of W_k and W_v belong to groups of "
+            "heads, and another head count is another layer. Take weights with one key/value head a head."
+        )
+    heads, width = (spec.num_heads, int(spec.head_dim)), spec.embed_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "W_q": (*heads, width),
+        "W_k": (kv_heads, heads[1], spec.key_width),
+        "W_v": (kv_heads, heads[1], spec.value_width),
+        "W_o": (*heads, width),
+    }
+    if spec.bias or other.bias:
+        shapes |= {"b_q": heads, "b_k": (kv_heads, heads[1]), "b_v": (kv_heads, heads[1]), "b_o": (width,)}
+    if spec.add_bias_kv or other.add_bias_kv:
+        shapes |= {"bias_k": heads, "bias_v": heads}
+    numbers = draw(shapes, spec.seed, getattr(torch, finer))
+    left_out: list[str] = []
+    poorer: list[SideName] = []
+    sliced: list[Sliced] = []
+    for run in (left, right):
+        found = _load(run, numbers, Weights(run.side.own.module, {}, heads[0], kv_heads))
+        lacking = tuple(_lacks(run.weights[0], found, run, "the drawn weights"))
+        left_out += [sentence for sentence in lacking if sentence not in left_out]
+        poorer += [run.side.name] if lacking else []
+        sliced += filter(None, [_slices(run.weights[0], found, run)])
+    if not left_out:
+        return Shared(SharedWeights(True, "every number of the one is in the other.", (), None), are_drawn=True)
+    sentence = "as far as both have a place for them: each has all that it can hold of the same numbers."
+    report = SharedWeights(False, sentence, tuple(left_out), None)
+    return Shared(report, are_drawn=True, poorer=tuple(poorer), sliced=sliced[0] if len(sliced) == 1 else None)
+
+
+def _load(run: SideRun, numbers: Numbers, source: Weights) -> Carried:
+    """Give a layer what it can hold of these numbers, in its own dtype and in the finer one of both."""
+    (own,) = run.weights
+    found: list[Carried] = []
+    _write(run, lambda: found.append(carry(source, own, numbers)))
+    if run.side.finer is not None:
+        carry(source, replace(own, module=run.side.finer.module), numbers)
+    return found[0]
+
+
+def in_the_fuller(shared: Shared, left: SideRun, right: SideRun) -> tuple[SideRun, SideRun, SideRun] | None:
+    """Return the side with no place for some numbers, the other one, and a copy of that with all that the first has.
+
+    None where no side is that one, or both are, or its numbers cannot be written there.
+    """
+    if len(shared.poorer) != 1:
+        return None
+    poorer, fuller = (left, right) if shared.poorer[0] == "left" else (right, left)
+    own = fuller.side.own
+    copied = replace(own, module=copy_module(own.module))
+    if len(poorer.weights) != len(fuller.weights):
+        return None
+    for one, into in zip(poorer.weights, fuller.weights, strict=True):
+        if not carry(one, replace(into, module=copied.module), partly=False).whole:
+            return None
+    return poorer, fuller, SideRun(replace(fuller.side, own=copied), fuller.run.wider)

@@ -1,1 +1,0 @@
-"""The two sides of diff."""

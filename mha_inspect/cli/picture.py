@@ -1,0 +1,291 @@
+"""What is asked to be drawn: the options of --picture, judged before torch is imported, and the pictures themselves."""
+
+# No `from __future__ import annotations` here: Typer reads the annotations of the options at run time.
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+from ..errors import DeviceError, SpecError
+from ..naming.stages import STAGES
+from ..text import shown
+from .export import ExportFormat, Target
+from .options import Options, option, size
+from .screen import columns, in_color
+
+if TYPE_CHECKING:
+    from ..answers.head_runs import Counted
+    from ..pictures.colour import Depth
+    from ..pictures.grid import Picture
+    from ..pictures.stages import Attended
+    from ..record.subject import Run
+    from ..reports.trace import Trace
+
+PANEL = "Picture"
+_DRAWN = (".png", ".svg", ".html")
+_MOST_TOKENS = 1 << 20
+"""Bytes of a file of tokens."""
+
+StageOption = Annotated[
+    str | None,
+    option(
+        "--picture",
+        PANEL,
+        "Draw this stage, a heat map for each head: weights, scores or any other.",
+        known=STAGES,
+        metavar="STAGE",
+        show_default="none",
+    ),
+]
+HeadOption = Annotated[
+    str, option("--head", PANEL, "The heads to draw, as in 0,3-5.", metavar="N,N-N", show_default="all")
+]
+RowOption = Annotated[int, size("--batch-row", PANEL, "The row of the batch to draw.")]
+TokensOption = Annotated[
+    str | None,
+    option(
+        "--tokens",
+        PANEL,
+        "What stands at each place, to label the axes: a file with one a line, or a comma list.",
+        metavar="FILE|A,B,...",
+        show_default="numbers",
+    ),
+]
+
+
+TextOption = Annotated[
+    str | None,
+    option(
+        "--text",
+        PANEL,
+        "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
+        show_default="none",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which pictures were asked for, and where they go."""
+
+    stage: str
+    heads: tuple[int, ...] | None
+    """All where it is None."""
+    batch_row: int
+    tokens: tuple[str, ...]
+    asked: bool
+    """Whether they are printed; else they go into a file alone."""
+
+
+def wanted(
+    options: Options, stage: str | None, head: str = "", batch_row: int = 0, tokens: str | None = None
+) -> Wanted | None:
+    """Return what is to be drawn; None where nothing is.
+
+    Raises `SpecError` where an option has nothing to draw, or cannot be read, and `DeviceError` where there are no
+    numbers.
+    """
+    ending = "" if options.export is None else options.export.suffix.lower()
+    heads = heads_of(head) if head else None
+    names = () if tokens is None else tokens_of(tokens)
+    if stage is None and ending not in (".png", ".html"):
+        for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
+            if given:
+                raise SpecError(
+                    f"{flag} {shown(given)} says what a picture shows, and none is drawn. Add --picture weights."
+                )
+        return None
+    if options.device == "meta" and stage is None and ending == ".html":
+        return None
+    require_drawable(options)
+    return Wanted(stage or "weights", heads, batch_row, names, stage is not None)
+
+
+def require_drawable(options: Options, *, in_json: bool = False) -> None:
+    """Let it pass where there are numbers to draw, and somewhere to draw them; `in_json` JSON has them too.
+
+    Raises `SpecError` or `DeviceError` otherwise.
+    """
+    ending = "" if options.export is None else options.export.suffix.lower()
+    if options.format == "json" and ending not in _DRAWN and not in_json:
+        raise SpecError(
+            "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
+        )
+    if options.device == "meta":
+        raise DeviceError("device meta has shapes and no numbers to draw. Try --device cpu.")
+
+
+def check_text(target: str | None, options: Options) -> None:
+    """Raise `SpecError` where no tokenizer can be there for --text, or something else says what the input is."""
+    if target is None or not target.startswith("hf:"):
+        raise SpecError("--text needs a tokenizer: name a model with one, as in mha-inspect trace hf:DIRECTORY.")
+    for flag, name in (("--input", "input"), ("--seq-len", "seq_len"), ("--batch", "batch")):
+        if name in options.typed:
+            raise SpecError(f"--text and {flag} both say what goes in: drop one of the two.")
+
+
+def with_text(text: str, target: str | None, options: Options, want: Wanted | None) -> tuple[Options, Wanted | None]:
+    """Return the options with the ids of a text for the input, and what is drawn with its tokens as labels.
+
+    Raises `InputError` where there is no tokenizer.
+    """
+    from ..targets.hugging_face import tokenized
+
+    ids, names = tokenized(str(target), text)
+    changed = copy(options)
+    changed.ids, changed.seq_len, changed.batch = ids, ids.shape[1], 1
+    return changed, want if want is None or want.tokens else replace(want, tokens=names)
+
+
+def heads_of(typed: str) -> tuple[int, ...]:
+    """Return the heads that `0,3-5` names, each once. Raises `SpecError` where it names none."""
+    heads: list[int] = []
+    for part in typed.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise SpecError(
+                f"head {shown(typed)} is no list of heads: write numbers and spans of them, as in --head 0,3-5."
+            )
+        heads += range(first, last + 1)
+    return tuple(dict.fromkeys(heads))
+
+
+def tokens_of(typed: str) -> tuple[str, ...]:
+    """Return the labels in a file, one a line, or of a comma list. Raises `SpecError` where the file cannot be read."""
+    path = Path(typed)
+    if not path.is_file():
+        if "," in typed or not (path.suffix or os.sep in typed):
+            return tuple(part.strip() for part in typed.split(","))
+        raise SpecError(f"tokens {shown(typed)}: there is no such file. Name one with a token a line, or write a,b,c.")
+    try:
+        with path.open("rb") as file:
+            return tuple(file.read(_MOST_TOKENS).decode("utf-8", "replace").splitlines())
+    except OSError as error:
+        raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
+
+
+def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
+    """Return each attention of a run whose tensors were kept."""
+    from ..naming.canonical import contents_of
+    from ..pictures.stages import Attended
+    from ..reports.trace import attention_names
+
+    return [
+        Attended(name, one.num_heads, one.num_kv_heads, partial(contents_of, run, *found))
+        for name, one, found in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
+    ]
+
+
+def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Drawn | None":
+    """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
+
+    None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
+    of the kind that was asked for.
+    """
+    attended = attended_in(trace, run)
+    in_page = export is not None and export.format == "html"
+    if in_page and not want.asked and not any(_shows(one) for one in attended):
+        return None
+    if not attended:
+        raise SpecError(f"{want.stage} cannot be drawn: no attention was found.")
+    pictures = []
+    if want.asked or not in_page:
+        for number in trace.chosen or (1,):
+            own = attended[number - 1]
+            pictures.append(own.picture(want.stage, heads=want.heads, batch_row=want.batch_row, labels=want.tokens))
+        if trace.chosen is None and len(attended) > 1:
+            others = "Attention 2 is" if len(attended) == 2 else f"Attentions 2 to {len(attended)} are"
+            note = f"{others} drawn with --attention N or --module PATH."
+            pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
+    from ..pictures.stages import for_viewer
+
+    viewer = partial(
+        for_viewer,
+        attended,
+        more=[want.stage],
+        batch_row=want.batch_row,
+        labels=want.tokens,
+        attention=(trace.chosen or (1,))[0] - 1,
+        stage=want.stage,
+        head=want.heads[0] if want.heads else 0,
+    )
+    return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
+
+
+def averaged(counted: "Sequence[Counted]") -> "Picture":
+    """Return the weights of each head count, averaged over the heads: of the first attention, where there are several.
+
+    Each subject is run once more, and that leaves no trace.
+    """
+    import torch
+
+    from ..naming.canonical import contents_of
+    from ..pictures.heads import counts_picture
+    from ..pictures.stages import Attended
+
+    counts = []
+    for one in counted:
+        count, own = one.num_heads, one.own
+        with torch.no_grad(), own.replaying(own.state()):
+            run = own.recorded(keep=True)
+        run = replace(run, wider=own.wider_run(run))
+        if not run.attentions:
+            raise SpecError("the weights cannot be drawn: no attention was found.")
+        several = f"attention 1 of {len(run.attentions)}" if len(run.attentions) > 1 else ""
+        counts.append((count, Attended(several, count, count, partial(contents_of, run, *run.attentions[0]))))
+    return counts_picture(counts)
+
+
+def _shows(one: "Attended") -> bool:
+    """Return whether a page has something to show of an attention."""
+    contents = one.contents()
+    return any(name in contents and not contents[name].is_meta for name in ("scores", "masked_scores", "weights"))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures that go with a report."""
+
+    pictures: "tuple[Picture, ...]"
+    printed: bool
+    """Whether they follow the report on stdout; else they are in the file of --export alone."""
+    viewer: Callable[[], dict[str, Any]] | None = None
+    """Makes what a page shows of all there is; None where that is nothing but the pictures."""
+
+    def text(self, format: str, stream: IO[str] | None = None) -> str:
+        """Return the pictures as text for a stream, or for a file where there is none."""
+        from ..pictures.terminal import draw
+
+        width = None if stream is None else columns(stream)
+        depth: Depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
+        return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
+
+    def image(self, format: ExportFormat) -> bytes | None:
+        """Return the pictures alone, where the file is one of an image; None where it is not."""
+        if format == "png" or (format == "svg" and self.printed):
+            from ..pictures.plot import to_file
+
+            return to_file(self.pictures, format)
+        return None
+
+    def added(self, text: str, format: ExportFormat) -> str:
+        """Return the report as a file has it, with the pictures in it."""
+        if format == "html" and self.viewer is not None:
+            from ..pictures.viewer import with_viewer
+
+            return with_viewer(text, self.viewer())
+        return text + (self.text("plain") if format == "plain" and self.printed else "")
+
+
+def colours() -> "Depth":
+    """Return how many colours a terminal shows that shows any, as far as it says."""
+    terminal = os.environ.get("TERM", "")
+    many = os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit") or terminal.endswith("-direct")
+    many = many or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ
+    return "true" if many else "256"

@@ -1,0 +1,228 @@
+"""The picture of a stage: its tensor in canonical axes, a panel for each head of one row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError
+from ..naming.stages import CANONICAL_AXES
+from .grid import Floats, Picture, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IN_A_PAGE = ("scores", "masked_scores", "weights")
+_FAR = 900.0
+"""A score below -900 that was above it before the mask is masked: masks add -inf, or -1e4 and less."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention whose stages can be drawn."""
+
+    name: str
+    """Which one it is, where there are several: `attention 2 of 12 in encoder.layer.1`."""
+    num_heads: int
+    num_kv_heads: int
+    contents: Callable[[], Mapping[str, Tensor]]
+    """Its stages in `CANONICAL_AXES`, made when they are asked for."""
+
+    def picture(
+        self,
+        stage: str,
+        *,
+        heads: Sequence[int] | None = None,
+        batch_row: int = 0,
+        labels: Sequence[str] = (),
+        title: str | None = None,
+    ) -> Picture:
+        """Return the picture of a stage, which names the attention where there are several.
+
+        Raises as `stage_picture`.
+        """
+        count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
+        named = f"{stage} of {self.name}" if self.name else stage
+        return stage_picture(
+            self.contents(),
+            stage,
+            count,
+            heads=heads,
+            batch_row=batch_row,
+            labels=labels,
+            title=named if title is None else title,
+        )
+
+
+def canonical_contents(kept: Mapping[str, tuple[Tensor, str]], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return stages, each a tensor and its axes, in `CANONICAL_AXES`; without those of which an axis has no name.
+
+    `sizes` are those of the axes that may share a dimension with others.
+    """
+    from ..naming.canonical import canonical
+
+    lengths = {
+        name: size
+        for tensor, axes in kept.values()
+        if "(" not in axes and len(axes.split()) == tensor.dim()
+        for name, size in zip(axes.split(), tensor.shape, strict=True)
+        if name in ("batch", "query", "key")
+    }
+    contents = {stage: canonical(tensor, stage, axes, {**lengths, **sizes}) for stage, (tensor, axes) in kept.items()}
+    return {stage: tensor for stage, tensor in contents.items() if tensor is not None}
+
+
+def for_viewer(
+    attended: Sequence[Attended],
+    *,
+    more: Sequence[str] = (),
+    batch_row: int = 0,
+    labels: Sequence[str] = (),
+    attention: int = 0,
+    stage: str = "weights",
+    head: int = 0,
+) -> dict[str, Any]:
+    """Return what a page shows: scores and weights of every attention, and the stages `more`.
+
+    The others say what it shows first. A row of the batch that is not there, and labels that fit no axis of a stage,
+    are passed over. Raises `SpecError` where there is nothing to show.
+    """
+    from .viewer import Attention, held, storages
+
+    stages = (*_IN_A_PAGE, *(name for name in more if name not in _IN_A_PAGE))
+
+    def drawable(one: Attended) -> list[str]:
+        found = one.contents()
+        there = [name for name in stages if name in found and not found[name].is_meta]
+        return [name for name in there if batch_row < found[name].shape[0]]
+
+    sizes: dict[str, tuple[int, int]] = {}
+    for one in attended:
+        contents = one.contents()
+        for name in drawable(one):
+            elements, panels = sizes.get(name, (0, 0))
+            shape = contents[name].shape
+            sizes[name] = (elements + prod(shape[1:]), panels + (shape[1] if len(shape) == 4 else 1))
+    if not sizes:
+        raise SpecError(f"there is no {' or '.join(stages)} to show: no attention was found whose axes are all known.")
+
+    def pictures(one: Attended) -> list[Picture]:
+        found = one.contents()
+        fitting = [labels if len(labels) in found[name].shape[-2:] else () for name in drawable(one)]
+        return [
+            one.picture(name, batch_row=batch_row, labels=own, title=name)
+            for name, own in zip(drawable(one), fitting, strict=True)
+        ]
+
+    named = (Attention(one.name or "attention", pictures(one)) for one in attended)
+    return held(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
+
+
+def stage_picture(
+    contents: Mapping[str, Tensor],
+    stage: str,
+    num_heads: int,
+    *,
+    heads: Sequence[int] | None = None,
+    batch_row: int = 0,
+    labels: Sequence[str] = (),
+    title: str = "",
+) -> Picture:
+    """Return the picture of a stage.
+
+    Args:
+        contents: the stages of one attention in `CANONICAL_AXES`; the scores beside the stage tell where a mask is.
+        stage: one of `STAGES`.
+        num_heads: into how many pieces a dimension `(heads head_dim)` goes; that of the keys may hold fewer.
+        heads: those to draw, all by default.
+        batch_row: which row of the batch.
+        labels: what stands at each place of the axes query and key, where they have as many places.
+        title: what the picture shows; the stage by default.
+
+    Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
+    """
+    if stage in contents and contents[stage].is_meta:
+        raise SpecError(
+            f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
+            "Try a smaller --seq-len."
+        )
+    if stage not in contents:
+        instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
+        raise SpecError(
+            f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
+            + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
+        )
+    tensor = contents[stage]
+    if not 0 <= batch_row < tensor.shape[0]:
+        raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
+    drawn = _by_head(tensor[batch_row], stage, num_heads)
+    names: tuple[str, ...] = ("",)
+    chosen = list(range(len(drawn)))
+    axes = CANONICAL_AXES[stage]
+    if "heads" in axes:
+        names = tuple(f"head {place}" for place in chosen)
+        chosen = list(chosen if heads is None else heads)
+        absent = next((head for head in chosen if not 0 <= head < len(names)), None)
+        if absent is not None:
+            raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
+    rows = "query" if "query" in axes.split() else "key"
+    columns = "key" if axes.endswith("query key") else "embed" if axes.endswith("embed") else "head_dim"
+    picture = Picture(
+        title or stage,
+        tuple(names[head] or (title or stage) for head in chosen),
+        _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
+        _side(rows, drawn.shape[1], labels),
+        _side(columns, drawn.shape[2], labels),
+        signed=stage != "weights",
+        notes=(f"Row {batch_row} of the batch of {tensor.shape[0]}.",) if tensor.shape[0] > 1 else (),
+    )
+    if labels and not picture.rows.labels and not picture.columns.labels:
+        raise SpecError(
+            f"{len(labels)} tokens label neither axis of {stage}: it has {drawn.shape[1]} places of {rows} and "
+            f"{drawn.shape[2]} of {columns}. Give one for each."
+        )
+    return picture
+
+
+def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:
+    """Return `heads row column`; one panel where a stage has no heads."""
+    if "(" in CANONICAL_AXES[stage]:
+        heads = num_heads if row.shape[-1] % max(num_heads, 1) == 0 else 1
+        return row.reshape(row.shape[0], heads, -1).transpose(0, 1)
+    return row if row.dim() == 3 else row[None]
+
+
+def _numbers(drawn: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
+    """Return the panels as float32, with -inf where a mask is."""
+    if len(chosen) < len(drawn):
+        drawn = drawn[chosen]
+        masked = masked[chosen] if masked is not None and len(masked) > 1 else masked
+    numbers = drawn.detach().float()
+    if masked is not None:
+        numbers = numbers.masked_fill(masked.to(numbers.device), -float("inf"))
+    array: Floats = numbers.cpu().numpy()
+    return array
+
+
+def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tensor | None:
+    """Return where a mask takes scores out, `heads query key`; None where nothing tells, or the stage is before it.
+
+    What has a weight all the same, as a row does of which every key is masked, is a number to be shown.
+    """
+    scores = contents.get("masked_scores")
+    if stage not in ("masked_scores", "weights") or scores is None or scores.shape[-2:] != contents[stage].shape[-2:]:
+        return None
+    place = batch_row if batch_row < len(scores) else 0
+    masked = scores[place].detach() < -_FAR
+    free = contents.get("scores")
+    if free is not None and free.shape == scores.shape:
+        masked &= free[place].detach() >= -_FAR
+    if stage == "weights":
+        masked = masked & (contents[stage][batch_row].detach() == 0)
+    return masked
+
+
+def _side(name: str, size: int, labels: Sequence[str]) -> Side:
+    return Side(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())

@@ -1,0 +1,299 @@
+"""The arguments of a target's constructor: what --set gives, and our own flags under the names that it takes them by.
+
+Only what is needed, or was asked for, is passed; the rest stays as the target's author left it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter
+from typing import Any
+
+from ..errors import SpecError
+from ..text import did_you_mean, shown
+from .values import convert
+from .vocabulary import ALIASES, Flags, dashed, flag_of, rank_of
+
+_CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
+_CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
+_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
+_TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
+
+
+@dataclass
+class Arguments:
+    """What a constructor is called with, and where each value came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    """Name to `--set`, or to the flag that gave it."""
+    left: dict[str, str] = field(default_factory=dict)
+    """What --set gave that the constructor has no name for."""
+    names: list[str] = field(default_factory=list)
+    """Every name that --set could give."""
+    used: set[str] = field(default_factory=set)
+    """The flags that were passed."""
+    guessed: bool = False
+    """Whether a config is of a class that only its file suggests."""
+    configs: list[FlagConfig] = field(default_factory=list)
+    """Configs that answer by our flags, which say only once they are read what they gave."""
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call the constructor."""
+        positional = [
+            self.values[name]
+            for name, parameter in signature_of(function).items()
+            if parameter.kind is Parameter.POSITIONAL_ONLY and name in self.values
+        ]
+        taken = {n for n, p in signature_of(function).items() if p.kind is Parameter.POSITIONAL_ONLY}
+        return function(*positional, **{name: value for name, value in self.values.items() if name not in taken})
+
+
+class MissingSettingError(AttributeError, KeyError):
+    """A config was asked for something that nobody has given."""
+
+    def __init__(self, config: str, name: str) -> None:
+        super().__init__(f"{config}.{name}")
+        self.config, self.asked = config, name
+
+    def __str__(self) -> str:
+        return f"{self.config}.{self.asked} was not given"
+
+
+class FlagConfig(dict[str, Any]):
+    """A config for a class that takes one without saying of what type: it answers by --set, and by our flags.
+
+    `config.n_embd`, `config["n_embd"]` and `config.get("n_embd")` all give --embed-dim.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags) -> None:
+        super().__init__(settings)
+        self.__dict__.update(_name=name, _flags=flags, _origins=dict.fromkeys(settings, "--set"))
+
+    def __missing__(self, name: str) -> Any:
+        flag = None if name.startswith("__") else flag_of(name)
+        value = None if flag is None else self._flags.value(flag)
+        if flag is None or value is None:
+            raise MissingSettingError(self._name, name)
+        self._origins[name] = dashed(flag)
+        self[name] = value
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dictionary, with our flags behind it."""
+        try:
+            return self[name]
+        except MissingSettingError:
+            return default
+
+    def origins(self) -> dict[str, str]:
+        """What was read, and where it came from."""
+        return dict(self._origins)
+
+
+def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
+    """The parameters of a class or a function, annotations resolved as far as they can be."""
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+    try:
+        # The annotations of a class that is called are those of its __init__.
+        called = getattr(function, "__init__", function) if isinstance(function, type) else function
+        hints = typing.get_type_hints(called)
+    except Exception:  # an annotation may name anything
+        hints = {}
+    return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
+
+
+def bind(
+    function: Callable[..., Any],
+    settings: Mapping[str, str],
+    flags: Flags,
+    namespace: Mapping[str, Any],
+    name: str,
+    *,
+    guess: bool = True,
+) -> Arguments:
+    """The arguments for a call of `function`.
+
+    With `guess` a config of no known type is of the only class for it that the target's file defines.
+
+    Raises `SpecError` when a value does not fit, or one that is needed was not given.
+    """
+    parameters = signature_of(function)
+    plain = {n: p for n, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    bound = Arguments(names=list(plain))
+    for key, text in settings.items():
+        if key in plain:
+            bound.values[key] = convert(key, text, _annotation(plain[key]), plain[key].default, namespace)
+            bound.origins[key] = "--set"
+        else:
+            bound.left[key] = text
+    _pass_flags(plain, bound, flags)
+    _pass_configs(plain, bound, flags, namespace, guess=guess)
+    if open_ended:
+        for key in [key for key in bound.left if key.isidentifier()]:
+            bound.values[key] = convert(key, bound.left.pop(key), Parameter.empty, Parameter.empty, namespace)
+            bound.origins[key] = "--set"
+    missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
+    if missing:
+        raise SpecError(_missing(name, missing, bound))
+    return bound
+
+
+def _annotation(parameter: Parameter) -> Any:
+    """What an argument is: by its annotation, or by its name where that is one of a size."""
+    untold = parameter.annotation is Parameter.empty and parameter.default is Parameter.empty
+    return int if untold and flag_of(parameter.name) in _SIZES else parameter.annotation
+
+
+def _missing(name: str, missing: list[str], bound: Arguments) -> str:
+    if all(argument in _TENSORS or "mask" in argument for argument in missing):
+        return (
+            f"{name} takes tensors ({', '.join(missing)}): it is a function of them, and not a class or a function "
+            "that returns a module. Call it in the forward of a torch.nn.Module."
+        )
+    left = [key for key in bound.left if key not in bound.names]
+    unknown = f" --set {left[0]} is none of its arguments ({', '.join(bound.names)})." if left else ""
+    return (
+        f"{name} needs {', '.join(missing)}, and no flag of ours says what that is.{unknown} "
+        f"Give {'it' if len(missing) == 1 else 'them'}: {' '.join(f'--set {argument}=VALUE' for argument in missing)}."
+    )
+
+
+def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
+    """Flags for what is required, and flags that were given under the most telling name that there is."""
+    for flag in ALIASES:
+        matching = sorted((n for n in plain if flag_of(n) == flag), key=lambda n: rank_of(flag, n))
+        if any(bound.origins.get(n) == "--set" for n in matching):
+            # What --set says of one name goes for the others: d_in and d_out are one width.
+            value = next(bound.values[n] for n in matching if n in bound.values)
+        else:
+            value = flags.value(flag)
+        needed = [n for n in matching if plain[n].default is Parameter.empty and n not in bound.values]
+        asked = flag in flags.given and flag != "seq_len"
+        if asked and matching and not needed and not any(n in bound.values for n in matching):
+            needed = matching[:1]
+        for argument in needed:
+            if value is not None:
+                bound.values[argument] = value
+                bound.origins[argument] = dashed(flag)
+        if asked and matching:
+            bound.used.add(flag)
+
+
+def _pass_configs(
+    plain: Mapping[str, Parameter], bound: Arguments, flags: Flags, namespace: Mapping[str, Any], *, guess: bool
+) -> None:
+    """A config object where one is required: of its annotated class, of the one that its file has, or of flags."""
+    for name, parameter in plain.items():
+        own = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
+        if name in bound.values:
+            if own:
+                bound.values[name] = _changed(name, bound.values[name], own, namespace)
+                for key in own:
+                    del bound.left[f"{name}.{key}"]
+            continue
+        kind = _config_class(name, parameter, namespace, guess=guess)
+        bound.guessed = bound.guessed or (kind is not None and kind is not parameter.annotation)
+        is_config = name.casefold() in _CONFIG_NAMES or name.casefold().endswith(_CONFIG_ENDINGS)
+        if kind is None and not (is_config and parameter.default is Parameter.empty):
+            continue
+        if kind is not None and parameter.default is not Parameter.empty and not own:
+            continue
+        others = {key: text for key, text in bound.left.items() if "." not in key}
+        if kind is None:
+            _pass_flag_config(name, own, others, bound, flags, namespace)
+            continue
+        inner = bind(kind, {**others, **own}, flags, namespace, kind.__name__)
+        strange = [key for key in own if key in inner.left]
+        if strange:
+            raise SpecError(unknown_setting(f"{name}.{strange[0]}", [f"{name}.{n}" for n in inner.names], name))
+        bound.values[name] = inner.call(kind)
+        bound.names += [f"{name}.{n}" for n in inner.names]
+        bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
+        bound.used |= inner.used
+        bound.left = {
+            key: text
+            for key, text in bound.left.items()
+            if not key.startswith(f"{name}.") and (key not in others or key in inner.left)
+        }
+
+
+def _pass_flag_config(
+    name: str,
+    own: Mapping[str, str],
+    others: Mapping[str, str],
+    bound: Arguments,
+    flags: Flags,
+    namespace: Mapping[str, Any],
+) -> None:
+    given = {
+        key: convert(key, text, Parameter.empty, Parameter.empty, namespace) for key, text in {**others, **own}.items()
+    }
+    config = FlagConfig(name, given, flags)
+    bound.values[name] = config
+    bound.configs.append(config)
+    bound.left = {k: t for k, t in bound.left.items() if k not in others and not k.startswith(f"{name}.")}
+
+
+def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
+    """The class of a config: annotated, or the only one that the target's file defines for it."""
+    kind = parameter.annotation
+    if kind is not Parameter.empty and isinstance(kind, type) and kind.__module__ != "builtins":
+        torch_like = kind.__module__.split(".")[0] in ("torch", "typing", "collections", "enum", "pathlib", "numpy")
+        return None if torch_like or not (dataclasses.is_dataclass(kind) or _is_config_name(kind.__name__)) else kind
+    if kind is not Parameter.empty or name.casefold() not in _CONFIG_NAMES or not guess:
+        return None
+    here = [
+        value
+        for value in namespace.values()
+        if isinstance(value, type) and value.__module__ == namespace.get("__name__") and _is_config_name(value.__name__)
+    ]
+    return here[0] if len(here) == 1 else None
+
+
+def _is_config_name(name: str) -> bool:
+    return name.casefold().endswith(_CONFIG_ENDINGS)
+
+
+def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:
+    """A copy of a config with some of its settings changed."""
+    if isinstance(config, Mapping):
+        known: dict[str, Any] = dict(config)
+    else:
+        known = dict(vars(config)) if hasattr(config, "__dict__") else {}
+    values = {}
+    for key, text in changes.items():
+        if key not in known:
+            raise SpecError(unknown_setting(f"{name}.{key}", [f"{name}.{n}" for n in known], name))
+        values[key] = convert(f"{name}.{key}", text, Parameter.empty, known[key], namespace)
+    if isinstance(config, Mapping):
+        return type(config)({**known, **values})  # type: ignore[call-arg]  # any kind that can be made from a dict
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.replace(config, **values)
+    import copy
+
+    changed = copy.copy(config)
+    for key, value in values.items():
+        setattr(changed, key, value)
+    return changed
+
+
+def unknown_setting(key: str, names: list[str], owner: str) -> str:
+    """The message for a --set that nothing takes."""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    listed = (", ".join(names[:12]) or "none") + more
+    return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"

@@ -1,0 +1,105 @@
+"""The same tensors into two forwards, whatever each of them calls its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import Parameter
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .call import Call
+from .constructor import signature_of
+from .vocabulary import Kind, kind_of
+
+_STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
+    "query": ("query", "hidden", "unknown"),
+    "hidden": ("hidden", "query", "unknown"),
+    "unknown": ("unknown", "hidden", "query"),
+    "key": ("key", "other", "query", "hidden", "unknown"),
+    "value": ("value", "key", "other", "query", "hidden", "unknown"),
+    "other": ("other", "key", "value", "query", "hidden", "unknown"),
+    "ids": ("ids", "hidden", "unknown"),
+    "image": ("image", "hidden", "unknown"),
+}
+"""For an argument of a kind, those of the other forward that it may be, the nearest first."""
+
+
+def arguments_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]]:
+    """The tensors of a call by the names of the forward, with what each is."""
+    parameters = signature_of(module.forward)
+    places = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY]
+    named = {**dict(zip(places or ["x"], call.args, strict=False)), **call.kwargs}
+    unknown = Parameter("x", Parameter.POSITIONAL_ONLY)
+    return {
+        name: (kind_of(parameters.get(name, unknown)), value)
+        for name, value in named.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
+    """The tensor of another call that an argument of this name and kind gets; None where there is none for it.
+
+    `whole`: whether it is to hold whole numbers.
+    """
+    fitting = {n: pair for n, pair in given.items() if pair[1].is_floating_point() != whole}
+    if name in fitting:
+        return fitting[name][1]
+    order = _STANDS_FOR.get(kind, ())
+    return next((tensor for like in order for own, tensor in fitting.values() if own == like), None)
+
+
+def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.Module) -> Call:
+    """The call with the tensors of another one in the place of those that were drawn for it.
+
+    Raises `InputError` where one takes what the other has no tensor for, or one of another shape.
+    """
+    given, own = arguments_of(other_module, other), arguments_of(module, call)
+    names, others = type(module).__name__, type(other_module).__name__
+    changed: dict[str, Tensor] = {}
+    for name in call.drawn:
+        kind, tensor = own[name]
+        if kind == "mask":
+            continue
+        found = tensor_for(name, kind, given, whole=not tensor.is_floating_point())
+        if found is None or not _fits(found, tensor, kind, any_length=other.origin != call.origin):
+            takes = f"{name} {list(tensor.shape)}"
+            has = ", ".join(f"{n} {list(t.shape)}" for n, (_, t) in given.items()) or "no tensor"
+            raise InputError(
+                f"{names}.forward takes {takes} and {others}.forward takes {has}: diff gives both the same input. "
+                "Give both the same sizes: --left-set, --right-set, or --input-shape."
+            )
+        changed[name] = found.to(device=tensor.device, dtype=tensor.dtype if tensor.is_floating_point() else None)
+    places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
+    args = tuple(changed.get(name, value) for name, value in zip(places, call.args, strict=False))
+    kwargs = {name: changed.get(name, value) for name, value in call.kwargs.items()}
+    origin = call.origin if not changed or other.origin == call.origin else f"what {others} gets"
+    return replace(call, args=args, kwargs=kwargs, origin=origin)
+
+
+def _fits(found: Tensor, drawn: Tensor, kind: Kind, *, any_length: bool) -> bool:
+    """Whether a tensor may stand in the place of one that was drawn: what a model gives has lengths of its own."""
+    if not any_length or kind == "image" or not found.dim():
+        return found.shape == drawn.shape
+    return found.dim() == drawn.dim() and (found.shape[-1] == drawn.shape[-1] or not found.is_floating_point())
+
+
+def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value for a layer, from the arguments of a forward.
+
+    Raises `InputError` where the forward takes no sequence of vectors.
+    """
+    given = arguments_of(module, call)
+    query = tensor_for("", "query", given)
+    if query is None or query.dim() not in (2, 3) or not isinstance(query, torch.Tensor):
+        takes = ", ".join(f"{name} {list(tensor.shape)}" for name, (_, tensor) in given.items()) or "no tensor"
+        raise InputError(
+            f"{type(module).__name__}.forward takes {takes}, and a layer takes a query, batch query embed: diff gives "
+            "both the same input. Compare its attention: --left-module or --right-module PATH, as trace lists them."
+        )
+    key = tensor_for("", "key", given)
+    value = tensor_for("", "value", given)
+    key = query if key is None else key
+    return query, key, key if value is None else value

@@ -1,0 +1,141 @@
+"""The words that people use: for what our flags give a constructor, and for the arguments of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter
+from typing import Any, Literal, get_args
+
+_NAMES: dict[str, str] = {
+    "embed_dim": (
+        "embed_dim d_model hidden_size dim n_embd embed_size embedding_dim embedding_size emb_dim emb_size emb "
+        "model_dim dim_model hidden_dim hid_dim num_hiddens n_hidden hidden n_embed d_embed embed channels in_channels "
+        "in_dim d_in dim_in input_dim input_size in_features query_dim query_size q_dim dim_q d_hidden n_state n_feat "
+        "features width out_dim d_out dim_out output_dim output_size out_features"
+    ),
+    "num_heads": (
+        "num_heads n_heads nhead num_attention_heads heads num_head n_attention_heads attention_heads "
+        "head_num heads_num head_count n_attn_heads num_attn_heads h"
+    ),
+    "num_kv_heads": "num_kv_heads num_key_value_heads n_kv_heads n_kv_head kv_heads num_kv_groups n_kv",
+    "head_dim": "head_dim dim_head head_size d_head head_width attention_head_size d_k d_v dim_k dim_v d_q",
+    "kdim": "kdim key_dim key_size dim_key d_key context_dim cross_attention_dim encoder_dim",
+    "vdim": "vdim value_dim value_size dim_value d_value",
+    "bias": "bias qkv_bias attention_bias use_bias",
+    "add_bias_kv": "add_bias_kv",
+    "add_zero_attn": "add_zero_attn",
+    "dropout": (
+        "dropout attn_dropout attention_dropout attn_pdrop dropout_p p_dropout dropout_rate drop_rate dropout_prob "
+        "attn_drop attention_probs_dropout_prob hidden_dropout_prob resid_pdrop embd_pdrop resid_dropout proj_drop drop"
+    ),
+    "batch_first": "batch_first",
+    "rope": "rope use_rope rotary use_rotary",
+    "causal": "causal is_causal masked use_causal_mask",
+    "seq_len": (
+        "seq_len block_size context_length max_seq_len max_len max_length max_seq_length context_size n_ctx "
+        "n_positions max_position_embeddings seq_length sequence_length max_sequence_length"
+    ),
+}
+ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.items()}
+"""Flag to the names of arguments that mean the same, the most telling first."""
+
+
+def plain(name: str) -> str:
+    """A name without what spellings differ in: `nHead`, `n_head` and `NHEAD` are one."""
+    return name.replace("_", "").casefold()
+
+
+_FLAG_OF = {plain(alias): flag for flag, aliases in ALIASES.items() for alias in aliases}
+
+
+def flag_of(name: str) -> str | None:
+    """The flag that gives the argument of this name; None where there is none."""
+    return _FLAG_OF.get(plain(name))
+
+
+def rank_of(flag: str, name: str) -> int:
+    """How telling a name is for a flag: 0 is the most telling."""
+    return [plain(alias) for alias in ALIASES[flag]].index(plain(name))
+
+
+def dashed(flag: str) -> str:
+    """The flag as it is typed: `--embed-dim`."""
+    return f"--{flag.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What our flags are set to, and which of them somebody has set."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    """Those that were typed, or set by a variable."""
+    typed: frozenset[str] = frozenset()
+    """Those that were typed: each must be of use."""
+
+    def value(self, flag: str) -> Any:
+        """The value of a flag; where nobody has set it, what follows from the others.
+
+        None where nothing follows.
+        """
+        value = self.values.get(flag)
+        if value is not None:
+            return value
+        embed_dim, num_heads = self.values.get("embed_dim", 512), self.values.get("num_heads", 8)
+        if flag in ("embed_dim", "kdim", "vdim"):
+            return embed_dim
+        if flag in ("num_heads", "num_kv_heads"):
+            return num_heads
+        if flag == "head_dim":
+            return embed_dim // num_heads if num_heads and embed_dim % num_heads == 0 else None
+        return {"bias": True, "dropout": 0.0, "batch_first": True, "seq_len": 12}.get(flag, False)
+
+
+Kind = Literal["query", "key", "value", "hidden", "other", "ids", "image", "mask", "setting", "unknown"]
+"""`other` is a second sequence: a context, a memory, what the encoder gave."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(map(plain, text.split()))
+
+
+_KINDS: dict[Kind, frozenset[str]] = {
+    "query": _words("query q queries x_q xq query_states q_in input_q inputs_q"),
+    "key": _words("key k keys x_k xk key_states k_in input_k inputs_k inputs_kv kv key_value key_value_states"),
+    "value": _words("value v values x_v xv value_states v_in input_v"),
+    "hidden": _words(
+        "x hidden_states hidden_state src input inputs hidden embeddings embeds inputs_embeds embedding emb sequence "
+        "seq tgt target features feats input_tensor inp h z x_in data states tensor trg batch "
+        "source"
+    ),
+    "other": _words(
+        "memory context encoder_hidden_states encoder_output encoder_outputs enc_output enc_out enc_outputs ctx cond y "
+        "encoder_states encoder_out cross_states x2 other conditioning src_output encoder_output_states"
+    ),
+    "ids": _words(
+        "input_ids ids idx token_ids tokens decoder_input_ids token indices input_tokens src_tokens tgt_tokens "
+        "prev_output_tokens x_ids src_ids tgt_ids"
+    ),
+    "image": _words("pixel_values image images img imgs pixels picture pictures pixel_values_videos video videos"),
+}
+
+
+def kind_of(parameter: Parameter) -> Kind:
+    """What an argument is by its name, or by its annotation where that says that it is no tensor."""
+    name = parameter.name.casefold()
+    if "mask" in name:
+        return "mask"
+    if _is_plain(parameter.annotation) or isinstance(parameter.default, (bool, int, float, str)):
+        return "setting"
+    known = plain(name)
+    return next((kind for kind, names in _KINDS.items() if known in names), "unknown")
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Whether an annotation says a number, a text or a switch."""
+    if isinstance(annotation, str):
+        return annotation in ("int", "float", "bool", "str")
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    kinds = parts or [annotation]
+    return all(kind in (int, float, bool, str) for kind in kinds)

@@ -1,0 +1,579 @@
+"""What each layer of the catalog declares of its parameters, row by row: an oracle for what is read off a run.
+
+Written by hand from the layers' own code. Weights are carried from layer to layer by it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from mha_inspect.layers import bert, fold_heads, grouped_query, narrow, per_head, split_heads, torch_mha, wide
+from mha_inspect.reports.params import HeadSlice
+from mha_inspect.targets.spec import AttentionSpec
+
+Bounds = tuple[int, int]
+"""Start included, stop not."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix or bias that is a part of a parameter, or the whole of it."""
+
+    name: str
+    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value."""
+    rows: Bounds
+    """For a bias: its elements, counted along its one dimension that is not 1."""
+    columns: Bounds | None = None
+    """None for a bias."""
+    split: Literal["rows", "columns"] | None = "rows"
+    """Along what the heads lie in it, one after the other, in equal runs; None where it belongs to no head."""
+    heads: int = 1
+    """How many heads it is split over (key/value heads for W_k and W_v)."""
+    first_head: int = 0
+    """The number of the first of them: a parameter of its own for each head has `heads=1, first_head=h`."""
+
+    def slices(self) -> tuple[HeadSlice, ...]:
+        """The run of each head, in order; together they are the whole part, each element once."""
+        if self.split is None:
+            return ()
+        if self.split == "rows":
+            return tuple(HeadSlice(head, self.name, run, self.columns) for head, run in self._runs(self.rows))
+        assert self.columns is not None, "a bias has no columns to split"
+        return tuple(HeadSlice(head, self.name, self.rows, run) for head, run in self._runs(self.columns))
+
+    def _runs(self, bounds: Bounds) -> list[tuple[int, Bounds]]:
+        start, stop = bounds
+        width, rest = divmod(stop - start, self.heads)
+        assert rest == 0, f"{self.name}: {stop - start} cannot be split over {self.heads} heads"
+        return [(self.first_head + n, (start + n * width, start + (n + 1) * width)) for n in range(self.heads)]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one parameter is for."""
+
+    axes: str
+    """What its dimensions are, as an einops pattern."""
+    text: str
+    """In words, with the real numbers."""
+    parts: tuple[Part, ...] = ()
+
+    def slices(self) -> tuple[HeadSlice, ...]:
+        """Which rows and columns belong to each head, part by part."""
+        return tuple(piece for part in self.parts for piece in part.slices())
+
+
+def stacked(names: tuple[str, ...], sizes: tuple[int, ...], columns: Bounds | None, heads: int) -> tuple[Part, ...]:
+    """Parts one above the other, each split over the heads by rows."""
+    parts, start = [], 0
+    for name, size in zip(names, sizes, strict=True):
+        parts.append(Part(name, (start, start + size), columns, heads=heads))
+        start += size
+    return tuple(parts)
+
+
+def ranges(parts: tuple[Part, ...]) -> str:
+    """Their rows as people count them, both ends included: `0–511, 512–1023`."""
+    return ", ".join(f"{part.rows[0]}–{part.rows[1] - 1}" for part in parts)
+
+
+def projection(name: str, letter: str, axis: str, width: int, heads: int, head_dim: int) -> dict[str, Role]:
+    """One Linear for all heads, their rows one after the other: W_q, W_k or W_v by `letter`, from `axis` of `width`."""
+    rows = (0, heads * head_dim)
+    return {
+        f"{name}.weight": Role(
+            f"(heads head_dim) {axis}",
+            f"W_{letter}: its rows are the heads one above the other, {head_dim} each",
+            (Part(f"W_{letter}", rows, (0, width), heads=heads),),
+        ),
+        f"{name}.bias": Role("(heads head_dim)", f"b_{letter}", (Part(f"b_{letter}", rows, heads=heads),)),
+    }
+
+
+def one_head(
+    name: str, letter: str, head: int, width: int, head_dim: int, axes: str, reads: str = ""
+) -> dict[str, Role]:
+    """A Linear of one head's own."""
+    rows = (0, head_dim)
+    return {
+        f"{name}.weight": Role(
+            axes,
+            f"W_{letter} of head {head}{reads}",
+            (Part(f"W_{letter}", rows, (0, width), first_head=head),),
+        ),
+        f"{name}.bias": Role("head_dim", f"b_{letter} of head {head}", (Part(f"b_{letter}", rows, first_head=head),)),
+    }
+
+
+def output_projection(name: str, embed_dim: int, heads: int, head_dim: int) -> dict[str, Role]:
+    """One Linear over the heads side by side."""
+    rows, columns = (0, embed_dim), (0, heads * head_dim)
+    return {
+        f"{name}.weight": Role(
+            "embed (heads head_dim)",
+            f"W_o: its columns are the heads side by side, {head_dim} each",
+            (Part("W_o", rows, columns, split="columns", heads=heads),),
+        ),
+        f"{name}.bias": Role("embed", "b_o: added once, it belongs to no head", (Part("b_o", rows, split=None),)),
+    }
+
+
+def _bias(name: str, size: int, heads: int) -> Part:
+    return Part(name, (0, size), heads=heads)
+
+
+def axis_of_width(axis: str, width: int, embed_dim: int) -> str:
+    """`kdim` or `vdim` where it is a width of its own, else `embed`: the same number bears the same name."""
+    return "embed" if width == embed_dim else axis
+
+
+def _torch_mha(spec: AttentionSpec) -> dict[str, Role]:
+    embed, heads = spec.embed_dim, spec.num_heads
+    width = (0, embed)
+    packed = stacked(("W_q", "W_k", "W_v"), (embed, embed, embed), width, heads)
+    biases = stacked(("b_q", "b_k", "b_v"), (embed, embed, embed), None, heads)
+    table = {
+        "in_proj_bias": Role(
+            "(qkv heads head_dim)", f"b_q, b_k, b_v one after the other: elements {ranges(biases)}", biases
+        ),
+        "bias_k": Role(
+            "1 1 (heads head_dim)", "one learned key, appended to the keys", (_bias("bias_k", embed, heads),)
+        ),
+        "bias_v": Role(
+            "1 1 (heads head_dim)", "one learned value, appended to the values", (_bias("bias_v", embed, heads),)
+        ),
+        "out_proj.weight": Role(
+            "embed (heads head_dim)",
+            f"W_o: its columns are the heads side by side, {int(spec.head_dim)} each",
+            (Part("W_o", width, width, split="columns", heads=heads),),
+        ),
+        "out_proj.bias": Role("embed", "b_o: added once, it belongs to no head", (Part("b_o", width, split=None),)),
+    }
+    if spec.key_width == embed and spec.value_width == embed:
+        text = f"W_q, W_k, W_v one above the other: rows {ranges(packed)}"
+        return {"in_proj_weight": Role("(qkv heads head_dim) embed", text, packed), **table}
+    key, value = axis_of_width("kdim", spec.key_width, embed), axis_of_width("vdim", spec.value_width, embed)
+    inputs = (("q", "embed", embed), ("k", key, spec.key_width), ("v", value, spec.value_width))
+    apart = {
+        f"{letter}_proj_weight": Role(
+            f"(heads head_dim) {axis}",
+            f"W_{letter}: its rows are the heads one above the other, {int(spec.head_dim)} each",
+            (Part(f"W_{letter}", width, (0, size), heads=heads),),
+        )
+        for letter, axis, size in inputs
+    }
+    return {**apart, **table}
+
+
+def _split_heads(spec: AttentionSpec) -> dict[str, Role]:
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    return {
+        **projection("wq", "q", "embed", embed, heads, head_dim),
+        **projection("wk", "k", "embed", embed, heads, head_dim),
+        **projection("wv", "v", "embed", embed, heads, head_dim),
+        **output_projection("dense", embed, heads, head_dim),
+    }
+
+
+def _fold_heads(spec: AttentionSpec) -> dict[str, Role]:
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    return {
+        **projection("W_q", "q", "embed", embed, heads, head_dim),
+        **projection("W_k", "k", axis_of_width("kdim", spec.key_width, embed), spec.key_width, heads, head_dim),
+        **projection("W_v", "v", axis_of_width("vdim", spec.value_width, embed), spec.value_width, heads, head_dim),
+        **output_projection("W_o", embed, heads, head_dim),
+    }
+
+
+def _bert(spec: AttentionSpec) -> dict[str, Role]:
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    return {
+        **projection("query", "q", "embed", embed, heads, head_dim),
+        **projection("key", "k", "embed", embed, heads, head_dim),
+        **projection("value", "v", "embed", embed, heads, head_dim),
+    }
+
+
+def _per_head(spec: AttentionSpec) -> dict[str, Role]:
+    head_dim = int(spec.head_dim)
+    table = output_projection("W_o", spec.embed_dim, spec.num_heads, head_dim)
+    widths = (("q", "embed", spec.embed_dim), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
+    for letter, axis, width in widths:
+        for head in range(spec.num_heads):
+            table |= one_head(
+                f"W_{letter}.{head}",
+                letter,
+                head,
+                width,
+                head_dim,
+                f"head_dim {axis_of_width(axis, width, spec.embed_dim)}",
+            )
+    return table
+
+
+def _grouped_query(spec: AttentionSpec) -> dict[str, Role]:
+    embed, head_dim = spec.embed_dim, int(spec.head_dim)
+    table = projection("q_proj", "q", "embed", embed, spec.num_heads, head_dim)
+    for letter in ("k", "v"):
+        shared = projection(f"{letter}_proj", letter, "embed", embed, spec.kv_heads, head_dim)
+        group = spec.num_heads // spec.kv_heads
+        for name, role in shared.items():
+            axes = role.axes.replace("heads", "kv_heads")
+            text = role.text if group == 1 else f"{role.text}, each for {group} query heads"
+            table[name] = replace(role, axes=axes, text=text)
+    return table | output_projection("o_proj", embed, spec.num_heads, head_dim)
+
+
+def _narrow(spec: AttentionSpec) -> dict[str, Role]:
+    width = int(spec.head_dim)
+    table = output_projection("unifyheads", spec.embed_dim, spec.num_heads, width)
+    for name, letter in (("toqueries", "q"), ("tokeys", "k"), ("tovalues", "v")):
+        for head in range(spec.num_heads):
+            reads = f": it reads features {head * width}–{(head + 1) * width - 1} of the embedding and no others"
+            table |= one_head(f"{name}.{head}", letter, head, width, width, "head_dim head_dim", reads)
+    return table
+
+
+def _wide(spec: AttentionSpec) -> dict[str, Role]:
+    embed, heads = spec.embed_dim, spec.num_heads
+    head_dim = int(spec.head_dim) if spec.head_dim_given else embed
+    return {
+        **projection("toqueries", "q", "embed", embed, heads, head_dim),
+        **projection("tokeys", "k", "embed", embed, heads, head_dim),
+        **projection("tovalues", "v", "embed", embed, heads, head_dim),
+        **output_projection("unifyheads", embed, heads, head_dim),
+    }
+
+
+def _spec_of_split_heads(layer: Any) -> AttentionSpec:
+    return AttentionSpec(embed_dim=layer.d_model, num_heads=layer.num_heads, bias=layer.wq.bias is not None)
+
+
+def _spec_of_fold_heads(layer: Any) -> AttentionSpec:
+    return AttentionSpec(
+        embed_dim=layer.W_q.in_features,
+        num_heads=layer.num_heads,
+        kdim=layer.W_k.in_features,
+        vdim=layer.W_v.in_features,
+        dropout=layer.attention.dropout.p,
+        bias=layer.W_q.bias is not None,
+    )
+
+
+def _spec_of_bert(layer: Any) -> AttentionSpec:
+    return AttentionSpec(
+        embed_dim=layer.query.in_features,
+        num_heads=layer.num_attention_heads,
+        dropout=layer.dropout.p,
+        bias=layer.query.bias is not None,
+    )
+
+
+def _spec_of_per_head(layer: Any) -> AttentionSpec:
+    key, value = layer.W_k[0], layer.W_v[0]
+    return AttentionSpec(
+        embed_dim=layer.W_o.out_features,
+        num_heads=len(layer.W_q),
+        kdim=key.in_features,
+        vdim=value.in_features,
+        bias=layer.W_o.bias is not None,
+    )
+
+
+def _spec_of_grouped_query(layer: Any) -> AttentionSpec:
+    return AttentionSpec(
+        embed_dim=layer.o_proj.out_features,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_key_value_heads,
+        head_dim=layer.head_dim,
+        rope=layer.rope,
+        dropout=layer.attention_dropout,
+        bias=layer.o_proj.bias is not None,
+    )
+
+
+def _spec_of_narrow(layer: Any) -> AttentionSpec:
+    output = layer.unifyheads
+    return AttentionSpec(embed_dim=output.out_features, num_heads=layer.heads, bias=output.bias is not None)
+
+
+def _spec_of_wide(layer: Any) -> AttentionSpec:
+    output = layer.unifyheads
+    return AttentionSpec(
+        embed_dim=output.out_features, num_heads=layer.heads, head_dim=layer.k, bias=output.bias is not None
+    )
+
+
+ROLES = {
+    "torch": _torch_mha,
+    "split-heads": _split_heads,
+    "fold-heads": _fold_heads,
+    "bert": _bert,
+    "per-head": _per_head,
+    "grouped-query": _grouped_query,
+    "narrow": _narrow,
+    "wide": _wide,
+}
+"""By the name of the layer, what makes a table of roles of a spec."""
+
+_SPECS: dict[type, tuple[str, Any]] = {
+    nn.MultiheadAttention: ("torch", torch_mha.spec_of),
+    split_heads.SplitHeadsAttention: ("split-heads", _spec_of_split_heads),
+    fold_heads.FoldHeadsAttention: ("fold-heads", _spec_of_fold_heads),
+    bert.BertSelfAttention: ("bert", _spec_of_bert),
+    per_head.PerHeadAttention: ("per-head", _spec_of_per_head),
+    grouped_query.GroupedQueryAttention: ("grouped-query", _spec_of_grouped_query),
+    narrow.NarrowAttention: ("narrow", _spec_of_narrow),
+    wide.WideAttention: ("wide", _spec_of_wide),
+}
+
+
+Heads = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Views into the parameters of a layer, one a head. Writing to a view writes to the parameter."""
+
+    w_q: Heads
+    """`head_dim embed` for each head; `head_dim head_dim` where `sliced`."""
+    w_k: Heads
+    """`head_dim kdim` for each key/value head."""
+    w_v: Heads
+    """`head_dim vdim` for each key/value head."""
+    w_o: Heads | None
+    """`embed head_dim` for each head; None where the layer has no output projection."""
+    b_q: Heads | None
+    """`head_dim` for each head; None where the layer has no biases."""
+    b_k: Heads | None
+    b_v: Heads | None
+    b_o: Tensor | None
+    """`embed`."""
+    bias_k: Heads | None
+    """`head_dim` for each head: the learned key that is appended to the sequence."""
+    bias_v: Heads | None
+    sliced: bool
+    """Whether head i reads slice i of the embedding only, so that its matrices have those columns and no others."""
+
+
+def _known(module: nn.Module) -> tuple[str, Any]:
+    return next(known for kind, known in _SPECS.items() if isinstance(module, kind))
+
+
+def spec_of(module: nn.Module) -> AttentionSpec:
+    """The sizes that a layer has."""
+    spec: AttentionSpec = _known(module)[1](module)
+    return spec
+
+
+def places_of(module: nn.Module) -> Places:
+    """Where this layer keeps each head's matrices."""
+    spec = spec_of(module)
+    roles = ROLES[_known(module)[0]](spec)
+    found: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for name, parameter in module.named_parameters():
+        for part in roles[name].parts:
+            # A part that belongs to no head is found as that of head 0.
+            slices = part.slices() or (HeadSlice(0, part.name, part.rows, part.columns),)
+            for piece in slices:
+                found[part.name][piece.head] = _view(parameter.detach(), piece)
+
+    def heads(part: str) -> Heads | None:
+        return tuple(found[part][head] for head in sorted(found[part])) or None
+
+    w_q, w_k, w_v = (heads(part) or () for part in ("W_q", "W_k", "W_v"))
+    return Places(
+        w_q=w_q,
+        w_k=w_k,
+        w_v=w_v,
+        w_o=heads("W_o"),
+        b_q=heads("b_q"),
+        b_k=heads("b_k"),
+        b_v=heads("b_v"),
+        b_o=found["b_o"].get(0),
+        bias_k=heads("bias_k"),
+        bias_v=heads("bias_v"),
+        sliced=w_q[0].shape[1] != spec.embed_dim,
+    )
+
+
+def _view(parameter: Tensor, piece: HeadSlice) -> Tensor:
+    if piece.columns is None:
+        # Of a bias, also of torch's `1 1 embed`.
+        return parameter.view(-1)[slice(*piece.rows)]
+    return parameter[slice(*piece.rows), slice(*piece.columns)]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """The weights of one attention layer, by head. Matrices are laid out as nn.Linear's: `out in`."""
+
+    w_q: Tensor
+    """`heads head_dim embed`."""
+    w_k: Tensor
+    """`kv_heads head_dim kdim`."""
+    w_v: Tensor
+    """`kv_heads head_dim vdim`."""
+    w_o: Tensor | None
+    """`embed heads head_dim`; None where there is no output projection."""
+    b_q: Tensor | None = None
+    """`heads head_dim`."""
+    b_k: Tensor | None = None
+    """`kv_heads head_dim`."""
+    b_v: Tensor | None = None
+    """`kv_heads head_dim`."""
+    b_o: Tensor | None = None
+    """`embed`."""
+    bias_k: Tensor | None = None
+    """`heads head_dim`: the learned key that is appended to the sequence (add_bias_kv)."""
+    bias_v: Tensor | None = None
+    """`heads head_dim`: the learned value that is appended with it."""
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.w_q.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.w_k.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.w_q.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name to tensor, of those that there are."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def with_heads(self, num_heads: int) -> AttentionWeights:
+        """The same matrices, their rows counted out to another number of heads."""
+        features = self.num_heads * self.head_dim
+        by_row = {"w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "bias_k", "bias_v"}
+        cut = {
+            name: tensor.reshape(num_heads, features // num_heads, *tensor.shape[2:])
+            for name, tensor in self.tensors().items()
+            if name in by_row
+        }
+        w_o = None if self.w_o is None else self.w_o.reshape(-1, num_heads, features // num_heads)
+        return replace(self, **cut, w_o=w_o)
+
+
+def canonical_weights(spec: AttentionSpec) -> AttentionWeights:
+    """Weights drawn from spec.seed, by Xavier's rule, with biases that are not zero, so that a mistake in one shows.
+
+    As flat matrices `(heads head_dim) embed` they do not depend on num_heads, and W_q and W_o not on num_kv_heads
+    either: each is drawn from a stream of its own, in float64, and then cast to spec.dtype.
+    """
+    features, kv_features = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+
+    def draw(stream: int, *shape: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed((spec.seed * 1_000_003 + stream) % 2**63)
+        bound = math.sqrt(6 / sum(shape)) if len(shape) == 2 else 0.5
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return ((2 * uniform - 1) * bound).to(getattr(torch, spec.dtype))
+
+    def by_head(matrix: Tensor, heads: int) -> Tensor:
+        return matrix.reshape(heads, spec.head_dim, *matrix.shape[1:])
+
+    return AttentionWeights(
+        w_q=by_head(draw(0, features, spec.embed_dim), spec.num_heads),
+        w_k=by_head(draw(1, kv_features, spec.key_width), spec.kv_heads),
+        w_v=by_head(draw(2, kv_features, spec.value_width), spec.kv_heads),
+        w_o=draw(3, spec.embed_dim, features).reshape(spec.embed_dim, spec.num_heads, spec.head_dim),
+        b_q=by_head(draw(4, features), spec.num_heads) if spec.bias else None,
+        b_k=by_head(draw(5, kv_features), spec.kv_heads) if spec.bias else None,
+        b_v=by_head(draw(6, kv_features), spec.kv_heads) if spec.bias else None,
+        b_o=draw(7, spec.embed_dim) if spec.bias else None,
+        bias_k=by_head(draw(8, features), spec.num_heads) if spec.add_bias_kv else None,
+        bias_v=by_head(draw(9, features), spec.num_heads) if spec.add_bias_kv else None,
+    )
+
+
+def read_weights(module: nn.Module) -> AttentionWeights:
+    """A copy of the layer's weights, by head.
+
+    Where head i reads slice i of the embedding only (narrow), its matrices are given with zeros for all the rest: that
+    is what they compute."""
+    places = places_of(module)
+    return AttentionWeights(
+        w_q=_widened(places.w_q, places.sliced),
+        w_k=_widened(places.w_k, places.sliced),
+        w_v=_widened(places.w_v, places.sliced),
+        w_o=None if places.w_o is None else torch.stack(places.w_o, dim=1),
+        b_q=_stacked(places.b_q),
+        b_k=_stacked(places.b_k),
+        b_v=_stacked(places.b_v),
+        b_o=None if places.b_o is None else places.b_o.clone(),
+        bias_k=_stacked(places.bias_k),
+        bias_v=_stacked(places.bias_v),
+    )
+
+
+def load_weights(module: nn.Module, weights: AttentionWeights) -> None:
+    """Write the weights into a layer, cast to its dtype.
+
+    Key/value heads are repeated for a layer that has one for every head. Biases that are absent are written as zeros,
+    an output projection that is absent as the identity.
+    """
+    places = places_of(module)
+
+    def shared(tensor: Tensor) -> Tensor:
+        every = repeat(tensor, "kv_heads ... -> (kv_heads group) ...", group=weights.num_heads // tensor.shape[0])
+        groups = rearrange(every, "(kv_heads group) ... -> kv_heads group ...", kv_heads=len(places.w_k))
+        assert groups.isnan().any() or torch.equal(groups, groups[:, :1].expand_as(groups)), "heads of their own"
+        return groups[:, 0]
+
+    writes: list[tuple[Tensor, Tensor]] = []
+    matrices = (places.w_q, weights.w_q), (places.w_k, shared(weights.w_k)), (places.w_v, shared(weights.w_v))
+    for place, tensor in matrices:
+        writes += zip(place, _slices(tensor) if places.sliced else tensor.unbind(0), strict=True)
+    if places.w_o is not None:
+        features = weights.num_heads * weights.head_dim
+        identity = torch.eye(features, dtype=weights.w_q.dtype).reshape(features, weights.num_heads, weights.head_dim)
+        writes += zip(places.w_o, (identity if weights.w_o is None else weights.w_o).unbind(1), strict=True)
+    if places.b_o is not None:
+        writes.append((places.b_o, torch.zeros_like(places.b_o) if weights.b_o is None else weights.b_o))
+    b_k, b_v = (None if bias is None else shared(bias) for bias in (weights.b_k, weights.b_v))
+    for bias, given in ((places.b_q, weights.b_q), (places.b_k, b_k), (places.b_v, b_v)):
+        for i, head in enumerate(bias or ()):
+            writes.append((head, torch.zeros_like(head) if given is None else given[i]))
+    for appended, given in ((places.bias_k, weights.bias_k), (places.bias_v, weights.bias_v)):
+        if appended is not None and given is not None:
+            writes += zip(appended, given.unbind(0), strict=True)
+    for place, numbers in writes:
+        assert place.shape == numbers.shape
+        place.copy_(numbers)
+
+
+def _slices(matrices: Tensor) -> list[Tensor]:
+    """`heads head_dim embed` as the columns of slice i for head i; the weights outside of them are zero."""
+    heads = matrices.shape[0]
+    columns = rearrange(matrices, "heads head_dim (slices width) -> heads slices head_dim width", slices=heads)
+    assert not columns[~torch.eye(heads, dtype=torch.bool)].any()
+    return [columns[head, head] for head in range(heads)]
+
+
+def _stacked(heads: Heads | None) -> Tensor | None:
+    return None if heads is None else torch.stack(heads)
+
+
+def _widened(heads: Heads, sliced: bool) -> Tensor:
+    """`heads head_dim embed`, with zeros for what a sliced head does not read."""
+    if not sliced:
+        return torch.stack(heads)
+    # Not torch.block_diag(...): that would lose the sign of a zero. Each block is put where it is.
+    matrices = heads[0].new_zeros(len(heads), heads[0].shape[0], len(heads) * heads[0].shape[1])
+    for head, block in enumerate(heads):
+        matrices[head, :, head * block.shape[1] : (head + 1) * block.shape[1]] = block
+    return matrices

@@ -1,0 +1,161 @@
+"""Pictures in a REPL and a notebook, and files of them: their numbers are those of the kept tensors."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.errors import ExportError, InputError, SpecError
+from mha_inspect.pictures.colour import RAMP
+
+from .read_back import MASKED, inkless
+from .test_viewer import numbers
+
+
+@pytest.fixture(scope="module")
+def seen():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    return mha_inspect.trace(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 12), mask=mask, keep=True
+    )
+
+
+def test_a_picture_of_one_head(seen):
+    weights = seen.attentions[1].weights
+    text = weights.picture(head=2, batch_row=1, width=80, color=False)
+    (read,) = inkless(text, 7, 7, 2)
+    low, high = map(float, re.search(r"self_attn  (\S+) \S+ ([\d.]+)", text).groups())
+    for row, column in np.ndindex(7, 7):
+        number = weights.tensor.unflatten(0, (2, -1))[1, 2, row, column] if weights.tensor.dim() == 3 else None
+        number = weights.tensor[1, 2, row, column] if number is None else number
+        if column > row:
+            assert (read[row][column], number) == (MASKED, 0)
+        else:
+            assert abs(low + (read[row][column] + 0.5) * (high - low) / len(RAMP) - number) <= (high - low) / len(RAMP)
+
+
+def test_what_was_not_kept_or_is_not_there(seen):
+    with pytest.raises(ValueError, match="trace with keep=True"):
+        mha_inspect.trace(nn.MultiheadAttention(4, 2), *[torch.randn(3, 4)] * 3).attentions[0].weights.picture()
+    with pytest.raises(SpecError, match="head 3 is not there"):
+        seen.attentions[0].weights.picture(head=3)
+    with pytest.raises(SpecError, match="batch row 2 is not there"):
+        seen.attentions[0].weights.picture(batch_row=2)
+
+
+def test_the_page_and_the_notebook_have_the_viewer(seen, tmp_path):
+    file = tmp_path / "trace.html"
+    seen.save(file)
+    text = file.read_text()
+    data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', text)[1])
+    assert [one["name"] for one in data["attentions"]] == [
+        "attention 1 of 2 in layers.0.self_attn",
+        "attention 2 of 2 in layers.1.self_attn",
+    ]
+    stored = next(one for one in data["attentions"][1]["stages"] if one["stage"] == "weights")
+    ours = numbers(stored)
+    theirs = seen.attentions[1].weights.tensor
+    theirs = (theirs if theirs.dim() == 4 else theirs.unflatten(0, (2, -1)))[0].numpy()
+    assert np.array_equal(ours == -np.inf, np.triu(np.ones((3, 7, 7), bool), 1))
+    assert np.abs(np.where(np.isfinite(ours), ours, 0) - theirs).max() < 1e-4
+    assert "Content-Security-Policy" in text
+    assert f'srcdoc="{html.escape("<!DOCTYPE html>")}' in seen._repr_html_()
+    assert "iframe" not in mha_inspect.trace(nn.Linear(2, 2), torch.randn(1, 2), keep=True)._repr_html_()
+    with pytest.raises(ExportError, match=r"draw one with \.plot\(\)"):
+        seen.save(tmp_path / "trace.png")
+
+
+def test_plot_gives_axes_with_the_numbers(seen, monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    weights = seen.attentions[0].weights
+    axes = weights.plot(head=1)
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("key", "query", "head 1")
+    drawn = axes.get_images()[0].get_array()
+    theirs = weights.tensor.unflatten(0, (2, -1)) if weights.tensor.dim() == 3 else weights.tensor
+    assert np.array_equal(drawn.mask, np.triu(np.ones((7, 7), bool), 1))
+    assert np.array_equal(drawn.filled(0), theirs[0, 1].numpy())
+    assert len(weights.plot()) == 3
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r'pip install "mha-inspect\[plot\]"'):
+        weights.plot()
+
+
+LINE = ("trace", "--embed-dim", "12", "--num-heads", "3", "--seq-len", "6", "--causal")
+
+
+def test_files_of_the_picture_alone(invoke, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        more = ("--picture", "weights", "--head", "0,2") if name == "a.svg" else ()
+        for again in ("", "again-"):
+            answer = invoke(*LINE, *more, "--export", str(tmp_path / (again + name)))
+            assert (answer.code, answer.err) == (0, "")
+        content = (tmp_path / name).read_bytes()
+        assert content.startswith(start)
+        assert content == (tmp_path / ("again-" + name)).read_bytes()
+    assert {f">head {n}</text>" in content.decode() for n in (0, 2)} == {True}
+    assert ">head 1</text>" not in content.decode()
+    assert "query ↓" not in invoke(*LINE, "--export", str(tmp_path / "a.png")).out
+
+
+def test_without_matplotlib_it_says_what_to_install(invoke, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = invoke(*LINE, "--export", str(tmp_path / "a.png"))
+    assert (code, out) == (2, "")
+    assert 'needs the library matplotlib, which is not installed. Install it: pip install "mha-inspect[plot]"' in err
+    assert invoke(*LINE, "--export", str(tmp_path / "a.svg")).code == 0  # the table, as ever
+
+
+def test_a_page_and_a_text_with_the_picture(invoke, tmp_path):
+    invoke(*LINE, "--picture", "masked_scores", "--head", "1", "--export", str(tmp_path / "a.html"))
+    data = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', (tmp_path / "a.html").read_text())[1])
+    assert data["first"] == {"attention": 0, "stage": "masked_scores", "head": 1}
+    assert {len(one["heads"]) for one in data["attentions"][0]["stages"]} == {3}
+    out = invoke(*LINE, "--picture", "weights", "--export", str(tmp_path / "a.txt")).out
+    assert (tmp_path / "a.txt").read_text() == out
+    invoke("trace", "--embed-dim", "12", "--device", "meta", "--num-heads", "3", "--export", str(tmp_path / "b.html"))
+    assert "mha-viewer" not in (tmp_path / "b.html").read_text()
+
+
+def test_what_is_no_attention_has_a_page_and_no_picture(invoke, tmp_path):
+    line = ("trace", "torch.nn:Linear", "--set", "in_features=3", "--set", "out_features=3", "--input-shape", "2x3")
+    assert invoke(*line, "--export", str(tmp_path / "a.html")).code == 0
+    assert "mha-viewer" not in (tmp_path / "a.html").read_text()
+    assert "no attention was found" in invoke(*line, "--picture", "weights").err
+
+
+def test_other_commands_draw_nothing_into_a_png(invoke, tmp_path):
+    assert "a.png is a picture, and none is drawn." in invoke("layers", "--export", str(tmp_path / "a.png")).err
+
+
+def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):
+    from mha_inspect.errors import DoesNotFitError
+    from mha_inspect.targets.room import Room
+
+    def require(room, planned):
+        if room.kept:
+            raise DoesNotFitError("it needs 3 GiB and 2 GiB are free.")
+
+    monkeypatch.setattr(Room, "require", require)
+    code, _, err = invoke(*LINE, "--export", str(tmp_path / "a.html"))
+    assert code == 0
+    assert "The page has no pictures, for which the tensors have to be kept: it needs 3 GiB" in err
+    assert "mha-viewer" not in (tmp_path / "a.html").read_text()
+    assert invoke(*LINE, "--picture", "weights").code == 3
+
+
+def test_where_shapes_alone_are_known_it_says_so(monkeypatch):
+    from mha_inspect.pictures.stages import stage_picture
+
+    with pytest.raises(SpecError, match="its shape alone is known"):
+        stage_picture({"weights": torch.empty(1, 2, 3, 3, device="meta")}, "weights", 2)

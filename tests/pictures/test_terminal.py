@@ -1,0 +1,186 @@
+"""A picture of the terminal is read back: each cell gives the number that it was drawn for, within a step."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mha_inspect.pictures.colour import RAMP, codes, hex_table
+from mha_inspect.pictures.grid import Picture, Side
+from mha_inspect.pictures.terminal import draw
+
+from .read_back import INF, MASKED, NAN, inkless, panels
+
+
+def picture(heads: int, rows: int, columns: int, *, causal: bool = False, signed: bool = False, **settings) -> Picture:
+    numbers = np.random.default_rng(heads * rows * columns).normal(size=(heads, rows, columns)).astype(np.float32)
+    numbers = numbers if signed else np.abs(numbers)
+    if causal:
+        numbers[:, np.triu(np.ones((rows, columns), bool), 1)] = -np.inf
+    names = tuple(f"head {head}" for head in range(heads))
+    return Picture(settings.pop("title", "weights"), names, numbers, Side("query"), Side("key"), signed, **settings)
+
+
+def assert_within_a_step(found, drawn: Picture, count: int) -> None:
+    """Whoever knows the legend reads the number off, but for a step."""
+    low, high = drawn.scale
+    step = (high - low) / count  # two steps of viridis look like the one before
+    assert len(found) == len(drawn.values)
+    for head, panel in enumerate(found):
+        assert len(panel) == drawn.values.shape[1]
+        for row, line in enumerate(panel):
+            for column, read in enumerate(line):
+                number = drawn.values[head, row, column]
+                if not np.isfinite(number):
+                    assert read == (NAN if np.isnan(number) else INF if number > 0 else MASKED)
+                else:
+                    assert read >= 0, (head, row, column)
+                    assert abs(low + (read + 0.5) * step - number) <= 1.51 * step
+
+
+@pytest.mark.parametrize("depth", ["true", "256"])
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("signed", [False, True])
+def test_each_cell_is_its_number(depth, width, signed):
+    drawn = picture(5, 21, 19, causal=True, signed=signed)
+    table = codes(signed, depth)
+    assert_within_a_step(panels(draw(drawn, width=width, depth=depth), table, 19, 21), drawn, len(table))
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_each_character_is_its_number(width):
+    drawn = picture(3, 7, 11, causal=True)
+    assert_within_a_step(inkless(draw(drawn, width=width), 11, 7, 2), drawn, len(RAMP))
+
+
+def test_a_small_picture_is_drawn_large():
+    drawn = picture(2, 5, 7)
+    table = codes(False, "true")
+    assert_within_a_step(panels(draw(drawn, width=80, depth="true"), table, 7, 5, zoom=2), drawn, len(table))
+
+
+@given(heads=st.integers(1, 7), rows=st.integers(1, 40), columns=st.integers(1, 40), width=st.integers(40, 150))
+def test_no_line_is_wider_than_the_page(heads, rows, columns, width):
+    for depth in ("none", "true"):
+        text = re.sub(r"\x1b\[[\d;]*m", "", draw(picture(heads, rows, columns), width=width, depth=depth))
+        assert max(map(len, text.split("\n"))) <= width
+
+
+def test_what_is_no_number_is_told_apart():
+    drawn = picture(2, 21, 21)
+    drawn.values[0, 0, 0], drawn.values[0, 3, 1], drawn.values[1, 20, 20], drawn.values[1, 5] = (
+        0,
+        np.nan,
+        np.inf,
+        -np.inf,
+    )
+    text = draw(drawn, width=80, depth="true")
+    found = panels(text, codes(False, "true"), 21, 21)
+    assert [found[0][0][0], found[0][3][1], found[1][20][20], *found[1][5]] == [0, NAN, INF, *[MASKED] * 21]
+    assert "magenta: NaN, 1 element" in text
+    assert "white: inf, 1 element" in text
+    plain = draw(drawn, width=80)
+    assert "blank: masked   ?: NaN, 1 element\n!: inf, 1 element" in plain
+
+
+def test_where_nothing_is_finite_nothing_is_said_of_a_range():
+    numbers = np.full((1, 3, 3), np.nan, np.float32)
+    text = draw(Picture("weights", ("head 0",), numbers, Side("query"), Side("key")))
+    assert "no element is a finite number" in text
+    assert text.count("?") == 18 + 1
+
+
+def test_one_number_everywhere():
+    text = draw(Picture("weights", ("head 0",), np.ones((1, 1, 1), np.float32), Side("query"), Side("key")))
+    assert "weights: every number is 1" in text
+
+
+def test_the_legend_has_the_real_range():
+    drawn = picture(3, 12, 12, signed=True, title="scores")
+    size = np.abs(drawn.values).max()
+    text = draw(drawn, width=80)
+    assert f"scores  {-size:.4g} {RAMP} {size:.4g}   from {drawn.values.min():.4g} to {drawn.values.max():.4g}" in text
+
+
+def test_longer_than_fits_is_reduced_by_maximum_and_says_so():
+    drawn = picture(1, 500, 500, causal=True)
+    text = draw(drawn, width=80, depth="true")
+    found = re.search(r"Each cell is the largest of (\d+) × (\d+) elements \(query × key\): 500 × 500 do not", text)
+    size = int(found[1])
+    cells = -(-500 // size)
+    padded = np.full((cells * size, cells * size), -np.inf, np.float32)
+    padded[:500, :500] = drawn.values[0]
+    largest = padded.reshape(cells, size, cells, size).max(axis=(1, 3))
+    (read,) = panels(text, codes(False, "true"), cells, cells)
+    low, high = drawn.scale
+    for row, column in np.ndindex(cells, cells):
+        number, step = largest[row, column], (high - low) / 256
+        if number == -np.inf:
+            assert read[row][column] == MASKED
+        else:
+            assert abs(low + (read[row][column] + 0.5) * step - number) <= 1.51 * step
+
+
+def test_ticks_stand_where_they_count():
+    drawn = picture(1, 40, 40)
+    lines = draw(drawn, width=80, depth="true").split("\n")
+    numbers = [(int(m[0]), m.start() - 8) for m in re.finditer(r"\d+", next(line for line in lines if "key →" in line))]
+    assert len(numbers) > 5
+    assert all(number == column for number, column in numbers)
+    rows = [
+        (number, re.match(r" *(\d+) ", re.sub(r"\x1b\[[\d;]*m", "", line))) for number, line in enumerate(lines[1:])
+    ]
+    assert [(int(m[1]), 2 * line) for line, m in rows if m] == [(n, n) for n in range(0, 40, 8)]
+
+
+def test_labels_stand_at_their_rows_and_columns():
+    tokens = ("the", "cat", "sat", "because", "日本", "it", "\x1b[31mred")
+    drawn = Picture("weights", ("head 0",), np.ones((1, 7, 7), np.float32), Side("query", tokens), Side("key", tokens))
+    lines = draw(drawn, width=80).split("\n")
+    names = ["the", "cat", "sat", "because", "日本", "it", "\\x1b[31mred"]
+    assert [line.split("..")[0].strip() for line in lines[1:8]] == names
+    assert lines[8].split("→ ")[1] == "t c s b 日i \\"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_32_heads_of_512_by_512_take_less_than_half_a_second():
+    drawn = picture(32, 512, 512, causal=True)
+    for depth in ("true", "none"):
+        started = time.perf_counter()
+        draw(drawn, width=140, depth=depth)
+        assert time.perf_counter() - started < 0.5
+
+
+def test_maps_are_those_of_matplotlib():
+    colormaps = pytest.importorskip("matplotlib").colormaps
+    for signed, name in ((False, "viridis"), (True, "coolwarm")):
+        theirs = (colormaps[name](np.arange(256))[:, :3] * 255).round().astype(int)
+        assert hex_table(signed) == tuple(bytes(row.tolist()).hex() for row in theirs)
+
+
+def lightness(colour: tuple[int, ...]) -> float:
+    """L* of CIELAB, which steps of the same size look the same in."""
+    red, green, blue = (c / 3294 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
+    return 116 * (0.2126 * red + 0.7152 * green + 0.0722 * blue) ** (1 / 3) - 16
+
+
+def test_256_colours_are_near_those_of_the_map_and_rise_in_lightness():
+    levels = (0, 95, 135, 175, 215, 255)
+    palette = {16 + 36 * r + 6 * g + b: (levels[r], levels[g], levels[b]) for r, g, b in np.ndindex(6, 6, 6)}
+    palette |= {232 + n: (8 + 10 * n,) * 3 for n in range(24)}
+    for signed in (False, True):
+        table = np.array([[int(c[i : i + 2], 16) for i in (0, 2, 4)] for c in hex_table(signed)])
+        shown = [palette[int(code.removeprefix("5;"))] for code in codes(signed, "256")]
+        nearest = [np.abs(table - colour).max(axis=1) for colour in shown]
+        assert max(away.min() for away in nearest) <= 50
+        places = [int(away.argmin()) for away in nearest]
+        assert places == sorted(places)
+        light = [lightness(colour) for colour in shown]
+        middle = len(light) // 2 if signed else len(light) - 1
+        assert light[: middle + 1] == sorted(light[: middle + 1])
+        assert light[middle:] == sorted(light[middle:], reverse=True)

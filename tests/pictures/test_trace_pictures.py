@@ -1,0 +1,156 @@
+"""`trace --picture`: what is drawn are the numbers that torch's own layer returns, and the line says what cannot be."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mha_inspect.cli.picture import heads_of, tokens_of
+from mha_inspect.errors import SpecError
+from mha_inspect.pictures.colour import RAMP, codes
+
+from .read_back import MASKED, inkless, panels
+
+
+def weights_of_torch(num_heads: int, length: int, batch: int, *, causal: bool) -> torch.Tensor:
+    """What `nn.MultiheadAttention` returns for the layer and inputs of the flags: `batch heads query key`."""
+    from mha_inspect.targets.load import load_layer
+    from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+    forward = load_layer(
+        AttentionSpec(embed_dim=30, num_heads=num_heads),
+        InputSpec(batch=batch, seq_len=length, causal=causal),
+        RunSpec(),
+    )
+    with torch.no_grad():
+        return forward.module(*forward.args, **{**forward.kwargs, "need_weights": True, "average_attn_weights": False})[
+            1
+        ]
+
+
+def off_the_legend(text: str, steps: int, read: list[list[list[int]]]) -> torch.Tensor:
+    """The numbers that somebody who looks reads off; a masked one is 0."""
+    low, high = map(
+        float, re.search(r"^weights  ([\d.e-]+) .* ([\d.e-]+)", re.sub(r"\x1b.*?m", "", text), re.M).groups()
+    )
+    step = (high - low) / steps
+    return torch.tensor(
+        [[[0 if n == MASKED else low + (n + 0.5) * step for n in row] for row in p] for p in read]
+    ), step
+
+
+LINE = ("trace", "--embed-dim", "30", "--num-heads", "3", "--seq-len", "7", "--batch", "2", "--picture", "weights")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("depth", ["true", "256", "none"])
+def test_what_is_drawn_are_torchs_weights(invoke, monkeypatch, causal, depth):
+    theirs = weights_of_torch(3, 7, 2, causal=causal)
+    monkeypatch.setenv("COLUMNS", "80")
+    if depth == "none":
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.setenv("FORCE_COLOR", "3" if depth == "true" else "2")
+    text = invoke(*LINE, "--batch-row", "1", *(["--causal"] if causal else [])).out
+    if depth == "none":
+        assert "\x1b" not in text
+        ours, step = off_the_legend(text, len(RAMP), inkless(text, 7, 7, 2))
+    else:
+        table = codes(False, depth)
+        drawn = text[text.index("query ↓") :]
+        ours, step = off_the_legend(text, len(table), panels(drawn, table, 7, 7, zoom=2))
+    assert ours.shape == theirs[1].shape
+    assert (ours - theirs[1]).abs().max() <= 1.51 * step
+    assert bool((ours == 0).any()) is causal
+    assert ("masked" in text[text.index("query ↓") :]) is causal
+
+
+def test_chosen_heads_and_labels(invoke, tmp_path):
+    tokens = tmp_path / "tokens.txt"
+    tokens.write_text("one\ntwo\nthree\nfour\nfive\nsix\nse\u202even\n", encoding="utf-8")
+    out = invoke(*LINE, "--head", "2,0-1", "--tokens", str(tokens)).out
+    assert re.findall(r"head \d", out) == ["head 2", "head 0", "head 1"]
+    assert re.search(r"^ +three [.:=+*#%@-]{14}  ", out, re.M)
+    assert "\u202e" not in out
+
+
+def test_several_attentions(invoke, tmp_path):
+    line = ("trace", "torch.nn:TransformerEncoder", "--set", "num_layers=3")
+    file = tmp_path / "two.py"
+    file.write_text(
+        "from torch import nn\n"
+        "class Two(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in 'ab')\n"
+        "    def forward(self, x):\n"
+        "        return self.b(*[self.a(x, x, x)[0]] * 3)[0]\n"
+    )
+    line = ("trace", f"{file}:Two", "--input-shape", "x=2x5x8", "--picture", "scores")
+    assert "scores of attention 1 of 2 in a" in invoke(*line).out
+    assert "Attention 2 is drawn with --attention N" in invoke(*line).out
+    assert "scores of attention 2 of 2 in b" in invoke(*line, "--attention", "2").out
+    assert invoke(*line, "--module", "b").out.count("scores of attention") == 1
+
+
+def test_stages_without_heads_and_with_features(invoke):
+    out = invoke(*LINE[:-1], "q_proj").out
+    assert out.count("head_dim →") == 1
+    assert re.search(r"^q_proj  -[\d.]+ ", out, re.M)
+    assert "embed →" in invoke(*LINE[:-1], "output").out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--head", "3"), "head 3 is not there: weights has 3, counted from 0."),
+        (("--head", "3-1"), "head 3-1 is no list of heads"),
+        (("--head", "x"), "head x is no list of heads"),
+        (("--batch-row", "2"), "batch row 2 is not there: the batch has 2, counted from 0."),
+        (("--tokens", "a,b"), "2 tokens label neither axis of weights"),
+        (("--tokens", "no/such.txt"), "tokens no/such.txt: there is no such file."),
+        (("--format", "json"), "--picture draws, and --format json has no pictures."),
+        (("--device", "meta"), "device meta has shapes and no numbers to draw."),
+        (("--picture", "weihgts"), "Did you mean weights?"),
+        (("--attention", "2"), "attention 2 is not there"),
+    ],
+)
+def test_what_cannot_be_drawn(invoke, more, said):
+    code, out, err = invoke(*LINE, *more)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_choice_without_a_picture(invoke):
+    assert "Add --picture weights." in invoke("trace", "--head", "1").err
+
+
+def test_lists_of_heads():
+    assert heads_of("0,3-5, 4") == (0, 3, 4, 5)
+    with pytest.raises(SpecError):
+        heads_of("")
+
+
+def test_one_token():
+    assert tokens_of("the") == ("the",)
+
+
+@pytest.mark.parametrize("mask", [-float("inf"), -1e4, torch.finfo(torch.float32).min])
+def test_masked_is_told_apart_from_zero(mask):
+    """However the mask is written; a weight that is zero of itself is a number."""
+    from mha_inspect.pictures.stages import stage_picture
+
+    scores = torch.tensor([[[[0.0, 500.0, 3.0], [1.0, 2.0, 3.0]]]])
+    barred = torch.tensor([[False, False, True], [True, True, True]])
+    masked = scores + torch.zeros(2, 3).masked_fill(barred, mask)
+    contents = {"scores": scores, "masked_scores": masked, "weights": masked.softmax(-1)}
+    drawn = stage_picture(contents, "weights", 1).values[0]
+    assert drawn[0].tolist() == [0, 1, -float("inf")]
+    # A row without keys has NaN, or weights all the same where the mask is finite.
+    assert not (drawn[1] == -float("inf")).any()
+    assert (stage_picture(contents, "masked_scores", 1).values[0] == -float("inf")).tolist() == barred.tolist()
+    assert not (stage_picture(contents, "scores", 1).values == -float("inf")).any()
+    del contents["scores"]
+    assert stage_picture(contents, "weights", 1).values[0][0].tolist() == [0, 1, -float("inf")]

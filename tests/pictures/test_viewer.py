@@ -1,0 +1,351 @@
+"""The viewer: what it stores is what was drawn of, and a real browser shows it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mha_inspect.pictures.colour import hex_table
+from mha_inspect.pictures.grid import Picture, Side
+from mha_inspect.pictures.viewer import (
+    ROOM,
+    Attention,
+    Storage,
+    encoded,
+    fragment,
+    frame,
+    held,
+    storages,
+    with_viewer,
+)
+
+HOSTILE = '</script><img src=x onerror="window.hurt=1">\'\u2028\x1b[31m<!--'
+TOKENS = ("the", "cat", "sat", "on", "the", HOSTILE)
+
+
+def stages(rows: int, columns: int, *, heads: int = 3, seed: int = 0, labels: tuple[str, ...] = ()) -> list[Picture]:
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(heads, rows, columns)).astype(np.float32)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    weights[:, np.triu(np.ones((rows, columns), bool), 1)] = -np.inf
+    names = tuple(f"head {head}" for head in range(heads))
+    sides = Side("query", labels), Side("key", labels)
+    return [Picture("scores", names, scores, *sides, True), Picture("weights", names, weights, *sides)]
+
+
+def numbers(stored: dict) -> np.ndarray:
+    """The stored elements as numbers, by the rule that `encoded` tells."""
+    codes = np.frombuffer(base64.b64decode(stored["data"]), {8: "u1", 16: "<u2"}[stored["bits"]])
+    codes = codes.reshape(len(stored["heads"]), *stored["cells"]).astype(np.float64)
+    most = 2 ** stored["bits"] - 3
+    low, high = (np.array(stored[end])[:, None, None] for end in ("low", "high"))
+    found = low + (codes - 1) / (most - 1) * (high - low)
+    return np.select([codes == 0, codes == most + 1, codes == most + 2], [-np.inf, np.inf, np.nan], found)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_stored_elements_are_those_of_the_tensor(bits):
+    for picture in stages(17, 19):
+        picture.values[0, 3, 0], picture.values[1, 2, 1] = np.nan, np.inf
+        stored = encoded(picture, Storage(bits, None))
+        found = numbers(stored)
+        finite = np.isfinite(picture.values)
+        assert np.array_equal(np.where(finite, 0, picture.values), np.where(finite, 0, found), equal_nan=True)
+        step = (np.array(stored["high"]) - np.array(stored["low"])).max() / (2**bits - 4)
+        assert np.abs(np.where(finite, picture.values, 0) - np.where(finite, found, 0)).max() <= step * 0.51
+        assert f"Stored in {bits} bits" in " ".join(stored["notes"])
+        assert ["masked", "masked"] in stored["signs"] or picture.signed
+        assert ["nan", "NaN (1)"] in stored["signs"]
+
+
+@given(rows=st.integers(1, 30), columns=st.integers(1, 30), cells=st.integers(1, 30), bits=st.sampled_from([8, 16]))
+def test_what_is_reduced_is_the_largest_and_says_so(rows, columns, cells, bits):
+    picture = stages(rows, columns, seed=rows * columns)[1]
+    stored = encoded(picture, Storage(bits, cells))
+    found, (high, wide) = numbers(stored), stored["block"]
+    assert found.shape[1] <= cells
+    assert found.shape[2] <= cells
+    for head, row, column in np.ndindex(found.shape):
+        part = picture.values[head, row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+        if np.isfinite(part.max()):
+            assert abs(found[head, row, column] - part.max()) <= 1 / (2**bits - 4)
+        else:
+            assert found[head, row, column] == -np.inf
+    assert ("Each cell is the largest of" in " ".join(stored["notes"])) is ((high, wide) != (1, 1))
+
+
+def test_storage_keeps_what_fits():
+    assert storages({"weights": (100, 4)}) == {"weights": Storage(16, None)}
+    assert storages({"weights": (ROOM, 4)}) == {"weights": Storage(8, None)}
+    many = storages(dict.fromkeys(("scores", "masked_scores", "weights"), (48 * 32 * 512 * 512, 48 * 32)))
+    assert {how.bits for how in many.values()} == {8}
+    assert sum(48 * 32 * how.cells**2 for how in many.values()) <= ROOM
+    assert many["weights"].cells > many["scores"].cells > 32
+
+
+def test_a_hostile_name_ends_nothing():
+    pictures = stages(6, 6, labels=TOKENS)
+    text = fragment(held([Attention(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), {}))
+    assert text.count("</script>") == 2
+    assert "<img" not in text
+    assert "\x1b" not in text
+    found = json.loads(re.search(r'id="mha-viewer-data">(.*?)</script>', text)[1])
+    assert found["attentions"][0]["name"].startswith('</script><img src=x onerror="')
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------------
+
+BARE = (
+    '<!DOCTYPE html><html lang="en"><head><meta charset="UTF-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1"><title>t</title></head><body></body></html>'
+)
+
+
+def written(file: Path, attentions: list[Attention], first: dict | None = None) -> Path:
+    data = held(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), first or {})
+    file.write_text(with_viewer(BARE, data), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def attentions() -> list[Attention]:
+    return [Attention(f"attention {n} in {HOSTILE}", stages(6, 6, seed=n, labels=TOKENS)) for n in range(3)]
+
+
+@pytest.fixture
+def file(tmp_path, attentions) -> Path:
+    return written(tmp_path / "viewer.html", attentions)
+
+
+def hover(page, row: int, column: int, rows: int = 6, columns: int = 6) -> None:
+    """Point at the middle of a cell, found by where the picture's edge is drawn."""
+    from selenium.webdriver import ActionChains
+
+    left, top, width, height = page.run(EDGES)
+    box = page.find(".picture").rect
+    x, y = left + (column + 0.5) * width / columns, top + (row + 0.5) * height / rows
+    from_middle = round(x - box["width"] / 2), round(y - box["height"] / 2)
+    page.run("document.querySelector('.picture').scrollIntoView()")
+    ActionChains(page.driver).move_to_element_with_offset(page.find(".picture"), *from_middle).perform()
+
+
+EDGES = """
+const canvas = document.querySelector(".picture"), context = canvas.getContext("2d");
+const line = getComputedStyle(document.querySelector(".mha-viewer")).getPropertyValue("--line");
+const wanted = [1, 3, 5].map((i) => parseInt(line.trim().slice(i, i + 2), 16));
+const data = context.getImageData(0, 0, canvas.width, canvas.height).data, xs = new Map(), ys = new Map();
+for (let y = 0; y < canvas.height; y++) for (let x = 0; x < canvas.width; x++) {
+  const at = 4 * (y * canvas.width + x);
+  if (wanted.every((c, i) => Math.abs(data[at + i] - c) < 2) && data[at + 3] === 255) {
+    xs.set(x, (xs.get(x) || 0) + 1); ys.set(y, (ys.get(y) || 0) + 1);
+  }
+}
+const long = (counts) => [...counts].filter(([, n]) => n > 100).map(([at]) => at).sort((a, b) => a - b);
+const [x, y] = [long(xs), long(ys)];
+return [x[0] + 1, y[0] + 1, x[x.length - 1] - x[0] - 1, y[y.length - 1] - y[0] - 1];
+"""
+
+
+def test_choose_attention_stage_and_head(page, file, attentions):
+    page.open(file)
+    assert page.text(".read") == "weights, head 0"
+    page.choose("head", "head 2")
+    assert page.text(".read") == "weights, head 2"
+    assert page.find("[aria-pressed=true]").text.endswith("head 2")
+    page.choose("stage", "scores")
+    assert page.text(".read") == "scores, head 2"
+    size = np.abs(attentions[0].pictures[0].values).max()
+    assert [float(page.text(end)) for end in (".low", ".high")] == [-float(f"{size:.4g}"), float(f"{size:.4g}")]
+    shown = page.run("return [...document.querySelector('[name=attention]').options].map((o) => o.textContent)")
+    assert [name[:11] for name in shown] == ["attention 0", "attention 1", "attention 2"]
+    page.run("const s = document.querySelector('[name=attention]'); s.value = 1; s.dispatchEvent(new Event('change'))")
+    size = np.abs(attentions[1].pictures[0].values).max()
+    assert float(page.text(".high")) == float(f"{size:.4g}")
+    assert page.complaints == []
+
+
+def test_hovering_reads_numbers_and_labels(page, file, attentions):
+    page.open(file)
+    weights = attentions[0].pictures[1].values[0]
+    for row, column in ((3, 1), (5, 0), (1, 4)):
+        hover(page, row, column)
+        said = page.text(".read")
+        assert said.startswith(f"query {row} “{TOKENS[row][:5]}")
+        assert f", key {column} “{TOKENS[column]}”: " in said
+        number = said.rpartition(": ")[2]
+        if column > row:
+            assert number == "masked"
+        else:
+            assert abs(float(number) - weights[row, column]) <= 1e-4
+
+
+def test_each_cell_has_the_colour_of_its_number(page, file, attentions):
+    page.open(file)
+    for stage, signed in (("weights", False), ("scores", True)):
+        page.choose("stage", stage)
+        left, top, width, height = page.run(EDGES)
+        table = [tuple(int(c[i : i + 2], 16) for i in (0, 2, 4)) for c in hex_table(signed)]
+        picture = next(one for one in attentions[0].pictures if one.title == stage)
+        low, high = picture.scale
+        for row, column in np.ndindex(6, 6):
+            number = picture.values[0, row, column]
+            at = [int(left + (column + 0.5) * width / 6), int(top + (row + 0.5) * height / 6)]
+            script = (
+                "return [...document.querySelector('.picture').getContext('2d').getImageData(...arguments[0],1,1).data]"
+            )
+            *colour, shown = page.run(script, at)
+            if np.isfinite(number):
+                assert shown == 255
+                assert abs((table.index(tuple(colour)) + 0.5) / 256 - (number - low) / (high - low)) <= 1.51 / 256
+            else:
+                assert tuple(colour) not in table
+
+
+def test_the_keyboard_moves_between_heads_layers_and_cells(page, file):
+    page.open(file)
+    page.run("document.querySelector('.heads [tabindex=\"0\"]').focus()")
+    page.press("ARROW_RIGHT")
+    assert page.text(".read") == "weights, head 1"
+    assert page.driver.switch_to.active_element.text.endswith("head 1")
+    page.press("ARROW_LEFT", "ARROW_LEFT")
+    assert page.text(".read") == "weights, head 2"
+    page.press("ARROW_DOWN")
+    assert page.run("return document.querySelector('[name=attention]').value") == "1"
+    page.press("ARROW_UP", "ARROW_UP")
+    assert page.run("return document.querySelector('[name=attention]').value") == "2"
+    page.run("document.querySelector('.picture').focus()")
+    page.press("ARROW_DOWN", "ARROW_RIGHT", "ARROW_DOWN")
+    assert page.text(".read").startswith("query 1 “cat”, key 1 “cat”: 0.")
+
+
+def test_tab_passes_every_control_once(page, file):
+    page.open(file)
+    passed = []
+    for _ in range(9):
+        page.run("return document.activeElement") if passed else None
+        page.find("body").send_keys("\ue004") if not passed else page.press("TAB")
+        passed.append(page.run("const e = document.activeElement; return e.name || e.className || e.textContent"))
+    assert passed[0] == "What the heads look at"  # the way past the tables
+    assert passed[1:] == ["attention", "stage", "head", "from", "to", "whole", "picture", "head 0"]
+
+
+def test_everything_has_a_name(page, file):
+    """Each control that can have the focus has a label, and what is drawn is said in words."""
+    page.open(file)
+    unnamed = page.run(
+        "return [...document.querySelectorAll('select, input, button, canvas[tabindex]')].filter((e) =>"
+        " !(e.getAttribute('aria-label') || (e.labels && e.labels.length) || e.textContent.trim())).length"
+    )
+    assert unnamed == 0
+    label = page.find(".picture").get_attribute("aria-label")
+    assert label == "weights, head 0: 6 places of query by 6 of key"
+    assert "masked" in page.text(".signs")
+
+
+def contrast(page, selector: str) -> float:
+    ink, ground = page.run(
+        "const one = document.querySelector(arguments[0]), root = document.querySelector('.mha-viewer');"
+        "return [getComputedStyle(one).color, getComputedStyle(root).backgroundColor]",
+        selector,
+    )
+
+    def light(colour: str) -> float:
+        parts = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    bright, dim = sorted((light(ink), light(ground)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_light_and_dark_follow_the_system_and_can_be_read(page, file, dark):
+    page.open(file, dark=dark)
+    ground = page.run("return getComputedStyle(document.querySelector('.mha-viewer')).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") is not dark
+    for selector in (".read", ".notes", ".help", "label", "legend", "select", "button .name"):
+        assert contrast(page, selector) >= 4.5, selector
+
+
+@pytest.mark.parametrize("width", [320, 375, 768])
+def test_a_narrow_screen_needs_no_scrolling_sideways(page, file, width):
+    page.open(file, width=width, height=700)
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    assert page.run("return document.querySelector('.picture').getBoundingClientRect().width") > 0.8 * width
+
+
+def test_a_hostile_name_is_text(page, file):
+    page.open(file)
+    assert page.run("return [window.hurt, document.images.length, document.scripts.length]") == [None, 0, 2]
+    assert 'in </script><img src=x onerror="window.hurt=1">' in page.text("[name=attention]")
+    assert page.complaints == []
+
+
+def test_the_slider_changes_the_range_of_the_colours(page, file, attentions):
+    page.open(file)
+    low, high = attentions[0].pictures[1].scale
+    page.run("const s = document.querySelector('[name=to]'); s.value = 500; s.dispatchEvent(new Event('input'))")
+    assert abs(float(page.text(".high")) - (low + high) / 2) < 1e-3
+    assert page.find("[name=to]").get_attribute("aria-valuetext") == page.text(".high")
+    before = page.run("return document.querySelector('.thumb').toDataURL()")
+    page.find("[name=whole]").click()
+    assert abs(float(page.text(".high")) - high) < 1e-3
+    assert page.run("return document.querySelector('.thumb').toDataURL()") != before
+
+
+def test_nothing_is_fetched_and_nothing_else_may_run(page, file):
+    page.open(file)
+    assert page.run("return performance.getEntriesByType('resource').length") == 0
+    page.run("const s = document.createElement('script'); s.textContent = 'window.hurt = 1'; document.body.append(s)")
+    assert page.run("return window.hurt") is None
+    assert any("Content Security Policy" in entry["message"] for entry in page.complaints)
+
+
+def test_in_a_notebook_it_runs_in_a_frame(page, tmp_path, attentions):
+    data = held(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), {"head": 1})
+    file = tmp_path / "notebook.html"
+    file.write_text(
+        f'<!DOCTYPE html><html><head><meta charset="UTF-8"></head><body>{frame(data)}</body></html>', "utf-8"
+    )
+    page.open(file)
+    page.driver.switch_to.frame(page.find("iframe"))
+    try:
+        assert page.text(".read") == "weights, head 1"
+    finally:
+        page.driver.switch_to.default_content()
+
+
+def test_48_layers_of_32_heads_open_in_two_seconds_and_20_megabytes(page, tmp_path):
+    sizes = dict.fromkeys(("scores", "masked_scores", "weights"), (48 * 32 * 512 * 512, 48 * 32))
+    how = storages(sizes)
+    values = np.random.default_rng(0).random((32, 512, 512), np.float32)
+    names = tuple(f"head {head}" for head in range(32))
+    one = [
+        encoded(Picture(name, names, values, Side("query"), Side("key"), name != "weights"), how[name])
+        for name in sizes
+    ]
+    data = held([], how, {})
+    data["attentions"] = [{"name": f"attention {n} of 48", "stages": one} for n in range(1, 49)]
+    file = tmp_path / "large.html"
+    file.write_text(with_viewer(BARE, data), encoding="utf-8")
+    assert file.stat().st_size < 20e6
+    started = time.perf_counter()
+    page.open(file)
+    assert page.text(".read") == "weights, head 0"
+    assert time.perf_counter() - started < 2
+    assert "Each cell is the largest of" in page.text(".notes")
+    assert "Stored in 8 bits" in page.text(".notes")
+    page.choose("attention", "attention 48 of 48")
+    hover(page, 0, 0, *one[2]["cells"])
+    said = page.text(".read")
+    size = one[2]["block"][0]
+    assert said.startswith(f"query 0–{size - 1}, key 0–{size - 1}: at most ")
+    assert abs(float(said.split()[-1]) - values[0, :size, :size].max()) <= 0.002

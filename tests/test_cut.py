@@ -1,0 +1,70 @@
+"""A cut of a subject shows what the whole run does there, whatever its arguments are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mha_inspect.record import cut as cutting
+from mha_inspect.record.cut import cut, layouts_of
+from mha_inspect.record.rounding import first_tensor
+from mha_inspect.record.subject import Subject
+from mha_inspect.targets.load import load_layer
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+
+BATCH, QUERY, HEADS = 7, 11, 2
+
+
+def first_layout(own: Subject) -> Any:
+    return next(iter(layouts_of(own)))
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "POSITIONS", 5)
+    monkeypatch.setattr(cutting, "ROWS", 3)
+
+
+@pytest.mark.parametrize("row", [0, 2, 6])
+@pytest.mark.parametrize("mask", [None, (QUERY, QUERY), (BATCH * HEADS, QUERY, QUERY)])
+@pytest.mark.parametrize(("layer", "settings"), [("torch", {}), ("split-heads", {})])
+def test_few_sequences_give_what_the_whole_gives_there(tmp_path, layer, settings, mask, row) -> None:
+    generator = torch.Generator().manual_seed(0)
+    file = None
+    if mask is not None:
+        torch.save(torch.randn(mask, generator=generator), file := tmp_path / "mask.pt")
+    inputs = InputSpec(batch=BATCH, seq_len=QUERY, padding=(1, 3, 2, 0, 4, 1, 2), attn_mask=file)
+    own = load_layer(AttentionSpec(embed_dim=22, num_heads=HEADS, **settings), inputs, RunSpec(), layer)
+    part = cut(own, first_layout(own), row)
+    start = min(row, BATCH - 3)
+    whole, few = (first_tensor(one.plain()) for one in (own, part))
+    torch.testing.assert_close(few, whole[start : start + 3])
+
+
+def test_few_positions_of_a_causal_layer_give_what_the_whole_gives_there() -> None:
+    inputs = InputSpec(batch=BATCH, seq_len=QUERY, causal=True)
+    own = load_layer(AttentionSpec(embed_dim=22, num_heads=HEADS), inputs, RunSpec())
+    part = cut(own, first_layout(own), few=True)
+    assert {tuple(tensor.shape) for tensor in part.args} == {(3, 5, 22)}
+    whole, few = (first_tensor(one.plain()) for one in (own, part))
+    torch.testing.assert_close(few, whole[:3, :5])
+
+
+def test_a_tensor_that_is_given_twice_stays_one_and_no_view_of_the_whole() -> None:
+    x = torch.randn(BATCH, QUERY, 6)
+    own = Subject(nn.Identity(), (x, [x]), {"y": x})
+    part = cut(own, first_layout(own), few=True)
+    assert part.args[0] is part.args[1][0] is part.kwargs["y"]
+    assert part.args[0].untyped_storage().nbytes() == 3 * 5 * 6 * 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.randn(2, 5, 6), torch.randn(9, 9, 6), torch.randn(1, 3, 32, 32), torch.tensor(1.0)],
+    ids=["small", "as many sequences as positions", "image", "number"],
+)
+def test_what_cannot_be_cut_or_saves_nothing_is_left_whole(tensor) -> None:
+    assert list(layouts_of(Subject(nn.Identity(), (tensor,), {}))) == []

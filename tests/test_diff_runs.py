@@ -1,0 +1,149 @@
+"""What diff runs, and how often: five forwards for a module against torch, each from the state that came in."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+
+DIM, HEADS, BATCH, LENGTH = 22, 2, 3, 5
+
+
+class Own(nn.Module):
+    """Written out, and counting the forwards of all its copies."""
+
+    def __init__(self, seen: Counter, bias: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=bias) for _ in range(4))
+        self.seen = seen
+
+    def __deepcopy__(self, memo):
+        memo[id(self.seen)] = self.seen
+        other = type(self)(self.seen, self.q.bias is not None)
+        memo[id(self)] = other
+        for name, part in self._modules.items():
+            setattr(other, name, __import__("copy").deepcopy(part, memo))
+        return other.train(self.training)
+
+    def forward(self, x):
+        self.seen["own", x.dtype] += 1
+        q, k, v = (linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Torch(nn.Module):
+    def __init__(self, seen: Counter) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        self.inner.register_forward_pre_hook(lambda module, args: seen.update([("torch", args[0].dtype)]))
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
+class Cached(nn.Module):
+    """Counts on from run to run, in itself and in an argument, and asserts where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.position = 0
+        self.register_buffer("runs", torch.zeros(1))
+
+    def forward(self, x, cache=None):
+        assert self.position == 0
+        assert self.runs.item() == 0
+        self.position += x.shape[1]
+        self.runs += 1
+        if cache is not None:
+            assert cache.length == 0
+            cache.length += x.shape[1]
+        q, k, v = (linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Cache:
+    length = 0
+
+
+class LowRank(nn.Module):
+    """Keys and values through a narrower layer: their matrices have 7 columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down, self.up, self.o = (
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 7),
+            nn.Linear(7, 2 * DIM),
+            nn.Linear(DIM, DIM),
+        )
+
+    def forward(self, x):
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (self.q(x), *self.up(self.down(x)).chunk(2, -1))
+        )
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def test_five_forwards_are_enough_for_a_module_against_torch(x):
+    seen: Counter = Counter()
+    report = mha_inspect.diff(Own(seen).eval(), Torch(seen).eval(), x, same_weights=True)
+    assert (report.verdict, report.weights.whole) == ("same", True)
+    # What torch's layer is without the weights shows where they belong; then both as they are, and in float64.
+    assert seen == {
+        ("own", torch.float32): 1,
+        ("torch", torch.float32): 2,
+        ("own", torch.float64): 1,
+        ("torch", torch.float64): 1,
+    }
+
+
+def test_sides_that_keep_their_weights_run_twice_each(x):
+    seen: Counter = Counter()
+    report = mha_inspect.diff(Own(seen).eval(), Torch(seen).eval(), x)
+    assert report.verdict == "differs"
+    assert set(seen.values()) == {1}
+    assert sum(seen.values()) == 4
+    assert not any("could not be carried" in sentence for sentence in report.answer)
+
+
+def test_each_run_begins_with_the_state_that_came_in(x):
+    cached, cache = Cached().eval(), Cache()
+    with torch.no_grad():
+        plain = Cached().eval()
+        plain.load_state_dict(cached.state_dict())
+        expected = plain(x)
+    report = mha_inspect.diff(cached, Cached().eval(), x, cache, same_weights=True)
+    assert report.verdict == "same"
+    assert (cached.position, cached.runs.item(), cache.length) == (0, 0, 0)
+    torch.testing.assert_close(cached(x, cache), expected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_weights_of_other_sizes_are_said_to_be_so(x, turned):
+    sides = (LowRank().eval(), Own(Counter()).eval())
+    report = mha_inspect.diff(*(sides[::-1] if turned else sides), x, same_weights=True)
+    assert "not carried" in report.weights.sentence
+    assert report.answer[-1].startswith("The weights could not be carried: W_k is [22, ")
+    assert "[22, 7] in LowRank" in report.answer[-1]
+
+
+def test_a_bias_that_only_one_has_is_zero_in_the_other(x):
+    """The oracle: torch's layer without biases, with the same matrices."""
+    own, other = Own(Counter(), bias=False).eval(), Torch(Counter()).eval()
+    report = mha_inspect.diff(own, other, x, same_weights=True)
+    assert (report.verdict, report.weights.whole) == ("same", True)
+    plain = nn.MultiheadAttention(DIM, HEADS, bias=False, batch_first=True).eval()
+    with torch.no_grad():
+        plain.in_proj_weight.copy_(torch.cat([own.q.weight, own.k.weight, own.v.weight]))
+        plain.out_proj.weight.copy_(own.o.weight)
+        torch.testing.assert_close(own(x), plain(x, x, x)[0])
