@@ -57,7 +57,7 @@ def params(
     is_file = target is not None and is_checkpoint(target)
     heads = subject.head_counts(options)
     if is_file:
-        _check_checkpoint(str(target), options, picture)
+        _check_checkpoint(str(target), options)
     elif target is not None:
         subject.check_target(target, options, "params", many_heads=True)
         if len(heads) > 1:
@@ -75,8 +75,8 @@ def params(
     export = prepare(options, draws=picture)
 
     if is_file:
-        report = _of_checkpoint(str(target), options, per_head)
-        give(report, options, export)
+        report = _of_checkpoint(str(target), options, per_head, picture)
+        give(report, options, export, _drawn(report))
         return ExitCode.OK
     resume()
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
@@ -89,19 +89,19 @@ _OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
 """Options that a checkpoint has a use for."""
 
 
-def _check_checkpoint(text: str, options: Options, picture: bool) -> None:
-    unused = ["picture"] if picture else sorted((options.typed & {*vars(Options)}) - _OF_CHECKPOINT)
+def _check_checkpoint(text: str, options: Options) -> None:
+    unused = sorted((options.typed & {*vars(Options)}) - _OF_CHECKPOINT)
     if unused:
         flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
         raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
 
 
-def _of_checkpoint(text: str, options: Options, per_head: bool) -> ParamsReport:
+def _of_checkpoint(text: str, options: Options, per_head: bool, picture: bool) -> ParamsReport:
     from ..answers.checkpoint import params_of_checkpoint
     from . import subject
 
     count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
-    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats)
+    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats, norms=picture)
 
 
 def _drawn(report: ParamsReport) -> Drawn | None:
