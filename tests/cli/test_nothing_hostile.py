@@ -46,12 +46,23 @@ def test_an_export_whose_name_is_too_long(invoke, name):
     assert len(err) < 1000
 
 
-@pytest.mark.parametrize("target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py"])
-def test_a_target_whose_name_is_none(invoke, target):
-    code, out, err = invoke("trace", target)
+@pytest.mark.parametrize("command", ["trace", "params"])
+@pytest.mark.parametrize(
+    "target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py", "9" * 400, "9" * 400 + ".bin"]
+)
+def test_a_target_whose_name_is_none(invoke, command, target):
+    code, out, err = invoke(command, target)
     assert (code, out) == (2, "")
     assert err.count("\n") <= 2
     assert len(err) < 1000
+
+
+@pytest.mark.parametrize("command", ["trace", "params"])
+def test_sizes_whose_product_no_number_holds(invoke, command):
+    code, out, err = invoke(command, "--embed-dim", str(2**40), "--device", "meta")
+    assert (code, out) == (3, "")
+    assert "overflowed" in err
+    assert err.count("\n") == 1
 
 
 def test_a_file_in_the_current_folder_is_not_run_for_a_target_elsewhere(entry_point, environment, tmp_path):
