@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import testing as testing
+    from .answers.check.intent import Intent as Intent
+    from .api import check as check
     from .api import compare_heads as compare_heads
     from .api import diff as diff
     from .api import load as load
@@ -33,6 +35,8 @@ _HOMES = {
     "params": "api",
     "compare_heads": "api",
     "diff": "api",
+    "check": "api",
+    "Intent": "answers.check.intent",
     "AttentionSpec": "targets.spec",
     "InputSpec": "targets.spec",
     "RunSpec": "targets.spec",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from .answers.check.intent import Intent
 from .answers.trace import report, traced
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
@@ -362,6 +363,39 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
         return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
 
     return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
+
+
+def check(
+    module: nn.Module,
+    *args: Any,
+    intent: Intent | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    evidence_only: bool = False,
+    **kwargs: Any,
+) -> LiveReport:
+    """Whether the attention of a module is right: it is run again with one thing changed, and what moves is looked at.
+
+    The module is run in eval, always from the same state, and left as it was.
+
+    Args:
+        module: any module with attention in it.
+        *args: of its forward.
+        intent: what it is meant to do, `mha_inspect.Intent(causal=True, window=4, ...)`.
+        only: names of checks: no others are made.
+        skip: names of checks that are not made.
+        evidence_only: run it once, and tell what one recording shows.
+        **kwargs: of its forward.
+
+    Raises:
+        InputError: there is no attention in it, or the intent names no argument of its forward.
+        SpecError: there is no check of a name.
+    """
+    from .answers.check.check import check as report_of
+
+    _require_module(module, "check")
+    asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
+    return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
 
 
 def _require_module(value: object, asked: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .answers.check.check import check
+from .answers.check.intent import Intent
 from .api import LiveAttention, trace
 from .graph.attention import Attention
 from .measure.stage_difference import StageDifference, compare_stage, stage_noise
@@ -96,6 +98,31 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
         ]
         if any(row.verdict == "differs" for row in rows):
             raise AssertionError(_table(rows, mine[0], place))
+
+
+def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | None = None, **kwargs: Any) -> None:
+    """Assert that `mha_inspect.check` finds nothing wrong with the attention of a module.
+
+    Args:
+        module: any module with attention in it.
+        *args: of its forward.
+        intent: what it is meant to do.
+        **kwargs: of its forward.
+
+    Raises:
+        AssertionError: with each finding, its evidence, its line, and the fix where there is one.
+        InputError: there is no attention in it, or the intent names no argument of its forward.
+    """
+    report = check(Subject(module, args, kwargs), intent)
+    wrong = [finding for finding in report.findings if finding.sure]
+    if wrong:
+        lines = []
+        for finding in wrong:
+            where = ", ".join(filter(None, (finding.source, finding.module)))
+            lines.append(f"{finding.check}: {finding.sentence}" + (f" ({where})" if where else ""))
+            lines.append(f"  evidence: {finding.evidence}")
+            lines += [f"  fix: {finding.fix}"] if finding.fix else []
+        raise AssertionError("\n".join(lines))
 
 
 def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Run:

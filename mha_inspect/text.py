@@ -197,12 +197,15 @@ def percent(share: float) -> str:
 
 
 def scale(factor: float, head_dim: int) -> str:
-    """Return `0.0625 = 1/√256` where it is that; the bare number where it is not."""
+    """Return `0.0625 = 1/√256` where it is that; else the number, and what the root of head_dim would give."""
     if factor == 1:
         return "1 (not scaled)"
     # What was applied may be a product of two rounded square roots, as in torch's math path.
     usual = head_dim > 0 and abs(factor * sqrt(head_dim) - 1) < 1e-6
-    return f"{factor:.6g} = 1/√{head_dim}" if usual else f"{factor:.6g}"
+    if usual:
+        return f"{factor:.6g} = 1/√{head_dim}"
+    times = factor * sqrt(head_dim)
+    return f"{factor:.6g} = {times:.3g} × 1/√{head_dim}" if isfinite(times) and times > 0 else f"{factor:.6g}"
 
 
 def span(bounds: tuple[int, int]) -> str:

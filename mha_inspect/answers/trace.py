@@ -13,7 +13,7 @@ from ..graph.attention import Attention
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
-from ..naming.kind import kinds_of
+from ..naming.kind import kinds_of, mask_notes
 from ..naming.linear import product_pairs
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
@@ -28,6 +28,7 @@ from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proo
 from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows
+from .nans import nans_in
 
 
 def trace(own: Subject, show: Show | None = None) -> Trace:
@@ -64,7 +65,8 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             layer=layer_of(own),
             masked=_masked_rows(own, before, seen, keep),
         )
-    return replace(made, notes=(*made.notes, *own.notes)), seen
+        notes = (*mask_notes(seen, own), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
+    return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
 
 
 def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[MaskedRow, ...]:
@@ -236,14 +238,24 @@ def _attention(
         head_dim=names.head_dim,
         scale=float("nan") if scale is None else scale,
         stages=tuple(stages),
-        notes=_notes(found, facts),
+        notes=_notes(found, names, facts),
     )
 
 
-def _notes(found: Attention, facts: StageFacts) -> tuple[str, ...]:
+def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
     notes = []
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
+    if names.mixes_positions:
+        notes.append(
+            "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
+            "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose."
+        )
+    if found.over_queries:
+        notes.append(
+            "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
+            "need not."
+        )
     if found.divided is not None:
         notes.append(
             "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."

@@ -14,6 +14,7 @@ from .screen import columns, in_color, is_terminal
 
 if TYPE_CHECKING:
     from ..render import Format
+    from ..reports.check import CheckReport
     from ..reports.compare_heads import CompareHeadsReport
     from ..reports.diff import DiffReport
     from ..reports.layers import LayersReport
@@ -58,7 +59,7 @@ def prepare(options: Options, *, draws: bool = False, prints: bool = True) -> Ta
 
 
 def give(
-    report: Trace | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
+    report: Trace | CheckReport | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
     options: Options,
     target: Target | None,
     drawn: Drawn | None = None,

@@ -25,6 +25,7 @@ COMMANDS = {
     "params": "Show every parameter, what it is for, and which part belongs to which head.",
     "compare-heads": "Show what the number of heads changes in the output, with the same weights.",
     "diff": "Show where two layers, or modules of your own, part ways with the same weights.",
+    "check": "Check whether attention that runs is right: heads, masks, caches, batches.",
     "layers": "List the ways to write attention that --layer and diff take.",
 }
 """Each command with its line in the help; its file in this folder bears its name."""

@@ -12,7 +12,6 @@ from ..errors import ExitCode, MhaInspectError
 from ..targets.memory import is_out_of_memory
 from ..text import message_of, shortened
 
-
 _LONGEST = 1500
 
 

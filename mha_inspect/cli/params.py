@@ -55,7 +55,7 @@ def params(
     from . import subject
 
     is_file = target is not None and is_checkpoint(target)
-    heads = subject.head_counts(options)
+    heads = () if is_file else subject.head_counts(options)
     if is_file:
         _check_checkpoint(str(target), options)
     elif target is not None:
@@ -85,6 +85,15 @@ def params(
     return ExitCode.OK
 
 
+def _drawn(report: ParamsReport) -> Drawn | None:
+    """Return the picture of a report that has norms."""
+    if report.head_norms is None:
+        return None
+    from ..pictures.heads import norms_picture
+
+    return Drawn((norms_picture(report.head_norms),), printed=True)
+
+
 _OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
 """Options that a checkpoint has a use for."""
 
@@ -102,15 +111,6 @@ def _of_checkpoint(text: str, options: Options, per_head: bool, picture: bool) -
 
     count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
     return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats, norms=picture)
-
-
-def _drawn(report: ParamsReport) -> Drawn | None:
-    """Return the picture of a report that has norms."""
-    if report.head_norms is None:
-        return None
-    from ..pictures.heads import norms_picture
-
-    return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:

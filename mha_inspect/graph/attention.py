@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from ..record.ops import Op, Recording, TensorRef
 from .found import Attention, Mixing
 from .loops import merge_branches
-from .pairing import Meeting, mixing_of, moved_for, score_product, softmax_over_rows, value_product
+from .pairing import Meeting, mixing_of, moved_for, score_product, softmaxed_side, value_product
 from .products import Product
 from .scores import multiply, read_scoring
 from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
@@ -70,8 +71,11 @@ class _Finder:
         if behind is None:
             return None
         product, averaged = behind.product, ahead.product
+        softmaxed = softmaxed_side(graph, behind, ahead, masked, dim)
+        if softmaxed is None:
+            return None
         scoring = read_scoring(graph, product.op, behind.path, masked)
-        key_first = softmax_over_rows(graph, product, masked, dim)
+        key_first = softmaxed.key_first
         query, key = (product.right, product.left) if key_first else (product.left, product.right)
         value_first = averaged.right.id == ahead.carried.id
         value = averaged.left if value_first else averaged.right
@@ -100,6 +104,7 @@ class _Finder:
             scores_scale=scores_scale,
             softmax_dim=dim,
             key_first=key_first,
+            over_queries=softmaxed.over_queries,
             value_first=value_first,
             masks=(*scoring.masks, *masks_on_exponentials(self.recording, softmax if late is None else late.total)),
             divided=None if late is None else late.divided,
@@ -141,8 +146,17 @@ class _Finder:
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""
-        after = max((place for place, op in enumerate(end.path) if op.does("norms")), default=-1)
+        after = max((place for place, op in enumerate(end.path) if self._norms(op)), default=-1)
         return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self.graph.is_scale(op))
+
+    def _norms(self, op: Op) -> bool:
+        """Whether this is a norm, or the last step of one that was written out: a division by a length, or a gain."""
+        if op.does("norms"):
+            return True
+        if not op.does("scales") or len(op.inputs) != 2 or self.graph.is_scale(op):
+            return False
+        smaller = min(op.inputs, key=_elements)
+        return self.graph.is_weight(smaller) or _elements(smaller) * op.output.shape[-1] == op.output.numel
 
     # -- projections --------------------------------------------------------------------------------------------------
 
@@ -299,6 +313,11 @@ class _Finder:
             if features_last and self.graph.dimensions.of(followers[0].output)[-1:] != features:
                 return tensor
             tensor = followers[0].output
+
+
+def _elements(tensor: TensorRef) -> int:
+    """Return how many elements a tensor has, those that it repeats counted once."""
+    return prod(size for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride)
 
 
 def _without_sinks(weights: TensorRef, path: tuple[Op, ...]) -> TensorRef:

@@ -28,12 +28,28 @@ class Dimensions:
         self._uneven = uneven_slices(recording.ops)
         for op in recording.ops:
             self._follow(op)
+        self._inputs = tuple(named.tensor for named in recording.inputs)
         for named in (*recording.inputs, *recording.parameters, *recording.outputs):
             self._known(named.tensor)
 
     def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
         """The dimensions of a tensor, each as the atoms that it is known to consist of."""
         return tuple(resolve(dim) for dim in self._known(tensor))
+
+    @property
+    def given_whole(self) -> set[Axis]:
+        """The axes that are a whole dimension of what the forward was given."""
+        dims = [dim for tensor in self._inputs for dim in self.of(tensor)]
+        return {dim[0] for dim in dims if len(dim) == 1}
+
+    def beside(self, atoms: set[Axis], *, apart_from: set[Axis]) -> set[Axis]:
+        """Return what stands in one dimension with some of these atoms, in any tensor, but for where others do too."""
+        found: set[Axis] = set()
+        for dim in {dim for dims in self._dims.values() for dim in dims}:
+            known = set(resolve(dim))
+            if known & atoms and not known & apart_from:
+                found |= known
+        return found
 
     def same(self, left: Dim, right: Dim) -> None:
         """Say that two axes are one, where they can be."""

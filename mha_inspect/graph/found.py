@@ -40,6 +40,8 @@ class Attention:
     """`query`, `key`, `value`, `output` to the product with the weight matrix that projects it."""
     scores_scale: float | None = None
     """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may hold another part."""
+    over_queries: bool = False
+    """Whether the softmax runs over the queries, which compete for each key, and not over the keys."""
     value_first: bool = False
     """Whether the values are the left operand of the product with the weights."""
     scoring: tuple[tuple[str, float | None], ...] = ()

@@ -65,7 +65,11 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
         return None
     single: Meeting | None = None
     over = _wide(graph, weights, dim)
-    for op, step in graph.forward(weights, lambda op: graph.carries(op) or _mixes(graph, op, over)):
+
+    def through(op: Op) -> bool:
+        return graph.carries(op) or _mixes(graph, op, over) or _norms_heads(graph, op, over)
+
+    for op, step in graph.forward(weights, through):
         product = graph.product(op)
         if product is None:
             product = graph.product_with(op)
@@ -111,6 +115,11 @@ def _mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
     return over <= kept - set(graph.dimensions.of(mixing.source)[mixing.place])
 
 
+def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
+    """Whether this is a norm over another dimension than the one that the softmax runs over: over the heads."""
+    return bool(over) and op.does("norms") and not over & set(graph.dimensions.of(op.inputs[0])[-1])
+
+
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
     """Whether projections on the way from the scores to the softmax mix what their product runs over, the heads."""
     heads = {atom for atom in product.axes(graph.dimensions).batch if atom.size > 1}
@@ -134,13 +143,52 @@ def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
     return factor
 
 
-def softmax_over_rows(graph: Graph, product: Product, masked: TensorRef, dim: int) -> bool:
-    """Whether the softmax runs over the rows of the product, so that its left factor holds the keys."""
+@dataclass(frozen=True)
+class Softmaxed:
+    """Which side of the product of scores holds the keys, and whether the softmax runs over them."""
+
+    key_first: bool
+    over_queries: bool = False
+
+
+def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: TensorRef, dim: int) -> Softmaxed | None:
+    """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
+
+    None are softmaxes that assign: over an axis along which every score has a product of its own (capsules), over the
+    features that a projection gives (clusters of nodes), and of learned queries that average the keys as they are.
+    """
+    product = behind.product
     if len(product.op.output.shape) < 2 or not masked.shape:
-        return False
+        return Softmaxed(key_first=False)
     axes = product.axes(graph.dimensions)
-    over = set(graph.dimensions.of(masked)[dim])
-    return bool(over & set(axes.rows)) and not over & set(axes.columns)
+    rows, columns, over = set(axes.rows), set(axes.columns), _wide(graph, masked, dim)
+    if over & set(axes.batch) and not over & (rows | columns):
+        return None
+    averaged = ahead.product.axes(graph.dimensions)
+    weights_last = ahead.product.right.id == ahead.carried.id
+    summed = {atom for atom in (averaged.right_inner if weights_last else averaged.left_inner) if atom.size > 1}
+    over_rows = bool(over & rows) and not over & columns
+    other = (columns if over_rows else rows) - over
+    if over and summed & other and not summed & over:
+        return None if _is_width(graph, product, over) else Softmaxed(not over_rows, over_queries=True)
+    return None if _pools(graph, product, ahead) else Softmaxed(over_rows)
+
+
+def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
+    """Whether an axis of the scores is all the features that a projection gives one factor of their product."""
+    for factor in (product.left, product.right):
+        for step in graph.back(factor, lambda op: graph.moves(op) or op.pointwise):
+            op = graph.recording.producer(step.tensor)
+            if op is not None and graph.is_projection(op) and set(graph.dimensions.of(op.output)[-1]) <= over:
+                return True
+    return False
+
+
+def _pools(graph: Graph, product: Product, ahead: Meeting) -> bool:
+    """Whether a parameter's scores of some features weigh the very same features: pooling, and no attention."""
+    keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
+    values = ahead.product.left if ahead.product.right.id == ahead.carried.id else ahead.product.right
+    return len(keys) == 1 and graph.before_moves(keys[0]).id == graph.before_moves(values).id
 
 
 def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:

@@ -144,7 +144,9 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     if len(joined) == 1:
         yield first
         return
-    if place == rank - 1 and len({size_of(resolve(part)) for part in joined}) == 1:
+    if len({tensor.id for tensor in op.inputs}) == 1:
+        dim = (*fresh(len(joined)), *joined[0])
+    elif place == rank - 1 and len({size_of(resolve(part)) for part in joined}) == 1:
         for part in joined[1:]:
             unify(joined[0], part)
         dim = (*counter(joined[0], len(joined)), *joined[0])

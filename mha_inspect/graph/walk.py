@@ -144,10 +144,19 @@ class Graph:
         divides = op.base_name.rstrip("_") == "div"
         numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
         tensors = op.inputs[1:] if divides else op.inputs
-        numbers += [self.recording.scalars[t.id] for t in tensors if t.id in self.recording.scalars]
+        numbers += [number for t in tensors if (number := self._number(t)) is not None]
         if len(numbers) != 1 or numbers[0] == 0:
             return None
         return 1 / float(numbers[0]) if divides else float(numbers[0])
+
+    def _number(self, tensor: TensorRef) -> float | None:
+        """The number that a tensor of one element holds, where it is known: torch's own, or made of ones."""
+        if tensor.id in self.recording.scalars or tensor.numel != 1:
+            return self.recording.scalars.get(tensor.id)
+        op = self.recording.producer(tensor)
+        if op is not None and op.base_name == "pow" and self._number(op.inputs[0]) == 1:
+            return 1.0
+        return 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
 
     def is_scale(self, op: Op) -> bool:
         """Whether this multiplies everything by one number."""

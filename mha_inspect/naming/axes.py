@@ -52,6 +52,8 @@ class AxisNames:
         self._stages = {stage: self._of_stage(stage) for stage in sorted(found.stages, key=_from_heads_outward)}
         shapes = {stage: tensor.shape for stage, tensor in found.stages.items()}
         self._stages = one_size_a_name(self._stages, shapes)
+        if roles.mixes_positions:
+            self._stages.update(_as_meant(shapes))
 
     @property
     def num_heads(self) -> int:
@@ -70,6 +72,23 @@ class AxisNames:
         """Features of a head."""
         return _product(self._roles.head_dim)
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
+        if self._roles.own_keys:
+            return 1, _product(self._roles.key)
+        return _product(self._roles.query), _product(self._roles.key)
+
+    @property
+    def mixes_positions(self) -> bool:
+        """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
+        return self._roles.mixes_positions
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows that the sequence was cut into; 1 where it was not."""
+        return _product(self._roles.windows)
+
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
         return self._stages[stage]
@@ -82,6 +101,9 @@ class AxisNames:
 
     def of(self, tensor: TensorRef) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
+        output = self._found.stages.get("output")
+        if self._roles.mixes_positions and output is not None and output.id == tensor.id:
+            return self._stages["output"]
         # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
         joined = ("heads",) if self._found.branches else ()
         return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
@@ -115,24 +137,33 @@ class AxisNames:
     def _is_width(self, stage: str) -> bool:
         """Whether the last dimension of a stage is what a matrix takes in or gives; a convolution has it elsewhere."""
         op = self._found.projections.get(stage)
-        return op is not None and op.base_name != "convolution" and stage in ("query", "key", "value", "output")
+        if op is None or op.base_name == "convolution" or stage not in ("query", "key", "value", "output"):
+            return False
+        # What was given to the forward may have been moved before it is projected.
+        features = [_wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
+        last = [_wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
+        return stage == "output" or any(dim in features for dim in last)
 
-    def _packed(self, stage: str) -> tuple[str, int]:
-        """Name and size of the axis that counts projections, where a stage is one product for several of them."""
+    def _packed(self, stage: str) -> tuple[str, int, int]:
+        """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
+
+        A convolution's features are behind the batch.
+        """
         names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
         own = self._found.projections.get(names.get(stage, ""))
         if own is None:
-            return "", 0
+            return "", 0, -1
         sharing = tuple(name for name in names.values() if self._found.projections.get(name) is own)
         whole = self._found.stages[stage].numel == own.output.numel
-        return (_PACKED.get(sharing, "packed"), len(sharing)) if whole else ("", 0)
+        place = 1 if own.base_name == "convolution" and own.output.shape == self._found.stages[stage].shape else -1
+        return (_PACKED.get(sharing, "packed"), len(sharing), place) if whole else ("", 0, -1)
 
     def _write(
         self,
         tensor: TensorRef,
         groups: list[Group],
         expected: Sequence[str],
-        packed: tuple[str, int] = ("", 0),
+        packed: tuple[str, int, int] = ("", 0, -1),
         *,
         features_last: bool = False,
         value: bool = False,
@@ -141,8 +172,9 @@ class AxisNames:
         self._tell_apart(dims, groups)
         if packed[1]:
             width = self._roles.value_dim if value else self._roles.head_dim
-            _name_turns(dims[-1:], len(self._found.branches), _product(resolve(width)))
-            _name_packed(dims, packed, self._roles, value=value)
+            features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
+            _name_turns(features, len(self._found.branches), _product(resolve(width)))
+            _name_packed(features, packed[:2], self._roles, value=value)
         if features_last and dims:
             # What a matrix takes in and gives is one axis, also where something else splits it.
             dims[-1] = [*self._dimensions.of(tensor)[-1]]
@@ -195,6 +227,17 @@ class AxisNames:
         dims[place][start:stop] = [name]
         if _product(atoms) > 1:
             groups.append((name, atoms))
+
+
+def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the axes that a view which mixes positions is taken for, of stages laid out as textbooks have it."""
+    meant = {stage: axes.replace("(kv_heads head_dim)", "embed") for stage, axes in CANONICAL_AXES.items()}
+    meant = {stage: axes.replace("(heads head_dim)", "embed") for stage, axes in meant.items()}
+    return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
+
+
+def _wide(dim: Dim) -> Dim:
+    return tuple(atom for atom in dim if atom.size > 1)
 
 
 def _product(atoms: Dim) -> int:

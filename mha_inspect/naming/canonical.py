@@ -98,7 +98,8 @@ def sizes_in(found: Attention, names: AxisNames, stage: str) -> dict[str, int]:
         if name in ("batch", "query")
     }
     heads = {"heads": names.num_heads // turns, "kv_heads": names.num_kv_heads // turns or 1}
-    return {**alone, "head_dim": names.head_dim, **heads}
+    windows = {"windows": names.num_windows} if names.num_windows > 1 else {}
+    return {**alone, **windows, "head_dim": names.head_dim, **heads}
 
 
 def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:

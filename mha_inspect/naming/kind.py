@@ -7,11 +7,13 @@ That is looked up in the mask's content, which is computed again. Keys that the 
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import torch
 
 from ..graph.attention import Attention
-from ..graph.dimensions import size_of
 from ..graph.evaluate import CannotReplayError, Replay, leaves_of, takes_shape_only
+from ..graph.walk import inside
 from ..record.ops import Op, TensorRef
 from ..record.subject import Run, Subject
 from .axes import AxisNames
@@ -30,6 +32,25 @@ def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
     replay = Replay(seen.recording, leaves_of(seen.recording, own))
     known: dict[tuple[object, ...], bool | None] = {}
     return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
+
+
+def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
+    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+    for found, _ in seen.attentions:
+        for op in found.masks:
+            masks = [] if op.does("fills") else _masks_of(seen, found, op)
+            if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
+                try:
+                    value = replay.value(masks[0])
+                except CannotReplayError:
+                    continue
+                if not value.is_meta and bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
+                    return (
+                        "The mask is of the numbers 0 and 1 and is added to the scores: it bars no key. Give bool, or "
+                        "-inf where a key is barred.",
+                    )
+    return ()
 
 
 def _kind(
@@ -53,7 +74,40 @@ def _source(seen: Run, found: Attention) -> str:
         return ""
     before = seen.graph.before_moves
     left, right = before(query), before(key)
-    return "self" if left.id == right.id or _is_one(left, right) else "cross"
+    if left.id == right.id or _is_one(left, right) or _within(seen, found, query) & _within(seen, found, key):
+        return "self"
+    return "cross"
+
+
+def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:
+    """Return the ids of what a query or a key is made of inside the attention's own module, position by position.
+
+    Norms, projections down to something narrower, and to fewer positions, may stand before what is called its input.
+    """
+    modules = [
+        found.module,
+        *(found.projections[name].module for name in ("query", "key") if name in found.projections),
+    ]
+    owner = ".".join(names[0] for names in takewhile(_alike, zip(*(path.split(".") for path in modules), strict=False)))
+    graph, reached, queue = seen.graph, set[int](), [side]
+    while queue and len(reached) < _FAR:
+        tensor = queue.pop()
+        if tensor.id in reached:
+            continue
+        if graph.comes_from_inputs(tensor):
+            reached.add(tensor.id)
+        op = seen.recording.producer(tensor)
+        if op is None or not inside(op.module, owner):
+            continue
+        if graph.is_projection(op):
+            queue.append(graph.projected(op))
+        elif graph.moves(op) or op.pointwise or op.does("norms"):
+            queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
+    return reached
+
+
+def _alike(names: tuple[str, ...]) -> bool:
+    return len(set(names)) == 1
 
 
 def _is_one(left: TensorRef, right: TensorRef) -> bool:
@@ -69,16 +123,16 @@ def _is_one(left: TensorRef, right: TensorRef) -> bool:
 def _is_causal(
     seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
 ) -> bool:
-    axes = found.score_product.axes(seen.graph.dimensions)
-    rows, columns = size_of(axes.rows), size_of(axes.columns)
-    queries, keys = (columns, rows) if found.key_first else (rows, columns)
+    queries, keys = names.lengths
     given = _given_keys(found, names)
-    if queries < 2 or keys < 2:
+    if queries < 2 or keys < 2 or not found.masks:
         return False
+    shifts = _shifts(seen, found, names, replay)
     for op in found.masks:
-        sign = (op.base_name, tuple(t.id for t in op.inputs if not _is_scores(seen, t, found)), queries, keys, given)
+        made_of = tuple(t.id for t in op.inputs if not _is_scores(seen, t, found))
+        sign = (op.base_name, made_of, queries, keys, given, shifts)
         if sign not in known:
-            known[sign] = _bars_the_future(seen, op, found, replay, (queries, keys, given))
+            known[sign] = _bars_the_future(seen, op, found, names, replay, shifts)
         if known[sign]:
             return True
     return False
@@ -104,8 +158,25 @@ def _is_scores(seen: Run, tensor: TensorRef, found: Attention) -> bool:
     return any(step.tensor.id == product.id for step in seen.graph.back(tensor, through))
 
 
+def _shifts(seen: Run, found: Attention, names: AxisNames, replay: Replay) -> tuple[int, ...]:
+    """Return at which keys the first query's own position may be.
+
+    Queries and keys begin together; where there are more keys, as with a cache, they end together as well. A
+    window may see others before it: the first has none, and keys that are barred to all of its queries stand for them.
+    """
+    queries, keys = names.lengths
+    if keys <= queries or names.num_windows == 1:
+        return tuple({0, max(keys - queries, 0)})
+    barred = [one for op in found.masks if (one := barred_by(seen, found, op, replay)) is not None and one.dim() > 1]
+    first = [one[(0,) * (one.dim() - 2)] for one in barred if not one.is_meta and one.shape[-1] == keys]
+    if not first:
+        return ()
+    to_all = torch.stack([one.expand(queries, keys) for one in first if one.shape[0] in (1, queries)]).any(0).all(0)
+    return (int(to_all.long().cumprod(0).sum()),)
+
+
 def _bars_the_future(
-    seen: Run, op: Op, found: Attention, replay: Replay, lengths: tuple[int, int, int | None]
+    seen: Run, op: Op, found: Attention, names: AxisNames, replay: Replay, shifts: tuple[int, ...]
 ) -> bool | None:
     """Whether this operation bars every key behind the query's position; None where its mask is not known."""
     masks = _masks_of(seen, found, op)
@@ -118,13 +189,12 @@ def _bars_the_future(
         return None
     if _keys_before_queries(seen, op, found):
         barred = barred.transpose(-1, -2)
-    queries, keys, given = lengths
+    (queries, keys), given = names.lengths, _given_keys(found, names)
     if tuple(barred.shape[-2:]) != (queries, keys):
         return None
     if given is not None and given < keys and not bool(barred[..., given:].any()):
         keys, barred = given, barred[..., :given]
-    # Queries and keys begin together; where there are more keys, as with a cache, they end together as well.
-    return any(_is_triangle(barred, queries, keys, shift) for shift in {0, max(keys - queries, 0)})
+    return any(_is_triangle(barred, queries, keys, shift) for shift in shifts)
 
 
 def _keys_before_queries(seen: Run, op: Op, found: Attention) -> bool:

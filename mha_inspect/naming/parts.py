@@ -164,7 +164,13 @@ class Finder:
         found: list[Part] = []
         for letter in "qkv":
             found += self._side(letter)
-        return found + self._output()
+        found += self._output()
+        # Where a view mixes positions, every feature is in every head, at some of the positions.
+        return [replace(part, heads=self._all_of(part)) for part in found] if self.names.mixes_positions else found
+
+    def _all_of(self, part: Part) -> dict[int, Tensor]:
+        every = torch.unique(torch.cat([*part.heads.values()]))
+        return dict.fromkeys(range(self.num_heads(part.letter)), every)
 
     def num_heads(self, letter: str) -> int:
         """How many heads there are of `q`, `k`, `v` or `o`."""
@@ -220,8 +226,8 @@ class Finder:
             if one.kind in kinds:
                 for head in every:
                     own = torch.unique(one.places[one.ids // width == head])
-                    ends = (int(own[0]), int(own[-1]), len(own)) if len(own) else ()
-                    signs[head].append((one.parameter.name, *ends))
+                    if len(own):
+                        signs[head].append((one.parameter.name, int(own[0]), int(own[-1]), len(own)))
         told = list(map(tuple, signs))
         apart = list(dict.fromkeys(told))
         numbers = [apart.index(sign) for sign in told] if len(apart) == shared < heads else every

@@ -31,6 +31,11 @@ class Roles:
         if outside and sum(atom.size > 1 for atom in query) > 1:
             # One key head for all: the query heads stand beside the queries, in the rows of one product.
             head_rows = tuple(a for a in query if a not in outside and a in self._features())
+        self.mixes_positions = self._mixes_positions(outside, head_rows, query)
+        """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
+        if self.mixes_positions:
+            head_rows = ()
+        if head_rows:
             query = tuple(atom for atom in query if atom not in head_rows)
             self._source_query = tuple(atom for atom in self._source_query if atom not in head_rows)
         self.query, self.key = query, key
@@ -43,6 +48,8 @@ class Roles:
             if self.own_keys:
                 self.query = self._source_query = query = self.own_keys
         self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
+        if self.mixes_positions:
+            self.heads, self.windows = (*self.windows, *self.heads), ()
         self._value_roles()
         self.branch_axis = self._branch_axis()
 
@@ -55,6 +62,21 @@ class Roles:
         if dims and "query" in projections:
             del dims[1 if projections["query"].base_name == "convolution" and len(dims) > 2 else -1]
         return {atom for dim in dims for atom in dim}
+
+    def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
+        """Whether queries, and keys, are positions beside features, or the view to heads cuts across the features."""
+        inside = [
+            atom for atom in self._source_key if atom.size > 1 and atom not in outside and atom in self._features()
+        ]
+        if head_rows and inside:
+            return any(atom.size > 1 and atom in outside for atom in query)
+        stages = self._found.stages
+        shapes = [stages[stage].shape for stage in ("q_proj", "q_heads", "k_heads") if stage in stages]
+        if len(shapes) < 3 or len(shapes[0]) != 3 or any(len(heads) != 4 for heads in shapes[1:]):
+            return False
+        lost = not {a for dim in self._dimensions.of(stages["q_proj"])[1:] for a in dim} & {*query, *self.head_dim}
+        width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
+        return lost and shapes[0] == (batch, length, width) and heads * head_dim == width
 
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""
@@ -84,11 +106,11 @@ class Roles:
         if not outside:
             return self._split_by_place(folded)
         batch = tuple(atom for atom in folded if atom in outside)
-        # Windows are cut out of the sequence, and stand beside its rest in what comes in.
+        # Windows are cut out of the sequence: somewhere they stand beside its rest, and the batch does not.
+        whole = {*batch[:1], *self._dimensions.given_whole}
         rows = {atom for atom in query if atom.size > 1}
-        dims = self._dimensions.of(self._found.stages["query"])
-        cut = {atom for dim in dims if rows & set(dim) for atom in dim}
-        windows = tuple(atom for atom in batch if atom in cut)
+        cut = self._dimensions.beside(rows, apart_from=whole) if not set(batch) <= whole else set()
+        windows = tuple(atom for atom in batch if atom in cut and atom not in whole)
         batch = tuple(atom for atom in batch if atom not in windows)
         rest = tuple(atom for atom in folded if atom not in outside)
         heads = tuple(atom for atom in rest if atom.size > 1)
@@ -146,10 +168,21 @@ class Roles:
     def kv_heads(self) -> Dim:
         """The heads that keys and values were projected to."""
         stages = self._found.stages
-        if "k_proj" not in stages:
+        if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        return tuple(atom for atom in self.heads if atom in atoms)
+        shared = tuple(atom for atom in self.heads if atom in atoms)
+        return shared or self._picked()
+
+    def _picked(self) -> Dim:
+        """Heads of the keys' own projection, where those that meet the queries were picked from them by an index."""
+        projections, stages = self._found.projections, self._found.stages
+        alone = [name for name, op in projections.items() if op is projections.get("key")] == ["key"]
+        features = self._dimensions.of(stages["k_proj"])[-1] if alone and stages["k_proj"].shape else ()
+        own = tuple(atom for atom in features if atom not in self.head_dim and atom not in self._other_dim)
+        used = {atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim}
+        whole = len(own) < len(features) and used >= set(self.heads)
+        return own if whole and _size(self.heads) % max(_size(own), 1) == 0 else ()
 
     def groups(self, side: str) -> list[Group]:
         """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""

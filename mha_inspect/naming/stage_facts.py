@@ -43,7 +43,8 @@ class StageFacts:
         if stage in ("scores", "masked_scores"):
             return self._scores(stage)
         if stage == "weights":
-            return f"softmax({'masked_scores' if 'masked_scores' in stages else 'scores'})"
+            over = " over the queries" if self._found.over_queries else ""
+            return f"softmax{over}({'masked_scores' if 'masked_scores' in stages else 'scores'})"
         if stage == "context" and self._found.divided is not None:
             exponentials = f"exp({'masked_scores' if 'masked_scores' in stages else 'scores'})"
             return f"{exponentials} · v_heads / Σ {exponentials}"

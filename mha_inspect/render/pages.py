@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..reports.check import CheckReport
 from ..reports.compare_heads import CompareHeadsReport
 from ..reports.diff import DiffReport
 from ..reports.layers import LayersReport
 from ..reports.params import ParamsReport
 from ..reports.trace import Trace
+from .check import check_page
 from .compare_heads import compare_heads_page
 from .diff import diff_page
 from .layers import layers_page
@@ -33,6 +35,7 @@ KINDS: dict[type, Kind] = {
     ParamsReport: Kind("params", params_page),
     CompareHeadsReport: Kind("compare-heads", compare_heads_page),
     DiffReport: Kind("diff", diff_page),
+    CheckReport: Kind("check", check_page),
     LayersReport: Kind("layers", layers_page),
 }
 

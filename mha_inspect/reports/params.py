@@ -117,7 +117,7 @@ class ParamsReport:
     """What changes between the head counts, in one sentence."""
     notes: tuple[str, ...] = ()
     """Why there are no roles, where there are none."""
-    stored_attentions: tuple[StoredAttention, ...] | None = None
-    """Those of a checkpoint."""
     head_norms: tuple[HeadNorms, ...] | None = None
     """How large each head's part of each matrix is, when asked for."""
+    stored_attentions: tuple[StoredAttention, ...] | None = None
+    """Those of a checkpoint."""

@@ -41,6 +41,7 @@ class Shown:
                     assert sizes.setdefault(dim, size) == size, (stage, pattern, shape, sizes)
         sizes.setdefault("heads", self.names.num_heads)
         sizes.setdefault("head_dim", self.names.head_dim)
+        sizes.setdefault("windows", self.names.num_windows)
         if "group" in self.words():
             sizes["kv_heads"] = self.names.num_kv_heads
             sizes["group"] = self.names.num_heads // self.names.num_kv_heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mha_inspect.reports.check import CheckReport, Fact, Finding, Head, Held, LeftOut
 from mha_inspect.reports.compare_heads import (
     Alike,
     CompareHeadsReport,
@@ -228,7 +229,40 @@ LEARNING_COMPARE = replace(
     ),
 )
 
+CHECK = CheckReport(
+    environment=ENVIRONMENT,
+    layer=layer(2),
+    intent={"causal": True, "window": 4},
+    findings=(
+        Finding(
+            "heads",
+            "The heads are merged without transposing: the context of one query is spread over 2 tokens of concat.",
+            "The context of the query at [0, 0] was changed in all heads, and concat moved at [0, 0], [0, 6].",
+            source="model.py:24",
+            module="blocks.0.attn",
+            fix="transpose(1, 2) before the heads are put side by side.",
+        ),
+        Finding(
+            "parameters", "blocks.0.attn.k.weight is read by nothing.", "No operation of the run reads it.", sure=False
+        ),
+    ),
+    facts=(
+        Fact("scale", "0.0625 = 1/√head_dim (head_dim 256)"),
+        Fact("who sees whom", "causal", ("■··", "■■·", "■■■")),
+        Fact("mask", "attention_mask: 1 keeps a key, 0 ignores it"),
+    ),
+    heads=(Head("blocks.0.attn", 0, 0.41, 0.25), Head("blocks.0.attn", 1, 0.0625, None)),
+    held=(Held("batch", "a row of the batch moves no other row"),),
+    left_out=(LeftOut("cache", "not declared: cache"),),
+    runs=9,
+    notes=("x was drawn from the seed.",),
+)
+
+RIGHT_CHECK = replace(CHECK, intent={}, findings=(), facts=(), heads=(), left_out=(), notes=())
+
 REPORTS = {
+    "check": CHECK,
+    "check-right": RIGHT_CHECK,
     "trace": TRACE,
     "trace-full": FULL_TRACE,
     "trace-meta": META_TRACE,

@@ -1,0 +1,188 @@
+"""What is so of an attention, and may well be meant: scale, who sees whom, what masks do, what hangs on each head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...reports.check import Fact, Head
+from .bench import Bench, NotPossibleError, RaisedError
+from .gradients import gradients_of
+from .sight import sights
+from .tokens import Flow, LostError
+
+_HEADS = 64
+"""Heads of which it is said what hangs on them."""
+
+
+def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
+    """Yield what is so; with `runs` also what more runs tell."""
+    yield from _scales(bench)
+    yield from _sights(bench)
+    if runs:
+        yield from _masks(bench)
+
+
+def scale_words(found: Attention, names: AxisNames) -> str:
+    """A scale and what it is of head_dim: `0.125 = 1/√head_dim`."""
+    if found.scale is None:
+        return "no single number"
+    head_dim, width = max(names.head_dim, 1), found.stages["query"].shape[-1] if "query" in found.stages else 0
+    known = {
+        "none": 1.0,
+        "1/√head_dim": head_dim**-0.5,
+        "1/head_dim": 1 / head_dim,
+        "√head_dim": head_dim**0.5,
+        "head_dim^(-1/4)": head_dim**-0.25,
+        "1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
+    }
+    if width > 1:
+        known["1/√embed_dim"] = width**-0.5
+    for name, value in known.items():
+        if math.isclose(found.scale, value, rel_tol=1e-3):
+            return "1: none" if name == "none" else f"{found.scale:.4g} = {name}"
+    return f"{found.scale:.4g}, {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
+
+
+def _scales(bench: Bench) -> Iterator[Fact]:
+    groups: dict[str, list[str]] = {}
+    for found, names in bench.seen.attentions:
+        groups.setdefault(f"{scale_words(found, names)} (head_dim {names.head_dim})", []).append(found.module)
+    for words, modules in groups.items():
+        yield Fact("scale", words + _where(modules, len(groups)))
+
+
+def _where(modules: list[str], groups: int) -> str:
+    if groups == 1 or not any(modules):
+        return ""
+    return f" in {modules[0]}" + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
+
+
+def _sights(bench: Bench) -> Iterator[Fact]:
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for sight in sights(bench):
+        groups.setdefault((sight.words(), sight.picture), []).append(sight.module)
+    for (words, picture), modules in groups.items():
+        yield Fact("who sees whom", words + _where(modules, len(groups)), picture)
+
+
+def _masks(bench: Bench) -> Iterator[Fact]:
+    """Yield which value of each mask argument keeps, learned by changing one key of it."""
+    if not bench.follows or bench.sources[0].length < 3:
+        return
+    source = bench.sources[0]
+    place = source.length // 2
+    looked_at = 0
+    for name, given in bench.values.items():
+        if not isinstance(given, Tensor) or not ("mask" in name or given.dtype == torch.bool) or given.dim() < 2:
+            continue
+        if given.shape[-1] != source.length or looked_at == 2:
+            continue
+        looked_at += 1
+        here = given[..., place]
+        if not bool((here == here.flatten()[0]).all()):
+            continue
+        value = here.flatten()[0]
+        flipped = given.clone()
+        additive = given.is_floating_point() and bool((given <= 0).all())
+        flipped[..., place] = (-1e9 if value == 0 else 0.0) if additive else 1 - value.long()
+        try:
+            base = bench.run({name: flipped})
+            moves = {
+                "given": bench.reach.get(place),
+                "other": bench.moved(
+                    bench.run({name: flipped, **bench.other_tokens(source, source.at(0, place))}), base
+                ),
+            }
+        except (RaisedError, NotPossibleError) as error:
+            yield Fact("mask", f"{name}: the forward does not take another value ({error})")
+            continue
+        seen = {}
+        for which, moved in moves.items():
+            if moved is None:
+                continue
+            rest = moved[0].clone()
+            rest[place] = 0
+            seen[which] = bool((rest > 0).any())
+        both = [value, flipped[..., place].flatten()[0]]
+        if len(seen) < 2 or seen["given"] == seen["other"]:
+            does = "is seen" if all(seen.values()) else "moves no other token"
+            yield Fact("mask", f"{name} bars nothing here: token {place} {does} with either value")
+            continue
+        kept, ignored = both if seen["given"] else both[::-1]
+        yield Fact("mask", f"{name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
+
+
+def _word(value: Tensor) -> str:
+    return str(value.item()) if value.dtype == torch.bool or not value.is_floating_point() else f"{value.item():.3g}"
+
+
+def heads_of(bench: Bench, *, runs: bool) -> tuple[Head, ...]:
+    """What hangs on each head: the output of its attention without it, and its share of the gradient."""
+    flow = Flow(bench.seen, bench.own)
+    found: list[Head] = []
+    try:
+        gradients = gradients_of(bench) if runs else {}
+    except NotPossibleError:
+        gradients = {}
+    for attention, names in bench.seen.attentions:
+        if attention.branches or len(found) + names.num_heads > _HEADS:
+            continue
+        try:
+            changes = _without_each(flow, attention, names)
+        except LostError:
+            continue
+        shares = _shares(bench, attention, names, gradients)
+        found += [
+            Head(attention.module, head, change, shares[head] if shares else None)
+            for head, change in enumerate(changes)
+        ]
+    return tuple(found)
+
+
+def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]:
+    """How much the output of an attention changes when a head's context is zero, beside the output."""
+    context, target = found.stages["context"], found.stages.get("output") or found.stages.get("concat")
+    pattern = names.of_stage("context").split()
+    if target is None or "heads" not in pattern or len(pattern) != len(context.shape):
+        raise LostError
+    value, place = flow.value(context), pattern.index("heads")
+    base = flow.again({context.id: value}, target).double()
+    size = float(base.norm()) or 1.0
+    changes = []
+    for head in range(context.shape[place]):
+        without = value.clone()
+        without.select(place, head).zero_()
+        change = float((flow.again({context.id: without}, target).double() - base).norm())
+        changes.append(round(change / size, 6))
+    return changes
+
+
+def _shares(bench: Bench, found: Attention, names: AxisNames, gradients: dict[str, object]) -> list[float] | None:
+    """Each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| summed over its columns."""
+    op = found.projections.get("output")
+    recording = bench.seen.recording
+    storages = {named.tensor.storage: named.name for named in recording.parameters}
+    name = (
+        next((storages[t.storage] for t in reversed(op.inputs) if t.storage in storages and len(t.shape) > 1), "")
+        if op
+        else ""
+    )
+    gradient = gradients.get(name)
+    width = names.num_heads * names.head_dim
+    parameter = dict(bench.module.named_parameters()).get(name)
+    if not isinstance(gradient, Tensor) or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
+        return None
+    if "concat" not in found.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
+        return None
+    taylor = (parameter.detach() * gradient).double()
+    # A square matrix is taken for nn.Linear's, which has the features that come in last.
+    taylor = taylor if parameter.shape[1] == width else taylor.T
+    each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
+    total = float(each.sum())
+    return [round(float(one) / total, 6) for one in each] if total else None

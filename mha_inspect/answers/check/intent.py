@@ -1,0 +1,59 @@
+"""What a module is meant to do, as far as somebody says, and the names of the checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CHECKS = {
+    "inputs": "the forward leaves its inputs as they were",
+    "heads": "heads are split and merged by token: each row of concat has one token's numbers",
+    "softmax": "weights sum to one over the axis that the values are averaged over",
+    "masking": "a mask leaves no weight, and comes before the softmax",
+    "finite": "every stage is finite",
+    "kernels": "fused kernels give what their steps give",
+    "grouped": "query head h reads key head h // group",
+    "rotary": "queries and keys are turned alike",
+    "batch": "a row of the batch moves no other row",
+    "mixing": "a changed token moves the tokens that may see it",
+    "parameters": "every projection is read, once, and gets a gradient",
+    "repeat": "two runs in eval give the same",
+    "training": "train gives what eval gives, without dropout",
+    "causal": "no position sees its future, and each sees itself and its past",
+    "window": "no position sees beyond its window",
+    "padding": "padding's content, length and side move no real output",
+    "cache": "in one go, in chunks and token by token give the same",
+    "scale": "the scale is what was declared",
+    "reference": "the reference gives the same",
+}
+"""Each check with what holds where it finds nothing, causes before their consequences."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a module is meant to do; every field may be left out."""
+
+    causal: bool | None = None
+    window: int | None = None
+    """How many positions one sees, its own included."""
+    padding: str | None = None
+    """The argument of the forward that takes the padding mask."""
+    padding_true: Literal["keep", "ignore"] | None = None
+    """What True, or 1, means in it."""
+    padding_side: Literal["left", "right"] | None = None
+    cache: str | None = None
+    """The argument that takes what the forward returned second."""
+    batch_axis: int | None = None
+    scale: Literal["sqrt_head_dim"] | None = None
+    reference: nn.Module | None = None
+    """A trusted module that takes the same arguments."""
+
+    def told(self) -> dict[str, Any]:
+        """What was said, by name, as plain data."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.reference is not None:
+            said["reference"] = type(self.reference).__name__
+        return {name: value for name, value in said.items() if value is not None}

@@ -1,0 +1,188 @@
+"""Who sees whom, read off the scores and weights of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...naming.canonical import contents_of
+from .bench import Bench
+
+_BARRED = -1e4
+"""A masked score of this or less leaves no weight."""
+_SIDE = 12
+"""Rows and columns of a picture."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the queries of one attention see: `batch query key`, True where any head looks."""
+
+    seen: Tensor
+    line: str
+    module: str
+    weights: Tensor
+    """`query key`: the largest weight that a head of the first row has."""
+
+    @property
+    def queries(self) -> int:
+        """How many there are."""
+        return self.seen.shape[1]
+
+    @property
+    def keys(self) -> int:
+        """How many there are."""
+        return self.seen.shape[2]
+
+    @cached_property
+    def any_row(self) -> Tensor:
+        """`query key`: True where the query of any sequence sees the key."""
+        return self.seen.any(0)
+
+    @property
+    def open(self) -> bool:
+        """Whether every query sees every key."""
+        return bool(self.seen.all())
+
+    @property
+    def shift(self) -> int:
+        """How many keys come before the first query's own, with a cache."""
+        return max(self.keys - self.queries, 0)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each query sees itself at most."""
+        return self.queries == self.keys and not bool((self.any_row & ~torch.eye(self.keys, dtype=torch.bool)).any())
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """`query key`: how far the key lies before the query; negative in its future."""
+        return torch.arange(self.queries)[:, None] + self.shift - torch.arange(self.keys)[None]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees its future, and some keys are seen at all."""
+        return self.queries > 1 and not bool((self.any_row & (self.distance < 0)).any())
+
+    @property
+    def width(self) -> int | None:
+        """How many positions a query sees at most, its own included, where it is fewer than there are."""
+        past = self.distance[self.any_row & (self.distance >= 0)]
+        far = int(past.max()) + 1 if past.numel() else 0
+        return far if far < self.keys and self.keys > 2 else None
+
+    @property
+    def picture(self) -> tuple[str, ...]:
+        """A row a query, a column a key: `■` where it is seen."""
+        return tuple(
+            "".join("■" if seen else "·" for seen in row[:_SIDE]) + ("…" if self.keys > _SIDE else "")
+            for row in self.any_row[:_SIDE].tolist()
+        )
+
+    def words(self) -> str:
+        """What it is called."""
+        if self.open:
+            return "every query sees every key"
+        behind = bool((self.any_row & (self.distance < 0)).any())
+        if self.alone:
+            return "each query sees itself alone"
+        if not behind:
+            expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
+            own = bool(self.any_row[self.distance == 0].all()) or self.queries != self.keys
+            name = "causal" if self.width is None else f"causal, a window of {self.width}"
+            if torch.equal(self.any_row, expected):
+                return name
+            return f"{name}, with gaps" if own else f"{name}, and a query does not see itself"
+        mirrored = int(self.distance[self.any_row].abs().max())
+        if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
+            return f"{mirrored} positions to each side"
+        columns = self.any_row.any(0)
+        if torch.equal(self.any_row, columns[None].expand_as(self.any_row)):
+            return f"every query sees {int(columns.sum())} of {self.keys} keys"
+        return "a pattern of its own"
+
+    def against_causal(self, window: int | None) -> tuple[str, str, str] | None:
+        """What is not causal, its evidence and the fix; None where it is."""
+        if self.queries < 2 or (self.queries > self.keys):
+            return None
+        future = self.any_row & (self.distance < 0)
+        if bool(future.any()):
+            query, key = (int(n) for n in future.nonzero()[0])
+            off = bool((self.distance[future] == -1).all())
+            return (
+                "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
+                f"Query {query} gives weight to key {key}, {key - self.shift - query} behind it; "
+                f"{int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
+                "triu(diagonal=1) is what a causal mask bars.",
+            )
+        # A key that is barred to all is padding.
+        known = self.any_row.any(0)[None]
+        own = (self.distance == 0) & known & ~self.any_row
+        if bool(own.any()) and self.shift == 0:
+            return (
+                "A position does not see itself: the mask bars the diagonal.",
+                f"Query {int(own.nonzero()[0][0])} gives no weight to its own key; {int(own.sum())} such of "
+                f"{self.queries}.",
+                "triu(diagonal=1), not diagonal=0.",
+            )
+        if window is None:
+            missing = (self.distance > 0) & known & ~self.any_row
+            if bool(missing.any()):
+                query, key = (int(n) for n in missing.nonzero()[0])
+                return (
+                    "A position does not see all of its past.",
+                    f"Query {query} gives no weight to key {key}; {int(missing.sum())} such pairs.",
+                    "",
+                )
+        return None
+
+    def against_window(self, width: int, causal: bool | None) -> tuple[str, str] | None:
+        """What does not fit a window of this width, and the evidence; None where it fits."""
+        if self.keys <= width or self.queries < 2:
+            return None
+        limit = width - 1
+        beyond = self.any_row & (self.distance > limit)
+        if causal is not True and bool((self.any_row & (self.distance < 0)).any()):
+            # To both sides, a window of 2 · n + 1, or of n to each side, is called n by some.
+            beyond = self.any_row & (self.distance.abs() > limit)
+        if bool(beyond.any()):
+            query, key = (int(n) for n in beyond.nonzero()[0])
+            far = int(self.distance[self.any_row].max()) + 1
+            return (
+                f"A position sees beyond its window of {width}: it sees {far} positions, its own included.",
+                f"Query {query} gives weight to key {key}, {query + self.shift - key} before it.",
+            )
+        known = self.any_row.any(0)[None]
+        missing = (self.distance >= 0) & (self.distance <= limit) & known & ~self.any_row
+        if bool(missing.any()) and causal is not False and not bool((self.any_row & (self.distance < 0)).any()):
+            query, key = (int(n) for n in missing.nonzero()[0])
+            return (
+                f"A position does not see all of its window of {width}.",
+                f"Query {query} gives no weight to key {key}, {query + self.shift - key} before it.",
+            )
+        return None
+
+
+def sights(bench: Bench) -> tuple[Sight, ...]:
+    """What the queries of each attention see, of those of which it is known."""
+    known: tuple[Sight, ...] | None = bench.__dict__.get("sights")
+    if known is not None:
+        return known
+    found = []
+    for attention, names in bench.seen.attentions:
+        contents = contents_of(bench.seen, attention, names)
+        weights, scores = contents.get("weights"), contents.get("masked_scores")
+        if weights is None or weights.dim() != 4:
+            continue
+        seen = torch.ones(weights.shape, dtype=torch.bool)
+        if attention.masks or scores is not None:
+            seen = (weights != 0).cpu()
+            if scores is not None and scores.shape == weights.shape:
+                seen = seen & (scores > _BARRED).cpu()
+        line = (attention.masks[-1] if attention.masks else attention.softmax).source
+        found.append(Sight(seen.any(1), line, attention.module, weights[0].amax(0).float().cpu()))
+    bench.__dict__["sights"] = tuple(found)
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""Follow one token through the steps of a recorded attention: change it in a stage, and compute what comes of it again.
+
+Nothing is run but the few operations between two stages, on the numbers that the recording kept. So it is known which
+token each row of a product holds, whatever moves, norms and rotations stand in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...graph.evaluate import leaves_of, run_again
+from ...graph.products import Product
+from ...naming.axes import AxisNames
+from ...record.ops import Op, TensorRef
+from ...record.subject import Run, Subject
+
+Row = tuple[int, int]
+"""Group (what the product counts as batch: sequences and heads) and row in it."""
+_MOST = 64
+"""Pieces of a projection that are followed."""
+
+
+class LostError(Exception):
+    """A tensor cannot be computed again."""
+
+
+class Flow:
+    """Computes tensors of a recording again, with others changed."""
+
+    def __init__(self, seen: Run, own: Subject) -> None:
+        self.seen = seen
+        self._values: dict[int, Tensor] = {**leaves_of(seen.recording, own), **seen.recording.values}
+
+    def value(self, tensor: TensorRef) -> Tensor:
+        """The content of a tensor. Raises `LostError` where it was not kept."""
+        if tensor.id not in self._values:
+            raise LostError
+        return self._values[tensor.id].detach()
+
+    def again(self, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
+        """The content of a tensor, where others are as given. Raises `LostError` where it cannot be computed."""
+        known = dict(changed)
+        hangs = self._between(set(changed), target)
+        if not hangs and target.id not in known:
+            raise LostError
+        for op in hangs:
+            if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
+                # What was changed may lie otherwise in memory than what ran.
+                known[op.output.id] = known[op.inputs[0].id].reshape(op.output.shape)
+                continue
+            try:
+                with torch.no_grad():
+                    made = run_again(op, lambda tensor: known[tensor.id] if tensor.id in known else self.value(tensor))
+            except Exception as error:  # whatever an operation that is called from outside may raise
+                raise LostError from error
+            known.update({tensor.id: value for tensor, value in made if tensor.id not in changed})
+        return known[target.id]
+
+    def _between(self, sources: set[int], target: TensorRef) -> list[Op]:
+        """The operations that a tensor hangs on and that hang on one of the sources, in order."""
+        recording = self.seen.recording
+        needed: dict[int, Op] = {}
+        queue = [target]
+        while queue:
+            tensor = queue.pop()
+            op = recording.producer(tensor)
+            if tensor.id in sources or op is None or op.index in needed:
+                continue
+            needed[op.index] = op
+            queue += op.inputs
+        reached = set(sources)
+        hangs = []
+        for index in sorted(needed):
+            op = needed[index]
+            if any(tensor.id in reached for tensor in op.inputs):
+                hangs.append(op)
+                reached |= {tensor.id for tensor in op.outputs}
+        return hangs if target.id in reached else []
+
+
+@dataclass(frozen=True)
+class Side:
+    """One factor of a product and the stage that it is made of: which token of the one is which row of the other."""
+
+    flow: Flow
+    source: TensorRef
+    """`... features`: what a projection gave."""
+    target: TensorRef
+    rows: int
+    """The dimension of the target that counts positions, from behind."""
+    width: int
+    """Features of a head."""
+
+    @cached_property
+    def base(self) -> Tensor:
+        """The content of the target, computed again from the source as it was."""
+        return self.flow.again({self.source.id: self.flow.value(self.source)}, self.target)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The shape of the source without its features."""
+        return self.source.shape[:-1]
+
+    def token(self, number: int) -> tuple[int, ...]:
+        """The index of a token by its number."""
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), self.tokens))
+
+    def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
+        """The rows that move where features of a token are others."""
+        source = self.flow.value(self.source).clone()
+        piece = source[token][start:stop]
+        source[token][start:stop] = piece + 1 + piece.abs()
+        return self.differing(self.flow.again({self.source.id: source}, self.target))
+
+    def differing(self, content: Tensor) -> set[Row]:
+        """The rows of the target that another content has otherwise."""
+        apart = (content != self.base) & ~(content.isnan() & self.base.isnan())
+        by_row = apart.any(dim=-1 if self.rows == -2 else -2)
+        by_row = by_row.reshape(-1, by_row.shape[-1])
+        return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
+
+    @cached_property
+    def pieces(self) -> range:
+        """Where the features of each head begin, were they side by side; those of several projections among them."""
+        features = self.source.shape[-1]
+        return range(0, features, self.width) if features <= _MOST * self.width else range(0)
+
+    def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
+        """Start of each piece of a token's features that reaches the target, to the rows that it is in."""
+        found = {start: self.changed(token, start, start + self.width) for start in self.pieces}
+        return {start: rows for start, rows in found.items() if rows}
+
+
+class Tokens:
+    """The three factors of an attention, and where each token of them is."""
+
+    def __init__(self, flow: Flow, found: Attention, names: AxisNames) -> None:
+        self.flow, self.found, self.names = flow, found, names
+
+    def side(self, name: str) -> Side:
+        """`query`, `key` or `value` from its projection to the product. Raises `LostError` where there is none."""
+        found = self.found
+        product = found.value_product if name == "value" else found.score_product
+        source = found.stages.get(f"{name[0]}_proj") or found.stages.get(name)
+        own = found.projections.get(name)
+        if source is None or not product.multiply.does("product") or (own and own.base_name == "convolution"):
+            raise LostError
+        if len(source.shape) < 2:
+            raise LostError
+        left = {"query": not found.key_first, "key": found.key_first, "value": found.value_first}[name]
+        target = product.left if left else product.right
+        # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
+        rows = (-2 if left else -1) if name != "value" else (-1 if left else -2)
+        return Side(self.flow, source, target, rows, max(self.names.head_dim, 1))
+
+    def weights(self) -> tuple[Tensor, int]:
+        """The factor that meets the values, and the dimension of it that the product sums over."""
+        product: Product = self.found.value_product
+        if not product.multiply.does("product"):
+            raise LostError
+        left = not self.found.value_first
+        return self.flow.value(product.left if left else product.right), (-1 if left else -2)
+
+    def concat_rows(self, rows: Iterable[Row]) -> set[tuple[int, ...]]:
+        """The tokens of concat that move where these rows of the context are others."""
+        context = self.found.value_product.op.output
+        target = self.found.stages.get("concat")
+        if target is None:
+            raise LostError
+        value = self.flow.value(context)
+        shape = value.shape
+        scores = self.found.score_product.op.output.shape
+        queries = (
+            scores[-1] if self.found.key_first else scores[-2],
+            shape[-1] if self.found.value_first else shape[-2],
+        )
+        if prod(scores[:-2]) != prod(shape[:-2]) or queries[0] != queries[1]:
+            raise LostError  # chunks that overlap: a row of the one product is none of the other
+        flat = value.reshape(-1, *shape[-2:]).clone()
+        for group, row in rows:
+            index = (group, row) if not self.found.value_first else (group, slice(None), row)
+            if group >= flat.shape[0]:
+                raise LostError
+            flat[index] = flat[index] + 1 + flat[index].abs()
+        base = self.flow.again({context.id: value}, target)
+        made = self.flow.again({context.id: flat.reshape(shape)}, target)
+        apart = ((made != base) & ~(made.isnan() & base.isnan())).any(-1)
+        return {tuple(index) for index in apart.nonzero().tolist()}

@@ -1,0 +1,89 @@
+"""The report of `check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .common import Environment, LayerInfo
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or may be."""
+
+    check: str
+    """Name of the check that found it."""
+    sentence: str
+    """What is wrong, and by how much."""
+    evidence: str
+    """What was changed and what moved, or which axes were joined."""
+    sure: bool = True
+    """False: it may be meant so, and does not fail the run."""
+    source: str = ""
+    """The line: `attention.py:41`."""
+    module: str = ""
+    """Path of the module; empty for the checked one itself."""
+    fix: str = ""
+    """What to do, where the evidence shows it."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is so, and may well be meant."""
+
+    name: str
+    sentence: str
+    picture: tuple[str, ...] = ()
+    """Lines of a picture: a row a query, a column a key."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What hangs on one head."""
+
+    module: str
+    head: int
+    output_change: float
+    """How much the attention's output changes when the head's context is zeroed, beside the output itself."""
+    gradient_share: float | None
+    """Its share of the gradient that arrives at all heads, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A check that ran and found nothing."""
+
+    check: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What could not be checked."""
+
+    check: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What is wrong with a module's attention, what is so, and what could not be told."""
+
+    environment: Environment
+    layer: LayerInfo
+    intent: dict[str, Any]
+    """What was declared, by name."""
+    findings: tuple[Finding, ...]
+    facts: tuple[Fact, ...]
+    heads: tuple[Head, ...]
+    held: tuple[Held, ...]
+    left_out: tuple[LeftOut, ...]
+    runs: int
+    """How often the module was run."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong for sure."""
+        return any(finding.sure for finding in self.findings)

@@ -1,0 +1,35 @@
+"""Every mistake is found, and no twin is accused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha_inspect.answers.check.check import check
+from mha_inspect.answers.check.intent import Intent
+from mha_inspect.record.subject import Subject
+from mha_inspect.reports.check import CheckReport
+
+from .cases import CASES, Case
+
+
+def report_of(case: Case, *, wrong: bool, declared: bool = True) -> CheckReport:
+    torch.manual_seed(7)
+    module = case.make(wrong)
+    kwargs, dtype = case.inputs()
+    return check(Subject(module.to(dtype), (), kwargs), case.intent if declared else Intent())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_mistake_is_found(case: Case) -> None:
+    report = report_of(case, wrong=True)
+    assert case.check in [finding.check for finding in report.findings if finding.sure]
+    if case.alone:
+        assert report_of(case, wrong=True, declared=False).failed
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_twin_is_not_accused(case: Case) -> None:
+    report = report_of(case, wrong=False)
+    assert [finding for finding in report.findings if finding.sure] == []
+    assert not any(item.check == case.check for item in report.left_out)

@@ -1,0 +1,126 @@
+"""No more is claimed of a module than what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha_inspect import params, trace
+from mha_inspect.reports.trace import Attention
+
+from . import claims
+
+
+def attention(kind: type[torch.nn.Module], length: int = 7) -> Attention:
+    torch.manual_seed(0)
+    (found,) = trace(kind(), torch.randn(2, length, claims.WIDTH)).attentions
+    return found
+
+
+def axes(found: Attention, stage: str) -> str:
+    return next(one.axes for one in found.stages if one.name == stage)
+
+
+@pytest.mark.parametrize("kind", claims.NO_ATTENTION)
+def test_softmaxes_that_assign_are_no_attention(kind: type[torch.nn.Module]) -> None:
+    assert not trace(kind(), torch.randn(2, 7, claims.WIDTH)).attentions
+
+
+@pytest.mark.parametrize(
+    ("kind", "scores"), [(claims.OverQueries, "batch heads query key"), (claims.Slots, "batch key query")]
+)
+def test_a_softmax_over_the_queries_is_called_so(kind: type[torch.nn.Module], scores: str) -> None:
+    found = attention(kind)
+    assert axes(found, "scores") == scores
+    assert axes(found, "context").split()[-2:] == ["query", "head_dim"]
+    assert "softmax over the queries(scores)" in [stage.formula for stage in found.stages]
+    assert any("add up to 1" in note for note in found.notes)
+
+
+def test_query_and_key_of_one_input_are_self_attention() -> None:
+    for kind in (claims.Normed, claims.FewerKeys):
+        assert attention(kind).kind == ("self",)
+
+
+def test_the_scale_is_what_is_applied_after_a_norm() -> None:
+    assert attention(claims.NormedHeads).scale == pytest.approx(claims.HEAD_DIM**-0.5)
+
+
+def test_weights_that_are_normed_by_head_are_followed() -> None:
+    assert attention(claims.NormedWeights).num_heads == claims.HEADS
+
+
+def test_causal_is_told_where_heads_are_folded_into_the_queries() -> None:
+    assert attention(claims.OneKeyHead).kind == ("self", "causal", "grouped")
+
+
+def test_a_band_of_windows_is_not_causal() -> None:
+    assert attention(claims.Near, 16).kind == ("self",)
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_a_view_that_mixes_positions_is_called_so(length: int) -> None:
+    found = attention(claims.Mixing, length)
+    assert found.kind == ("self",)
+    assert (found.num_heads, found.num_kv_heads) == (claims.HEADS, claims.HEADS)
+    assert axes(found, "q_heads") == "batch heads query head_dim"
+    assert any("mixes positions" in note for note in found.notes)
+    roles = [row.role for row in params(claims.Mixing(), torch.randn(2, length, claims.WIDTH)).parameters]
+    assert sum("the heads have no part of it" in role for role in roles) == 7
+
+
+def test_axes_beside_the_windows_are_told_by_what_they_are() -> None:
+    (found,) = trace(claims.ImageWindows(), torch.randn(2, claims.WIDTH, 4, 6)).attentions
+    assert axes(found, "query") == "(batch windows) query embed"
+    # One more dimension of tokens, flattened before the attention, is no window.
+    (flat,) = trace(claims.Flat(), torch.randn(3, 7, claims.WIDTH)).attentions
+    assert axes(flat, "query") == "batch query embed"
+
+
+def test_a_packed_convolution_counts_its_projections() -> None:
+    (found,) = trace(claims.PackedConvolution(), torch.randn(2, claims.WIDTH, 3, 5)).attentions
+    assert axes(found, "q_proj").split()[1:4] == ["(qkv", "heads", "head_dim)"]
+
+
+def test_the_stage_where_nan_begins_is_told() -> None:
+    notes = trace(claims.Nan(), torch.randn(2, 7, claims.WIDTH)).notes
+    assert any(note.startswith("What is returned has NaN: it first appears in the stage query (") for note in notes)
+
+
+def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:
+    layer, x = (
+        torch.nn.MultiheadAttention(claims.WIDTH, claims.HEADS, batch_first=True),
+        torch.randn(2, 7, claims.WIDTH),
+    )
+    padding = torch.zeros(2, 7)
+    padding[:, 5:] = 1
+    # Torch itself: a key that was meant to be barred has weight.
+    assert (layer(x, x, x, key_padding_mask=padding)[1][..., 5:] > 0).all()
+    said = [trace(layer, x, x, x, key_padding_mask=mask).notes for mask in (padding, padding.bool(), -1e9 * padding)]
+    assert [any("bars no key" in note for note in notes) for notes in said] == [True, False, False]
+
+
+@pytest.mark.parametrize(("picked", "users"), [((), "0, 2"), ((1, 0, 0, 1), "0, 3")])
+def test_key_heads_that_are_picked_are_told_for_the_heads_that_use_them(picked: tuple[int, ...], users: str) -> None:
+    torch.manual_seed(0)
+    module, x = claims.PickedKeys(picked), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.num_kv_heads) == (4, 2)
+    weight = next(one for one in params(module, x, per_head=True).parameters if one.name == "k.weight")
+    assert f"the first for {users}" in weight.role
+    start, stop = next(part.rows for part in weight.heads or () if part.head == 0)
+    # By perturbation: with the rows of the first key head, what changes is the context of those query heads.
+    before = context_of(module, x)
+    with torch.no_grad():
+        module.k.weight[start:stop] += 1
+    moved = (context_of(module, x) - before).abs().amax((0, 1, 3)) > 1e-4
+    assert ", ".join(str(head) for head in range(claims.HEADS) if moved[head]) == users
+
+
+def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what goes into the output's projection, head by head."""
+    kept: list[torch.Tensor] = []
+    handle = module.get_submodule("o").register_forward_pre_hook(lambda _, given: kept.append(given[0].detach()))
+    module(x)
+    handle.remove()
+    return kept[0].unflatten(-1, (claims.HEADS, claims.HEAD_DIM))
