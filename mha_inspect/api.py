@@ -424,7 +424,8 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._recorder = AttemptRecorder(keep=keep)
-        self._seen: Run | None = None
+        self._run: Run | None = None
+        self._is_over = False
         self._failed: tuple[Failure, int] | None = None
         self._stages: Stages = ()
 
@@ -437,7 +438,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._recorder.__exit__(kind, error, traceback)
-        self._seen = Run(self._recorder.finish(), None)
+        self._is_over = True
         if isinstance(error, Exception):
             from .answers.failure.report import describe_failure
 
@@ -448,12 +449,19 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
                 self._stages = keep_stages(self._seen.recording, self._seen.attentions)
 
     def __repr__(self) -> str:
-        return "a recording that is still under way" if self._seen is None else repr(self.trace)
+        return repr(self.trace) if self._is_over else "a recording that is still under way"
+
+    @property
+    def _seen(self) -> Run:
+        """What ran, worked out when it is asked for: a training step need not wait for that."""
+        if self._run is None:
+            self._run = Run(self._recorder.finish(), None)
+        return self._run
 
     @property
     def trace(self) -> LiveTrace:
         """What ran in the block. Raises `ValueError` inside it."""
-        if self._seen is None:
+        if not self._is_over:
             raise ValueError("the recording is still under way: ask for its trace after the with block.")
         seen = self._seen
         import torch

@@ -216,6 +216,9 @@ def check_target(
 
     if not is_target(text):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
+        where, dot, name = text.rpartition(".")
+        if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
+            raise SpecError(f"{shown(text)} has a dot before its last name, and a target has a colon: {where}:{name}.")
         raise SpecError(
             f"{shown(text)} is not a target: write {FORMS}. Sizes go by name, as in --embed-dim 512.{way_out}"
         )

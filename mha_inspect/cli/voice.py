@@ -72,6 +72,8 @@ def usage_message(error: ClickException) -> str:
 def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
     name = shown(error.option_name)
     if ctx is not None and ctx.parent is None:
+        if name in ("-V", "-v", "-version"):
+            return f"there is no option {name}: the version is mha-inspect --version."
         near = _mean(error, ctx)
         if near:
             return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"

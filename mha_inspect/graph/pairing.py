@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from ..record.ops import Op, TensorRef
 from .dimensions import Axis
@@ -154,15 +155,16 @@ class Softmaxed:
 def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: TensorRef, dim: int) -> Softmaxed | None:
     """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
 
-    None are softmaxes that assign: over an axis along which every score has a product of its own (capsules), over the
-    features that a projection gives (clusters of nodes), and of learned queries that average the keys as they are.
+    None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
+    queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), and of learned
+    queries that average the keys as they are.
     """
     product = behind.product
     if len(product.op.output.shape) < 2 or not masked.shape:
         return Softmaxed(key_first=False)
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), _wide(graph, masked, dim)
-    if over & set(axes.batch) and not over & (rows | columns):
+    if over & set(axes.batch) and not (_size(rows) > 1 and _size(columns) > 1):
         return None
     averaged = ahead.product.axes(graph.dimensions)
     weights_last = ahead.product.right.id == ahead.carried.id
@@ -172,6 +174,10 @@ def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: Tensor
     if over and summed & other and not summed & over:
         return None if _is_width(graph, product, over) else Softmaxed(not over_rows, over_queries=True)
     return None if _pools(graph, product, ahead) else Softmaxed(over_rows)
+
+
+def _size(axes: set[Axis]) -> int:
+    return prod(atom.size for atom in axes)
 
 
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:

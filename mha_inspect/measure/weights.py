@@ -246,17 +246,6 @@ def _why_not(part: str, destination: Weights) -> str:
     return "one parameter serves several of its projections"
 
 
-def copy_parameters(source: nn.Module, destination: nn.Module) -> bool:
-    """Copy every parameter where both have the same ones by name and shape; return whether they have."""
-    mine, theirs = dict(destination.named_parameters()), dict(source.named_parameters())
-    if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
-        return False
-    with torch.no_grad():
-        for name, parameter in mine.items():
-            parameter.copy_(theirs[name])
-    return True
-
-
 def draw(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> Numbers:
     """Draw weights by Xavier's rule, with biases that are not zero, so that a mistake in one shows.
 

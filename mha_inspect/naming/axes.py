@@ -108,10 +108,6 @@ class AxisNames:
         joined = ("heads",) if self._found.branches else ()
         return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
 
-    def as_stage(self, tensor: TensorRef, stage: str) -> str:
-        """The axes of a tensor from which a stage was made, or which was made from it."""
-        return self._write(tensor, list(self._sides[_side(stage)]), _expected(stage))
-
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
         expected = _expected(stage)

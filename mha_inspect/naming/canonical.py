@@ -44,16 +44,6 @@ def _ranks(seen: Run) -> list[tuple[str, int]]:
     return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
 
 
-def canonical_stage(
-    seen: Run, found: Attention, stage: str, axes: str, sizes: Mapping[str, int]
-) -> torch.Tensor | None:
-    """The content of a stage in its canonical axes; None where an axis has no name.
-
-    The run must have been recorded with its tensors kept.
-    """
-    return canonical(seen.recording.values[found.stages[stage].id], stage, axes, sizes)
-
-
 def contents_of(seen: Run, found: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
     """The stages of an attention in canonical axes, the turns of a loop over heads side by side.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,29 +12,47 @@ from torch import Tensor
 from .kernels import Attention, Part, attention, run
 from .rounding import Rounding, max_difference, rounding_error
 
+Check = Callable[[], Rounding]
+"""How far a kernel and its steps are apart, worked out when it is called."""
 _ROWS = 4
+_COPIED = 1 << 20
+"""Bytes of keys and values that are copied to be looked at when the run is over; more are looked at right away."""
 _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """Rounding of float64 in units of float32's, in which it is measured: there is nothing finer."""
 
 
-def check_attention(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Rounding:
-    """How far a kernel's result is from its steps', `... heads query head_dim`, beside the rounding of a few rows.
+def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Check:
+    """Return what compares a kernel's result with its steps', `... heads query head_dim`, beside measured rounding.
 
-    The rows are those of one head, where the two are farthest apart. Without `made` (steps that are described alone) a
-    few rows of one head are computed and compared, of another head at each `turn`.
+    A few rows of one head are looked at, those where the two are farthest apart. Without `made` (steps that are
+    described alone) they are computed and compared, of another head at each `turn`. What is returned may be called when
+    the run is over: it holds no tensor of the run.
     """
     count = given.shape[-2]
     place = _worst(given, made) if made is not None else (*_at(turn, given.shape[:-2]), count - 1, 0)
     rows = [*range(0, count, max(1, count // _ROWS))][:_ROWS]
     rows = sorted({*rows, place[-2]})
     queries, head = torch.tensor(rows, device=given.device), place[:-2]
+    few, own = asked.of_head(head, queries), given[head][queries]
+    if made is not None:
+        difference = max_difference(given, made)
+        return lambda: _judged(few, own, difference)
+    if 2 * few.key.numel() * few.key.element_size() > _COPIED:
+        found = _judged(few, own)
+        return lambda: found
+    few = few.with_tensors(Tensor.clone)
+    return lambda: _judged(few, own)
+
+
+def _judged(few: Attention, given: Tensor, difference: float | None = None) -> Rounding:
+    """Judge a difference, by default that of these rows from what a kernel gave for them."""
     dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
     # Computed anew also where the steps were run: where these are wrong, their error is no rounding.
-    own = attention(run, asked.of_head(head, queries, dtype), dtype)[0].to(given.dtype)
-    exact = attention(run, asked.of_head(head, queries, torch.float64), torch.float64)[0]
-    difference = max_difference(given[head][queries], own) if made is None else max_difference(given, made)
-    if given.dtype == torch.float64:
-        coarse = attention(run, asked.of_head(head, queries, torch.float32), torch.float32)[0]
+    own = attention(run, few, dtype)[0].to(given.dtype)
+    exact = attention(run, few, torch.float64)[0]
+    difference = max_difference(given, own) if difference is None else difference
+    if dtype == torch.float64:
+        coarse = attention(run, few, torch.float32)[0]
         return Rounding.of(difference, rounding_error(coarse, exact) * _STEP)
     return Rounding.of(difference, _error(own, exact))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -99,6 +100,8 @@ class Attention:
     """What is taken off for each key of distance, by head."""
     scale: float = 1.0
     dropout: float = 0.0
+    few: tuple[Tensor, int] | None = None
+    """Which queries these are, and of how many, where others were left out."""
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -108,11 +111,13 @@ class Attention:
     @property
     def is_plainly_causal(self) -> bool:
         """Whether a lower triangle says who looks at whom."""
-        return self.causal and not (self.from_end or self.starts is not None or max(self.window) >= 0)
+        aligned = self.from_end or self.starts is not None or max(self.window) >= 0
+        return self.causal and not aligned and self.few is None
 
     def distances(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """How far each key lies behind these queries' own places, and whether both are of one sequence: `query key`."""
-        count, keys = self.query.shape[-2], torch.arange(self.key.shape[-2], device=queries.device)
+        count = self.query.shape[-2] if self.few is None else self.few[1]
+        keys = torch.arange(self.key.shape[-2], device=queries.device)
         if self.starts is None:
             own = queries + (len(keys) - count if self.from_end else 0)
             return own[:, None] - keys, torch.ones((), dtype=torch.bool, device=queries.device)
@@ -134,11 +139,8 @@ class Attention:
         return found & (distance >= -after) if after >= 0 else found
 
     def added(self, queries: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of these queries, in whatever shape goes with `... heads query key`."""
+        """What is added to the scores of these queries, biases aside: `query key`, or with heads before."""
         parts: list[Tensor] = []
-        if self.bias is not None:
-            rows = self.bias[..., queries, :] if self.bias.shape[-2] > 1 else self.bias
-            parts.append(torch.where(rows, 0.0, -torch.inf).to(dtype) if rows.dtype == torch.bool else rows.to(dtype))
         if self.slopes is not None:
             parts.append(-self.slopes[..., None, None].to(dtype) * self.distances(queries)[0].abs())
         allowed = self.allowed(queries)
@@ -148,21 +150,32 @@ class Attention:
             )
         return sum(parts[1:], parts[0]) if parts else None
 
-    def of_head(self, place: tuple[int, ...], queries: Tensor, dtype: torch.dtype) -> Attention:
-        """The same of one head and these queries alone, in another dtype: what is added is a bias."""
-        added = self.added(queries, dtype)
-        if added is not None:
-            added = added.expand(*self.query.shape[:-2], *added.shape[-2:])[place][None]
+    def of_head(self, place: tuple[int, ...], queries: Tensor) -> Attention:
+        """The same of one head and these queries alone."""
         group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
         shared = (*place[:-1], place[-1] // group) if place else place
-        parts = (self.query[place][queries], self.key[shared], self.value[shared])
-        query, key, value = (part[None] for part in parts)
-        return Attention(query, key, value, added, scale=self.scale)
+        bias, slopes = self.bias, self.slopes
+        if bias is not None:
+            bias = bias.expand(*self.query.shape[:-2], *bias.shape[-2:])[place][None]
+            bias = bias[:, queries] if bias.shape[-2] > 1 else bias
+        if slopes is not None:
+            slopes = slopes.expand(self.query.shape[:-2])[place][None]
+        return replace(
+            self,
+            query=self.query[place][queries][None],
+            key=self.key[shared][None],
+            value=self.value[shared][None],
+            bias=bias,
+            slopes=slopes,
+            few=(queries, self.query.shape[-2]),
+        )
 
     def with_tensors(self, change: Callable[[Tensor], Any]) -> Attention:
         """The same with something made of each tensor in its place."""
-        own = replace(self, query=change(self.query), key=change(self.key), value=change(self.value))
-        return own if self.bias is None else replace(own, bias=change(self.bias))
+        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
+        made: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
+        starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
+        return replace(self, starts=starts, **made)
 
     def heads_first(self, do: Do) -> Attention:
         """The same with heads before rows, where they come after them."""
@@ -172,9 +185,16 @@ class Attention:
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operation by their names in its schema, defaults included."""
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of an operation's arguments, and their defaults."""
     named = func._schema.arguments
-    found = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
-    return {**found, **{argument.name: value for argument, value in zip(named, args, strict=False)}, **kwargs}
+    defaults = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
+    return tuple(argument.name for argument in named), defaults
 
 
 def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Attention, bool]:
@@ -287,8 +307,8 @@ def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
         elif device.type == "meta":
             added = torch.empty(asked.scores_shape[-2:], dtype=dtype, device=device)
         else:
-            queries = torch.arange(asked.query.shape[-2], device=device)
-            added = replace(asked, bias=None).added(queries, dtype)
+            queries = torch.arange(asked.query.shape[-2], device=device) if asked.few is None else asked.few[0]
+            added = asked.added(queries, dtype)
         bias = added if bias is None else do(_A.add.Tensor, bias, added)
     return bias
 

@@ -21,7 +21,7 @@ RESULT = "kernel.result.default"
 """An operation that never ran: it leads from the last step of a fused kernel to what the kernel itself has made."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # to make one that is frozen takes three times as long, and there are many
 class TensorRef:
     """A tensor at the moment that an operation read or wrote it: what identifies it, never its content."""
 
@@ -49,7 +49,7 @@ class TensorRef:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Op:
     """One tensor operation that PyTorch dispatched."""
 

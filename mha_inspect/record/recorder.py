@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import RecordingError
 from .arguments import argument_names, tensors_in
 from .mode_stack import put_on, take_off
-from .ops import Kind, Named, Recording
+from .ops import RESULT, Kind, Named, Recording
 from .replay import Replay
 from .schema import About, about, known_as
 from .site import ModuleCall, Site
@@ -34,6 +34,7 @@ from .storage import Look, look_at, weak_refs
 _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
+LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 _RUNNING: ContextVar[tuple[object, ...]] = ContextVar("recorders that were entered", default=())
 """torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
 _NUMBERS, _MARKS = count(), count(2)
@@ -73,7 +74,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._keep = keep
         self._entries: list[Any] = []
-        """Entries of operations; names with what is known under them."""
+        """Entries of operations; names with what is known under them; what tells entries when it is called."""
         self._replay = Replay()
         self._weak = weak_refs()
         self._look = self._look_and_keep if keep else look_at
@@ -166,8 +167,11 @@ class Recorder(TorchDispatchMode):
         for entry in entries:
             if isinstance(entry[0], About):
                 replay.add(entry)
-            else:
+            elif isinstance(entry[0], list):
                 entry[0].extend(replay.named(entry[1]))
+            else:
+                for told in entry[0]():
+                    replay.add(told)
         return replay
 
     def __torch_dispatch__(
@@ -224,10 +228,10 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Write down an operation that has run already, under a name of its own.
 
-        `func` is what to look up about it; None for one that torch does not have. With `kind` given, what came out may
-        lie in memory that was known before; `written` is what it wrote into.
+        `func` is what to look up about it; None for `LINK`, which torch does not have. With `kind` given, what came out
+        may lie in memory that was known before; `written` is what it wrote into.
         """
-        known = About(name, name.split(".")[1], False, False, False, ()) if func is None else known_as(func, name)
+        known = LINK if func is None else known_as(func, name)
         given = [self._plain(arg) for arg in args]
         named = {key: self._plain(arg) for key, arg in kwargs.items()}
         made = [self._look(tensor, self._weak) for _, tensor in tensors_in(result)]

@@ -6,8 +6,8 @@ computes what it computes without it, bit for bit, gradients and random numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..targets.memory import is_out_of_memory
 from ..text import first_line
 from .arguments import argument_names, tensors_in
-from .kernel_proof import check_attention, check_part
+from .kernel_proof import Check, check_part, few_rows
 from .kernels import (
     MULTI_HEAD,
     PARTS,
     REOPENED,
+    Attention,
+    Do,
     NotOpenedError,
     attention,
     bound,
@@ -36,7 +38,8 @@ from .kernels import (
 )
 from .mode_stack import put_on, take_off
 from .ops import RESULT, Kernel, Op, Recording
-from .recorder import Recorder
+from .recorder import LINK, Recorder
+from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
 from .sketch import Sketch, sketched
@@ -100,11 +103,8 @@ class XRay(Recorder):
     @contextmanager
     def _beside(self) -> Iterator[None]:
         """Run what nobody asked for, unseen by autograd and by the modes around this one."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch._C.DisableTorchFunction())
-            if torch._C._len_torch_dispatch_stack():
-                stack.enter_context(_disable_current_modes())
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        with torch.no_grad(), torch._C.DisableTorchFunction(), modes:
             yield
 
     @contextmanager
@@ -169,10 +169,8 @@ class XRay(Recorder):
                 steps = self._attend if known.fused == "attention" else self._take_part
                 with self._one_call():
                     return result, steps(known, func, args, kwargs, result)
-        except NotOpenedError as error:
-            reason = str(error)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
-            reason = "no room" if is_out_of_memory(error) else first_line(error)
+            reason = _reason(error)
         self._rewind(start)
         self._log(known.name, func, args, kwargs, result)
         return result, {"opened": False, "note": reason}
@@ -183,25 +181,37 @@ class XRay(Recorder):
         """Compute an attention step by step beside its kernel."""
         asked, rows_first = read_attention(func, args, kwargs)
         given = result[0] if isinstance(result, tuple) else result
+        shapes_only = 4 * prod(asked.scores_shape) > self._budget and not given.is_meta
+        runs = self._runs_steps(given, shapes_only)
         whole = asked.heads_first(run) if rows_first else asked
-        shapes_only = 4 * prod(whole.scores_shape) > self._budget and not given.is_meta
-        do = self._do(given, shapes_only)
-        own = asked if do == self._step else asked.with_tensors(self._sketch)
-        made = attention(do, own.heads_first(do) if rows_first else own)
-        if made.dtype != given.dtype:
-            made = do(torch.ops.aten._to_copy.default, made, dtype=given.dtype)
-        if rows_first:
-            made = do(torch.ops.aten.transpose.int, made, -3, -2)
-        self._link(known.name, made, result)
+        dtype = given.dtype
+
+        def steps(do: Do, own: Attention) -> list[Any]:
+            made = attention(do, own.heads_first(do) if rows_first else own)
+            if made.dtype != dtype:
+                made = do(torch.ops.aten._to_copy.default, made, dtype=dtype)
+            return [do(torch.ops.aten.transpose.int, made, -3, -2) if rows_first else made]
+
         changes: dict[str, Any] = {"shapes_only": shapes_only}
+        made = None
+        if runs:
+            (made,) = steps(self._step, asked)
+            self._link(known.name, made, result)
+        check: Check | None = None
         if asked.dropout > 0:
-            note = "it draws its dropout itself, and its steps drop nothing: not compared"
-            return {**changes, "drops": True, "note": note}
-        there = made if isinstance(made, Tensor) else None
-        if rows_first:
-            given, there = given.transpose(-3, -2), None if there is None else there.transpose(-3, -2)
-        check = partial(check_attention, whole, given, there, len(self._kernels))
-        return changes | _checked(given, check)
+            changes |= {"drops": True, "note": "it draws its dropout itself, and its steps drop nothing: not compared"}
+        elif _is_comparable(given):
+            if rows_first:
+                given, made = given.transpose(-3, -2), None if made is None else made.transpose(-3, -2)
+            try:
+                check = few_rows(whole, given, made, len(self._kernels))
+            except Exception as error:
+                changes["note"] = _not_compared(error)
+        if not runs:
+            self._tell_later(func, args, kwargs, result, partial(steps, own=asked.with_tensors(self._sketch)), check)
+        elif check is not None:
+            changes |= _checked(check)
+        return changes
 
     def _take_part(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -214,13 +224,16 @@ class XRay(Recorder):
             raise NotOpenedError("its rows have different lengths (nested tensors)")
         given = result if isinstance(result, tuple) else (result,)
         shapes_only = 4 * given[0].numel() > self._budget and not given[0].is_meta
-        do = self._do(given[0], shapes_only)
-        own = [arg if do == self._step or not isinstance(arg, Tensor) else self._sketch(arg) for arg in args]
-        made = part.steps(do, *own, **kwargs)
-        for one, other in zip(made, given, strict=True):
-            self._link(known.name, one, other)
-        check = partial(check_part, part, args, kwargs, given, made if do == self._step else None)
-        return {"shapes_only": shapes_only} | _checked(given[0], check)
+        made = None
+        if self._runs_steps(given[0], shapes_only):
+            made = part.steps(self._step, *args, **kwargs)
+            for one, other in zip(made, given, strict=True):
+                self._link(known.name, one, other)
+        else:
+            own = [self._sketch(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            self._tell_later(func, args, kwargs, result, lambda do: part.steps(do, *own, **kwargs))
+        check = partial(check_part, part, args, kwargs, given, made)
+        return {"shapes_only": shapes_only} | (_checked(check) if _is_comparable(given[0]) else {})
 
     def _pad(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -251,20 +264,48 @@ class XRay(Recorder):
         self._log(about(func).name, func, args, kwargs, result)
         return result
 
-    def _do(self, given: Tensor, shapes_only: bool) -> Callable[..., Any]:
-        """How to run steps: described alone where nobody keeps what comes of them, or there would be too much of it."""
-        return self._step if (self._keep and not shapes_only) or given.is_meta else self._describe
+    def _runs_steps(self, given: Tensor, shapes_only: bool) -> bool:
+        """Whether steps are run; they are described alone where nobody keeps what comes of them, or it is too much."""
+        return (self._keep and not shapes_only) or given.is_meta
 
-    def _describe(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write down a step that is not run."""
-        result = sketched(func, *args, **kwargs)
-        made = result if isinstance(result, list) else [result]
-        given = [arg.look if isinstance(arg, Sketch) else self._plain(arg) for arg in args]
-        named = {name: self._plain(value) for name, value in kwargs.items()}
-        site = self._site(self._asking)
-        looks = [one.look for one in made]
-        self._entries.append((about(func), given, named, looks, None, site, self._mark, None, self._kernel))
-        return result
+    def _tell_later(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        steps: Callable[[Do], Sequence[Any]],
+        check: Check | None = None,
+    ) -> None:
+        """Note that a kernel is to be told in steps when the run is over; neither holds a tensor of the run."""
+        place = len(self._entries)
+        self._log(about(func).name, func, args, kwargs, result)
+        self._entries[place] = (partial(self._tell, self._entries[place], steps, check, len(self._kernels) - 1),)
+
+    def _tell(self, whole: Entry, steps: Callable[[Do], Sequence[Any]], check: Check | None, place: int) -> list[Entry]:
+        """Return the steps of a kernel; where they fail, the one operation that it is."""
+        told: list[Entry] = []
+
+        def describe(func: Any, *args: Any, **kwargs: Any) -> Any:
+            result = sketched(func, *args, **kwargs)
+            looks = [one.look for one in (result if isinstance(result, list) else [result])]
+            given = [self._plain(arg) for arg in args]
+            named = {name: self._plain(value) for name, value in kwargs.items()}
+            told.append((about(func), given, named, looks, None, *whole[5:7], None, whole[8]))
+            return result
+
+        try:
+            made = steps(describe)
+        except Exception as error:  # whatever may be asked of a step
+            self._kernels[place] = replace(self._kernels[place], opened=False, note=_reason(error))
+            return [whole]
+        looks = [whole[3]] if len(made) == 1 else [[look] for look in whole[3]]
+        for one, given in zip(made, looks, strict=True):
+            told.append((LINK, [one.look], {"kernel": whole[0].name}, given, None, *whole[5:7], "copy", whole[8]))
+        if check is not None:
+            with self._beside():
+                self._kernels[place] = replace(self._kernels[place], **_checked(check))
+        return told
 
     def _sketch(self, tensor: Tensor) -> Sketch:
         return Sketch.of(tensor, self._look(tensor, self._weak))
@@ -278,7 +319,7 @@ class XRay(Recorder):
         self._log(name, func, args, rest, result, kind="compute", written=written)
         return result
 
-    def _link(self, name: str, made: Tensor | Sketch, result: Any) -> None:
+    def _link(self, name: str, made: Tensor, result: Any) -> None:
         """Lead from the last step to what the kernel itself has made."""
         self._log(RESULT, None, (made,), {"kernel": name}, result, kind="copy")
 
@@ -320,11 +361,25 @@ def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right))
 
 
-def _checked(given: Tensor, check: Callable[[], Any]) -> dict[str, Any]:
+def _reason(error: Exception) -> str:
+    """Why a kernel is not opened."""
+    if isinstance(error, NotOpenedError):
+        return str(error)
+    return "no room" if is_out_of_memory(error) else first_line(error)
+
+
+def _is_comparable(given: Tensor) -> bool:
+    """Whether there are numbers to compare."""
+    return not given.is_meta and type(given) in (Tensor, nn.Parameter) and given.numel() > 0
+
+
+def _checked(check: Check) -> dict[str, Any]:
     """The check of a kernel, or why there is none."""
-    if given.is_meta or type(given) not in (Tensor, nn.Parameter) or not given.numel():
-        return {}
     try:
         return {"check": check()}
     except Exception as error:  # as on devices without float64: what was opened is opened
-        return {"note": f"not compared: {first_line(error)}"}
+        return {"note": _not_compared(error)}
+
+
+def _not_compared(error: Exception) -> str:
+    return f"not compared: {first_line(error)}"

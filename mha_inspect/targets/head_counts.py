@@ -22,8 +22,6 @@ from .room import Room
 from .spec import AttentionSpec, InputSpec, RunSpec
 from .vocabulary import flag_of
 
-USUAL_COUNTS = (1, 2, 4, 8)
-
 
 def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]) -> list[tuple[int, Subject]]:
     """Return a layer of the catalog for each head count; settings are those of its specs, by name.

@@ -93,6 +93,10 @@ def find_config_class(transformers: ModuleType, kind: str, text: str, held: Mapp
             f"{shown(text)} is of type {shown(kind)}, which transformers {transformers.__version__} does not have."
             f"{did_you_mean(kind, known)}"
         )
+    if kind.startswith((".", "/", "~")):
+        raise InputError(
+            f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, as hf:bert."
+        )
     started = [name for name in known if kind.casefold().startswith((f"{name}-", f"{name}_"))]
     if "/" in kind or started:
         guess = f" Its shapes with random weights: hf:{max(started, key=len)}." if started else ""

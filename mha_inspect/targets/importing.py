@@ -108,7 +108,8 @@ def _load_module(name: str) -> ModuleType:
             hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else ""
             raise InputError(
                 f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
-                f"that {shown(name.split('.')[0])} lies in, or give the file: path/to/file.py:Name.{hint}"
+                f"that {shown(name.split('.')[0])} lies in, install its package, or give the file: "
+                f"path/to/file.py:Name.{hint}"
             ) from None
         raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
     except (Exception, SystemExit) as error:
@@ -122,7 +123,9 @@ def _load_file(where: str) -> ModuleType:
     """
     if not os.path.isfile(where):
         what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
-        raise InputError(f"{shown(where)} {what}. Give the path of a Python file: path/to/file.py:Name.")
+        beside = sorted(str(path) for path in Path(where).parent.glob("*.py"))
+        near = "" if os.path.exists(where) else did_you_mean(where, beside)
+        raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
     path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:
         return sys.modules[_LOADED[path]]

@@ -17,7 +17,8 @@ from ..errors import SpecError
 from ..text import shown
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
-_LONGEST_NUMBER = 40
+_DIGITS = 20
+"""More than any size or seed has."""
 _MISSING: Any = Parameter.empty
 
 
@@ -75,7 +76,7 @@ def typed_as(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
     if annotation is bool:
         return _word(text, {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)})
     if annotation in (int, float):
-        if len(text) > _LONGEST_NUMBER:
+        if annotation is int and len(text) > _DIGITS:
             raise ValueError
         return annotation(text.replace("_", "") if annotation is int else text)
     if annotation is str:

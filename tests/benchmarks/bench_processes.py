@@ -53,6 +53,6 @@ def test_trace(side_by_side, entry_point):
         lambda: _run(*entry_point, "trace"),
         "a script that runs the layer once",
         lambda: _run(sys.executable, "-c", _PLAIN_TRACE),
-        at_most=1.15,
+        at_most=1.0,
         rounds=7,
     )

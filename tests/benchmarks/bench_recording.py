@@ -1,40 +1,32 @@
-"""Inside one process: a recorded forward beside the plain one, in time and in memory."""
+"""A traced and a recorded forward beside the plain one, in CPU time and in the memory of a process."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
-from mha_inspect.record.recorder import Recorder, opened, record
+from mha_inspect.__main__ import run
+from mha_inspect.record.recorder import Recorder
 
+from .conftest import cpu_time
+from .models import blocks, model_and_input
 
-@pytest.mark.parametrize("path", ["opened", "as it is"])
-def test_recorded_forward(side_by_side, path):
-    layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
-    x = torch.randn(8, 512, 512)
-    settings = opened() if path == "opened" else torch.no_grad()
-    with torch.no_grad(), settings:
-        side_by_side(
-            f"recorded forward, {path}",
-            lambda: record(layer, x, x, x),
-            "plain forward",
-            lambda: layer(x, x, x),
-            at_most=1.05,
-            rounds=25,
-        )
+_GPT2, _BERT, _LARGE = "gpt2-like, 12 x 256, 2 x 64", "BERT-like, 12 x 768, 4 x 128", "24 x 1024, 1 x 256"
 
 
 class _Nothing(TorchDispatchMode):
-    """Does nothing: what is left is torch's own. Under any mode it adds a bias out of place, for one."""
+    """Does nothing: what is left is torch's own."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -44,160 +36,163 @@ class _Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_that_does_nothing(side_by_side):
-    layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
-    x = torch.randn(8, 512, 512)
+def _record(model: torch.nn.Module, x: torch.Tensor) -> None:
+    with mha_inspect.recording():
+        model(x)
 
-    def run() -> None:
-        with _Nothing():
-            layer(x, x, x)
 
-    with torch.no_grad(), opened():
+def _under(mode: Any, model: torch.nn.Module, x: torch.Tensor) -> None:
+    with mode:
+        model(x)
+
+
+def _torchinfo(model: torch.nn.Module, x: torch.Tensor) -> None:
+    pytest.importorskip("torchinfo").summary(model, input_data=x, verbose=0)
+
+
+def _torchlens(model: torch.nn.Module, x: torch.Tensor) -> None:
+    pytest.importorskip("graphviz")  # torchlens does not start without it
+    pytest.importorskip("torchlens").trace(model, x)
+
+
+def _debug_mode(model: torch.nn.Module, x: torch.Tensor) -> None:
+    _under(pytest.importorskip("torch.utils._debug_mode").DebugMode(), model, x)
+
+
+@pytest.mark.parametrize(
+    ("how", "inspect", "bounds"),
+    [
+        ("trace", mha_inspect.trace, (3.0, 1.3)),
+        ("recording()", _record, (1.3, 1.05)),
+        ("a mode that does nothing", lambda model, x: _under(_Nothing(), model, x), (math.inf, math.inf)),
+        ("torch's DebugMode", _debug_mode, (math.inf, math.inf)),
+        ("torchinfo", _torchinfo, (math.inf, math.inf)),
+        ("torchlens", _torchlens, (math.inf, math.inf)),
+    ],
+)
+@pytest.mark.parametrize("size", [_GPT2, _BERT])
+def test_forward(side_by_side, size, how, inspect, bounds):
+    model, x = model_and_input(size)
+    rounds, bound = (25, bounds[0]) if size == _GPT2 else (9, bounds[1])
+    with torch.no_grad():
         side_by_side(
-            "opened, under a mode of torch's that does nothing",
-            run,
-            "plain forward",
-            lambda: layer(x, x, x),
-            at_most=math.inf,
-            rounds=25,
+            f"{how}, {size}", lambda: inspect(model, x), "plain", lambda: model(x), at_most=bound, rounds=rounds
         )
-
-
-class _Block(torch.nn.Module):
-    """A block of GPT-2, written out."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.after = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        barred = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(barred, -math.inf).softmax(-1)
-        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.after(x))))
-
-
-def _blocks(width: int, heads: int, layers: int) -> torch.nn.Module:
-    return torch.nn.Sequential(*(_Block(width, heads) for _ in range(layers))).eval()
-
-
-def test_a_small_model(side_by_side):
-    """All that a recording adds shows: most of its operations take a few microseconds."""
-    model, x = _blocks(256, 8, 12), torch.randn(2, 64, 256)
-
-    def recorded() -> None:
-        with mha_inspect.recording():
-            model(x)
-
-    with torch.no_grad():
-        side_by_side("recording(), 12 layers of 256", recorded, "plain model", lambda: model(x), at_most=1.3, rounds=25)
-
-
-def test_a_model_as_large_as_bert(side_by_side):
-    model, x = _blocks(768, 12, 12), torch.randn(4, 128, 768)
-
-    def recorded() -> None:
-        with mha_inspect.recording():
-            model(x)
-
-    with torch.no_grad():
-        side_by_side("recording(), 12 layers of 768", recorded, "plain model", lambda: model(x), at_most=1.05, rounds=9)
 
 
 def test_the_time_of_an_operation(add_row):
     """What the recorder adds to an operation while it runs and afterwards, beside a mode that does nothing."""
-    model, x, took = _blocks(256, 8, 12), torch.randn(2, 64, 256), defaultdict(list)
+    (model, x), took = model_and_input(_GPT2), defaultdict(list)
 
-    def timed(name: str, run: Callable[[], object]) -> None:
-        start = time.process_time()
-        run()
-        took[name].append(time.process_time() - start)
-
-    def under(mode: TorchDispatchMode) -> None:
-        with mode:
-            model(x)
+    def timed(name: str, what: Callable[[], object]) -> None:
+        start = cpu_time()
+        what()
+        took[name].append(cpu_time() - start)
 
     with torch.no_grad():
         for _ in range(25):
             recorder = Recorder(model)
             timed("plain", lambda: model(x))
-            timed("nothing", lambda: under(_Nothing()))
-            timed("recorder", lambda recorder=recorder: under(recorder))
+            timed("nothing", lambda: _under(_Nothing(), model, x))
+            timed("recorder", lambda recorder=recorder: _under(recorder, model, x))
             timed("finish", recorder.finish)
     number = len(recorder.finish().ops)
-    each = {name: sorted(times)[len(times) // 2] / number * 1e6 for name, times in took.items()}
+    each = {name: statistics.median(times) / number * 1e6 for name, times in took.items()}
     added, floor = each["recorder"] - each["plain"], each["nothing"] - each["plain"]
     detail = f"{added:.0f} us against {floor:.0f} us, and {each['finish']:.0f} us afterwards, {number} operations"
     add_row("recorder, added to an operation", "a mode that does nothing", added / floor, 2.5, detail)
 
 
+def test_growth(add_row):
+    """How the time of `trace` grows with the number of layers: the exponent between 3 and 96."""
+    fewest, most = 3, 96
+    x, took = torch.randn(1, 8, 32), {}
+    with torch.no_grad():
+        for layers in (fewest, most):
+            model, times = blocks(layers, 32, 2), []
+            mha_inspect.trace(model, x)
+            for _ in range(7):
+                start = cpu_time()
+                mha_inspect.trace(model, x)
+                times.append(cpu_time() - start)
+            took[layers] = min(times)
+    exponent = math.log(took[most] / took[fewest]) / math.log(most / fewest)
+    detail = f"{took[most] * 1e3:.0f} ms against {took[fewest] * 1e3:.0f} ms"
+    add_row(f"trace, {most} layers (exponent)", f"{fewest} layers", exponent, 1.05, detail)
+
+
+_WRITTEN = """
+import torch
+from torch import nn
+
+class Written(nn.Module):
+    def __init__(self, embed_dim=64, num_heads=4):
+        super().__init__()
+        self.heads = num_heads
+        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+"""
+
+
+def test_the_forwards_of_a_diff(add_row, tmp_path, capsys):
+    """How often `diff` of a module against torch runs the module: each copy of it counts."""
+    (tmp_path / "written.py").write_text(_WRITTEN)
+    runs: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda m, _: runs.append(type(m).__name__))
+    try:
+        code = run(["diff", f"{tmp_path / 'written.py'}:Written", "torch", "--embed-dim", "64", "--num-heads", "4"])
+    finally:
+        handle.remove()
+    assert code == 0, capsys.readouterr().err
+    ours, theirs = runs.count("Written"), runs.count("MultiheadAttention")
+    add_row("diff, forwards of a module", "one", float(ours), 5.0, f"{ours} of the module, {theirs} of torch's")
+
+
 _PEAK = """
-import sys, torch
-from mha_inspect.record.recorder import opened, record
-layer = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
-x = torch.randn(8, 512, 512)
-small = x[:1, :8].contiguous()
-def run(x):
-    record(layer, x, x, x) if sys.argv[1] == "recorded" else layer(x, x, x)
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, mha_inspect
+from models import model_and_input
+model, x = model_and_input(sys.argv[2])
+small, few = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval(), torch.randn(1, 8, 16)
+def record(module, *args):
+    with mha_inspect.recording():
+        module(*args)
+run = {"plain": lambda module, *args: module(*args), "trace": mha_inspect.trace, "recording": record}[sys.argv[3]]
 def kib(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
-with torch.no_grad(), opened():
-    run(small)
+with torch.no_grad():
+    run(small, few, few, few)  # imports
     open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
     before = kib("VmRSS")
-    run(x)
+    run(model, x)
 print(kib("VmHWM") - before)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the high-water mark from /proc")
-def test_peak_memory(add_row):
-    def peak(how: str) -> int:
-        done = subprocess.run([sys.executable, "-c", _PEAK, how], capture_output=True, text=True, check=True)
-        return int(done.stdout)
+@pytest.mark.parametrize(
+    ("how", "size", "bound"),
+    [
+        ("trace", _GPT2, 25.0),
+        ("trace", _BERT, 60.0),
+        ("trace", _LARGE, 60.0),
+        ("recording", _GPT2, 25.0),
+        ("recording", _BERT, 30.0),
+        ("recording", _LARGE, 60.0),
+    ],
+)
+def test_peak_memory(add_row, how, size, bound):
+    """What a process needs at most beyond a plain forward, in MB."""
 
-    recorded, plain = sorted(peak("recorded") for _ in range(5))[2], sorted(peak("plain") for _ in range(5))[2]
-    detail = f"{recorded / 1024:.0f} MiB against {plain / 1024:.0f} MiB"
-    add_row("recorded forward, peak memory", "plain forward", recorded / plain, 1.05, detail)
+    def peak(how: str) -> float:
+        command = [sys.executable, "-c", _PEAK, str(Path(__file__).parent), size, how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024 / 1e6
 
-
-def test_recorded_model(side_by_side):
-    layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
-    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
-    x = torch.randn(4, 256, 768)
-    with torch.no_grad(), opened():
-        side_by_side(
-            "recorded model, 12 layers of 768",
-            lambda: record(model, x),
-            "plain model",
-            lambda: model(x),
-            at_most=1.10,
-            rounds=11,
-        )
-
-
-@pytest.mark.parametrize("tool", ["torch's DebugMode", "torchinfo", "torchlens"])
-def test_other_tools(side_by_side, tool):
-    """What others take for the same model; those that are not installed are passed over."""
-    layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
-    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
-    x = torch.randn(4, 256, 768)
-
-    def run() -> None:
-        if tool == "torchinfo":
-            pytest.importorskip("torchinfo").summary(model, input_data=x, verbose=0)
-        elif tool == "torchlens":
-            pytest.importorskip("graphviz")  # torchlens does not start without it
-            pytest.importorskip("torchlens").trace(model, x)
-        else:
-            debug_mode = pytest.importorskip("torch.utils._debug_mode")
-            with debug_mode.DebugMode():
-                model(x)
-
-    with torch.no_grad(), opened():
-        side_by_side(f"{tool}, 12 layers of 768", run, "plain model", lambda: model(x), at_most=math.inf, rounds=5)
+    ours, plain = (statistics.median(peak(one) for _ in range(3)) for one in (how, "plain"))
+    detail = f"{ours:.0f} MB against {plain:.0f} MB"
+    add_row(f"peak of {how}, MB beyond, {size}", "plain", ours - plain, bound, detail)

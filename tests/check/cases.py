@@ -212,10 +212,15 @@ class OverHeadsFused(OverHeads):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-class SoftmaxTwice(Right):
+class WeightsCutOff(Right):
     def weigh(self, scores: Tensor) -> Tensor:
         weights = scores.softmax(-1)
         return weights * (scores > 0) if self.wrong else weights
+
+
+class SoftmaxOfSoftmax(Right):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1).softmax(-1) if self.wrong else scores.softmax(-1)
 
 
 class MaskAfterSoftmax(Right):
@@ -791,7 +796,8 @@ CASES = [
     ),
     Case(UnfoldedInTheOtherOrder, "batch"),
     *(Case(make, "softmax") for make in (SoftmaxOverQueries, SoftmaxOverHeads, SoftmaxOverBatch, SoftmaxWithoutDim)),
-    *(Case(make, "softmax") for make in (SoftmaxTwice, MaskAfterSoftmax, MaskTimesWeights)),
+    *(Case(make, "softmax") for make in (WeightsCutOff, SoftmaxOfSoftmax, MaskAfterSoftmax)),
+    Case(MaskTimesWeights, "softmax"),
     Case(OverHeads, "heads"),
     Case(OverHeadsFused, "heads"),
     *(Case(make, "masking") for make in (MaskTimesScores, TinyBar, TinyNegativeBar, MaskOfOnesAdded)),

@@ -235,6 +235,10 @@ class Model(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None, :].bool(), -1e9)
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, e))
+
+class Trusted(Model):
+    def __init__(self, embed_dim=12, num_heads=2, late=1):
+        super().__init__(embed_dim, num_heads)
 """
 
 
@@ -251,7 +255,10 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     code, out, _ = invoke("check", target, *sizes, "--mask", "mask=ignore", "--only", "padding", "--format", "json")
     assert code == 1
     assert [finding["check"] for finding in json.loads(out)["findings"]] == ["padding"]
-    assert invoke("check", target, *sizes, "--set", "late=2", "--reference", target)[0] == 1
+    trusted = f"{tmp_path / 'model.py'}:Trusted"
+    assert invoke("check", target, *sizes, "--reference", trusted)[0] == 0
+    code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--reference", trusted, "--only", "reference")
+    assert (code, "the first that differs is masked_scores of attention 1" in out) == (1, True)
     code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
     assert (code, "maks is no argument of Model.forward, which takes x, mask" in err) == (2, True)
     code, _, err = invoke("check", target, *sizes, "--mask", "mask=yes")

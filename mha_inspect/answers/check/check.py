@@ -78,7 +78,11 @@ def check(
     left_out: list[LeftOut] = []
     with bench.as_evaluated():
         if not bench.seen.attentions:
-            raise InputError(_nothing(bench))
+            findings += structure.softmax_twice(bench)
+            if not findings:
+                raise InputError(_nothing(bench))
+            left_out += [LeftOut(name, "no attention is found around two softmaxes") for name in names]
+            names = ()
         for name in names:
             if evidence_only and name in _NEED_RUNS:
                 left_out.append(LeftOut(name, "needs more runs than one"))

@@ -216,6 +216,25 @@ def softmax(bench: Bench) -> Iterator[Finding]:
         raise NotPossibleError("the weights meet sinks, a mixing matrix or dropout, or the values without a product")
 
 
+def softmax_twice(bench: Bench) -> Iterator[Finding]:
+    """Yield where a softmax is taken of what a softmax gave: no attention is found around such a one."""
+    recording = bench.seen.recording
+    for op in recording.ops:
+        behind = recording.producer(op.inputs[0]) if op.does("softmax") and op.inputs else None
+        while behind is not None and behind.inputs and (behind.pointwise or behind.kind != "compute"):
+            behind = recording.producer(behind.inputs[0])
+        if behind is not None and behind.does("softmax"):
+            yield Finding(
+                "softmax",
+                "The softmax is taken twice: the weights are next to equal, whatever the scores are.",
+                f"What the softmax at {op.source} is taken of was made by another one, at {behind.source}.",
+                source=op.source,
+                module=op.module,
+                fix="take one of them out.",
+            )
+            return
+
+
 def _drops(found: Attention) -> bool:
     return any(op.does("draws") for op in found.weights_path)
 

@@ -1,0 +1,46 @@
+"""Models of the sizes that people trace, of torch's modules alone, for this process and for fresh ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """A block as GPT-2 has it, its attention one fused kernel."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `batch query embed`."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        context = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(context.transpose(1, 2).flatten(2))
+        hidden = self.up(self.after(x))
+        # GPT-2 writes its gelu out, and that is a third of its operations.
+        hidden = 0.5 * hidden * (1.0 + torch.tanh(0.7978845608 * (hidden + 0.044715 * torch.pow(hidden, 3.0))))
+        return x + self.down(hidden)
+
+
+def blocks(layers: int, width: int, heads: int, *, causal: bool = True) -> nn.Module:
+    """Return a stack of blocks, in evaluation mode."""
+    return nn.Sequential(*(Block(width, heads, causal) for _ in range(layers))).eval()
+
+
+SIZES = {
+    "gpt2-like, 12 x 256, 2 x 64": (12, 256, 4, 2, 64),
+    "BERT-like, 12 x 768, 4 x 128": (12, 768, 12, 4, 128),
+    "24 x 1024, 1 x 256": (24, 1024, 16, 1, 256),
+}
+"""Layers, width, heads, sequences and positions."""
+
+
+def model_and_input(size: str) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of one of `SIZES` and what goes into it."""
+    layers, width, heads, batch, length = SIZES[size]
+    return blocks(layers, width, heads, causal="gpt2" in size), torch.randn(batch, length, width)
