@@ -113,7 +113,7 @@ def test_command_lines(try_all, invoke, tmp_path, monkeypatch):
         if "json" in line and code == 0 and not {"--help", "-h", "--version"} & set(line) and out.startswith("{"):
             json.loads(out, parse_constant=lambda name: pytest_fail(name))
 
-    try_all(check, lines(), 150)
+    try_all(check, lines(), 100)
 
 
 def pytest_fail(name: str) -> None:
