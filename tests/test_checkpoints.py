@@ -201,3 +201,17 @@ def test_what_is_no_checkpoint(tmp_path):
         with pytest.raises(MhaInspectError) as caught:
             params_of_checkpoint(path)
         assert "\n" not in str(caught.value)
+
+
+def test_norms_of_heads_are_those_of_the_numbers(tmp_path):
+    q, k, v = (torch.randn(30, 13) for _ in range(3))
+    q[5:10] = 0
+    v[29, 12] = float("nan")
+    named = {f"a.{n}_proj.weight": own for n, own in zip("qkv", (q, k, v), strict=True)}
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=6, norms=True)
+    by_part = {own.part: own.norms for own in report.head_norms}
+    assert by_part["W_k"] == pytest.approx(k.double().unflatten(0, (6, 5)).flatten(1).norm(dim=1).tolist())
+    notes = " ".join(report.notes)
+    assert "W_q of a: heads 1 are zero: dead." in notes
+    assert "W_v of a: heads 5 are not finite" in notes
+    assert all(parameter.heads is None for parameter in report.parameters)

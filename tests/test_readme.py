@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 TRANSCRIPT = re.compile(r"(?<=^```console\n)\$ (?P<command>mha-inspect [^\n]*)\n(?P<output>.*?)(?=^```$)", re.M | re.S)
@@ -41,6 +43,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand where the files are that the text shows."""
     for found in FILE.finditer(README.read_text(encoding="utf-8")):
         (tmp_path / found["name"]).write_text(found[0], encoding="utf-8")
+    weights = {f"layers.0.attn.{name}_proj.weight": torch.ones(16, 16) for name in "qkvo"}
+    torch.save({"model": weights}, tmp_path / "checkpoint.pt")
+    shape = {"dtype": "F32", "shape": [16, 16], "data_offsets": [0, 1024]}
+    header = json.dumps(dict.fromkeys(weights, shape)).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1024))
     monkeypatch.chdir(tmp_path)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,24 @@ from ..checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoints.stored import StoredTensor
 from ..errors import SpecError
 from ..reports.common import Environment, LayerInfo, Stats
-from ..reports.params import Parameter, ParametersTotal, ParamsReport, StoredAttention
-from ..text import listed, plural, shown
+from ..reports.params import HeadNorms, Parameter, ParametersTotal, ParamsReport, StoredAttention
+from ..text import listed, plural, shown, spans
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What of config.json is said above the table."""
 
 
 def params_of_checkpoint(
-    path: Path, *, num_heads: int | None = None, per_head: bool = False, stats: bool = False
+    path: Path, *, num_heads: int | None = None, per_head: bool = False, stats: bool = False, norms: bool = False
 ) -> ParamsReport:
-    """Return the tensors of a checkpoint. No tensor is read but for `stats`, and one at a time for that.
+    """Return the tensors of a checkpoint. None is read but for `stats` and `norms`, and one at a time for these.
 
     Args:
         path: a file, an index of shards, or a folder.
         num_heads: heads of its attentions, where it is known.
         per_head: whether to show each head's rows and columns, where the head count is known.
         stats: whether statistics are shown.
+        norms: whether to measure how large each head's part of each matrix is.
 
     Raises:
         InputError: there are no tensors, or a file is damaged.
@@ -45,14 +48,17 @@ def params_of_checkpoint(
     tensors = checkpoint.tensors
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
+    parameters = tuple(
+        _parameter(name, tensor, roles.get(name), whole, per_head or norms, stats) for name, tensor in tensors.items()
+    )
+    measured = _norms(parameters, tensors) if norms else None
     return ParamsReport(
         environment=Environment(torch="", device="", dtype=dtypes.most_common(1)[0][0], seed=None),
         layer=LayerInfo(path.resolve().name, _numbers(checkpoint.config)),
-        parameters=tuple(
-            _parameter(name, tensor, roles.get(name), whole, per_head, stats) for name, tensor in tensors.items()
-        ),
+        parameters=parameters if per_head else tuple(replace(parameter, heads=None) for parameter in parameters),
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
-        notes=(*checkpoint.notes, *_notes(checkpoint, attentions, num_heads)),
+        notes=(*checkpoint.notes, *_notes(checkpoint, attentions, num_heads), *_unusual(measured or ())),
+        head_norms=measured,
         stored_attentions=attentions,
     )
 
@@ -92,6 +98,27 @@ def _stats(name: str, tensor: StoredTensor) -> Stats | None:
 
     numbers = read_stored(tensor, shown(name))
     return None if numbers.is_complex() else stats_of(numbers)
+
+
+def _norms(parameters: tuple[Parameter, ...], tensors: Mapping[str, StoredTensor]) -> tuple[HeadNorms, ...]:
+    from ..targets.files import read_stored
+    from .head_norms import head_norms
+
+    whole = [parameter for parameter in parameters if tensors[parameter.name].offset is not None]
+    return head_norms(lambda name: read_stored(tensors[name], shown(name)), whole)
+
+
+def _unusual(norms: tuple[HeadNorms, ...]) -> list[str]:
+    """Return a sentence for each matrix with heads that are zero, or hold what is no number."""
+    said = []
+    for own in norms:
+        for heads, what in (
+            ([head for head, norm in enumerate(own.norms) if norm == 0], "zero: dead"),
+            ([head for head, norm in enumerate(own.norms) if not isfinite(norm)], "not finite: NaN or inf is in them"),
+        ):
+            if heads:
+                said.append(f"{own.part} of {shown(own.owner) or 'the file'}: heads {spans(heads)} are {what}.")
+    return said
 
 
 def _notes(checkpoint: Checkpoint, attentions: tuple[StoredAttention, ...], asked: int | None) -> list[str]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ..reports.params import HeadNorms, Parameter
 
 
-def head_norms(module: nn.Module, parameters: Iterable[Parameter]) -> tuple[HeadNorms, ...]:
+def head_norms(content_of: Callable[[str], Tensor], parameters: Iterable[Parameter]) -> tuple[HeadNorms, ...]:
     """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64.
 
-    The parameters come with their `heads`, in the order of the module: where a part of a head comes again, the matrices
-    of the next attention begin.
+    `content_of` gives a parameter by its name. The parameters come with their `heads`, in the order of the module:
+    where a part of a head comes again, the matrices of the next attention begin.
     """
     groups: list[dict[str, dict[int, torch.Tensor]]] = []
     names: list[list[str]] = []
@@ -27,7 +27,7 @@ def head_norms(module: nn.Module, parameters: Iterable[Parameter]) -> tuple[Head
             groups.append({})
             names.append([])
         names[-1].append(parameter.name)
-        content = module.get_parameter(parameter.name).detach()
+        content = content_of(parameter.name).detach()
         for one in slices:
             assert one.columns is not None
             own = content[slice(*one.rows), slice(*one.columns)].double().square().sum()

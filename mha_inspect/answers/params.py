@@ -111,7 +111,9 @@ def params(
         side_by_side=columns,
         changes=changes,
         notes=("No attention was found in the forward: it tells what reads the parameters.",) if no_attention else (),
-        head_norms=head_norms(own.module, _parameters(own.module, known, Show(), per_head=True)) if norms else None,
+        head_norms=head_norms(own.module.get_parameter, _parameters(own.module, known, Show(), per_head=True))
+        if norms
+        else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Checkpoint:
 
 def is_checkpoint(text: str) -> bool:
     """Return whether a text is the path of a checkpoint by its form, or a folder."""
-    return text.casefold().endswith((*SUFFIXES, _INDEX)) or (":" not in text and Path(text).is_dir())
+    return text.casefold().endswith((*SUFFIXES, _INDEX)) or (":" not in text and os.path.isdir(text))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -76,7 +77,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if len(files) > 1:
         notes.append(f"The tensors lie in {plural(len(files), 'file')}.")
     ordered = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    return Checkpoint(path, ordered, _config(path if path.is_dir() else path.parent), tuple(notes))
+    return Checkpoint(path, ordered, _config(path if os.path.isdir(path) else path.parent), tuple(notes))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -86,7 +87,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _files(path: Path) -> list[Path]:
     try:
-        is_folder = path.is_dir()
+        is_folder = os.path.isdir(path)
         found = next((sorted(own) for place in _PLACES if (own := list(path.glob(place)))), []) if is_folder else [path]
     except OSError as error:
         raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None

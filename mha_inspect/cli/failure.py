@@ -10,7 +10,9 @@ from typer._click.exceptions import ClickException
 
 from ..errors import ExitCode, MhaInspectError
 from ..targets.memory import is_out_of_memory
-from ..text import message_of
+from ..text import message_of, shortened
+
+_LONGEST = 1500
 
 
 def explain(error: BaseException) -> ExitCode:
@@ -39,10 +41,10 @@ def explain(error: BaseException) -> ExitCode:
 
 
 def say(message: str) -> None:
-    """Print a message on stderr, if there is one."""
+    """Print a message on stderr, if there is one; of one that nobody reads to the end, both ends."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(f"mha-inspect: {message}", file=sys.stderr)
+            print(f"mha-inspect: {shortened(message, _LONGEST)}", file=sys.stderr)
 
 
 def _allocation(error: BaseException) -> str:

@@ -75,8 +75,8 @@ def params(
     export = prepare(options, draws=picture)
 
     if is_file:
-        report = _of_checkpoint(str(target), options, per_head)
-        give(report, options, export)
+        report = _of_checkpoint(str(target), options, per_head, picture)
+        give(report, options, export, _drawn(report))
         return ExitCode.OK
     resume()
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
@@ -105,12 +105,12 @@ def _check_checkpoint(text: str, options: Options) -> None:
         raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
 
 
-def _of_checkpoint(text: str, options: Options, per_head: bool) -> ParamsReport:
+def _of_checkpoint(text: str, options: Options, per_head: bool, picture: bool) -> ParamsReport:
     from ..answers.checkpoint import params_of_checkpoint
     from . import subject
 
     count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
-    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats)
+    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats, norms=picture)
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:

@@ -39,8 +39,8 @@ class Cell:
 
     def __post_init__(self) -> None:
         _set(self, "text", printable(self.text, LONGEST))
-        _set(self, "axes", printable(self.axes))
-        _set(self, "mark", printable(self.mark))
+        _set(self, "axes", printable(self.axes, LONGEST))
+        _set(self, "mark", printable(self.mark, LONGEST))
 
     @property
     def full(self) -> str:
@@ -65,7 +65,7 @@ class Column:
     """Left out where every field is empty."""
 
     def __post_init__(self) -> None:
-        _set(self, "title", printable(self.title))
+        _set(self, "title", printable(self.title, LONGEST))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Table:
     """Where it is too wide: whether it is cut into several tables, each with the first column again."""
 
     def __post_init__(self) -> None:
-        _set(self, "legend", printable(self.legend))
+        _set(self, "legend", printable(self.legend, LONGEST))
         kept = [i for i, c in enumerate(self.columns) if not c.optional or any(row[i].text for row in self.rows)]
         _set(self, "columns", tuple(self.columns[i] for i in kept))
         _set(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
@@ -108,7 +108,11 @@ class Facts:
     items: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
-        _set(self, "items", tuple((printable(label), printable(text)) for label, text in self.items))
+        _set(
+            self,
+            "items",
+            tuple((printable(label, LONGEST), printable(text, 4 * LONGEST)) for label, text in self.items),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,8 @@ class Paragraph:
     """What it is about, set before it and apart from it."""
 
     def __post_init__(self) -> None:
-        _set(self, "text", printable(self.text))
-        _set(self, "label", printable(self.label))
+        _set(self, "text", printable(self.text, 4 * LONGEST))
+        _set(self, "label", printable(self.label, LONGEST))
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class Verbatim:
     def __post_init__(self) -> None:
         _set(self, "text", printable_lines(self.text))
         for name in ("title", "shape", "axes"):
-            _set(self, name, printable(getattr(self, name)))
+            _set(self, name, printable(getattr(self, name), LONGEST))
 
 
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
@@ -153,8 +157,8 @@ class Section:
     """What is said behind the title on the same line."""
 
     def __post_init__(self) -> None:
-        _set(self, "title", printable(self.title))
-        _set(self, "detail", printable(self.detail))
+        _set(self, "title", printable(self.title, LONGEST))
+        _set(self, "detail", printable(self.detail, LONGEST))
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Page:
 
     def __post_init__(self) -> None:
         for name in ("title", "detail", "subtitle"):
-            _set(self, name, printable(getattr(self, name)))
+            _set(self, name, printable(getattr(self, name), LONGEST))
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import DeviceError
+from ..text import shown
 
 
 def available() -> list[str]:
@@ -26,7 +27,7 @@ def resolve(name: str, dtype: str) -> torch.device:
     here = available()
     wanted = "cuda:0" if name == "cuda" else name
     if wanted not in here:
-        raise DeviceError(f"device {name!r} is not here. Devices that are here: {', '.join(here)}.")
+        raise DeviceError(f"device {shown(repr(name))} is not here. Devices that are here: {', '.join(here)}.")
     device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(wanted)
     _require_dtype(device, dtype)
     return device

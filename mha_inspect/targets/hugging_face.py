@@ -26,10 +26,12 @@ from .hugging_face_config import (
     make_config,
     one_line,
     read_config,
+    require_few_layers,
     setting_names,
 )
 from .importing import in_one_line
 from .memory import is_out_of_memory, require_memory
+from .room import of_bounded_number
 
 if TYPE_CHECKING:
     from .target import Target, TargetSpec
@@ -70,6 +72,7 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         kind, held, folder = name, {}, None
     config_class = find_config_class(transformers, kind, text, None if folder is None else held)
     values, left, flags = config_values(config_class, held, own, spec)
+    require_few_layers({**held, **values}, text)
     config = make_config(config_class, {**held, **values}, text)
     model_class = _model_class(transformers, config, kind)
     module = _build(model_class, config, attention, folder, text, spec)
@@ -161,7 +164,7 @@ def _build(
     extra = {} if attention is None else {_ATTENTION: attention}
     before = torch.get_default_dtype()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), of_bounded_number(shown(text)):
             empty: nn.Module = model_class._from_config(config, **extra)
         if spec.device == "meta":
             return empty

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.stored import opened
-from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
+from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from ..text import did_you_mean, message_of, shown
 from .constructor import unknown_setting
 from .importing import in_one_line
@@ -25,6 +25,9 @@ from .vocabulary import ALIASES, dashed, plain
 if TYPE_CHECKING:
     from .target import TargetSpec
 
+_MOST_LAYERS = 5000
+_LONGEST_FILE = 2**24
+"""Bytes of a configuration: those that save_pretrained writes have some thousands."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _LENGTHS = ("layer_types", "mlp_layer_types")
 """Lists in a config with one entry a layer, which follow num_hidden_layers."""
@@ -34,10 +37,6 @@ class NetworkNeededError(MhaInspectError):
     """What was asked for is not on this machine, and nothing is downloaded."""
 
     exit_code = ExitCode.REFUSED
-
-
-_LONGEST_FILE = 2**24
-"""Bytes of a configuration: those that save_pretrained writes have some thousands."""
 
 
 def read_config(file: Path, text: str) -> dict[str, Any]:
@@ -58,6 +57,18 @@ def read_config(file: Path, text: str) -> dict[str, Any]:
             "that save_pretrained wrote, or a type, as in hf:bert."
         )
     return held
+
+
+def require_few_layers(values: Mapping[str, Any], text: str) -> None:
+    """Raise `DoesNotFitError` for more layers than can be built: each takes milliseconds, also without memory."""
+    for own in (values, *(value for value in values.values() if isinstance(value, Mapping))):
+        for name in _COUNTS:
+            number = own.get(name)
+            if isinstance(number, int) and number > _MOST_LAYERS:
+                raise DoesNotFitError(
+                    f"{shown(text)} has {name} {shown(number)}, and at most {_MOST_LAYERS} layers can be built. "
+                    f"Fewer show the same: --set {name}=2."
+                )
 
 
 def _types(transformers: ModuleType) -> list[str]:

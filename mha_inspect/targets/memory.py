@@ -114,7 +114,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # On the CPU torch has no class of its own for it.
     text = message_of(error)
-    return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
+    said = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, RuntimeError) and any(words in text for words in said)
 
 
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:

@@ -7,14 +7,15 @@ memory. What cannot be told so is let pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +36,8 @@ _STATISTICS = 3 * 8
 """Bytes that statistics take for an element."""
 _CHUNK = 1 << 20
 """Elements that they are worked out of at a time."""
+_MOST_PARAMETERS = 100_000
+"""Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
 _FACTORIES = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye", "normal"})
 
 
@@ -187,6 +190,30 @@ def _bytes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return 0
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return prod(sizes) * int(dtype.itemsize)
+
+
+@contextmanager
+def of_bounded_number(called: str) -> Iterator[None]:
+    """Stop a constructor that makes more parameters than any model has, which take memory also where they have none.
+
+    Raises `DoesNotFitError` inside of it.
+    """
+    left = _MOST_PARAMETERS
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise DoesNotFitError(
+                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is more than can be looked at. "
+                "Give it fewer layers."
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def with_room(build: Callable[[], Any], called: str) -> Any:

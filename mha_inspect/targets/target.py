@@ -20,7 +20,7 @@ from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signa
 from .device import resolve
 from .importing import in_one_line, load_object
 from .memory import is_out_of_memory
-from .room import with_room
+from .room import of_bounded_number, with_room
 from .values import convert
 from .vocabulary import Flags, dashed
 
@@ -158,10 +158,11 @@ def _build(found: Callable[..., Any], bound: Arguments, name: str, spec: TargetS
 
     called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
     try:
-        if spec.device == "meta":
-            with torch.device("meta"):
-                return build()
-        return with_room(build, called)
+        with of_bounded_number(shown(called)):
+            if spec.device == "meta":
+                with torch.device("meta"):
+                    return build()
+            return with_room(build, called)
     except MissingSettingError as error:
         raise SpecError(
             f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "

@@ -26,7 +26,7 @@ def trace(*args, **kwargs):
     print("ended", file=sys.stderr, flush=True)
 
 tracing = types.ModuleType("mha_inspect.answers.trace")
-tracing.trace = trace
+tracing.trace = tracing.traced = trace
 sys.modules["mha_inspect.answers.trace"] = tracing
 sys.argv = ["mha-inspect", "trace"]
 sys.exit(main())

@@ -46,12 +46,23 @@ def test_an_export_whose_name_is_too_long(invoke, name):
     assert len(err) < 1000
 
 
-@pytest.mark.parametrize("target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py"])
-def test_a_target_whose_name_is_none(invoke, target):
-    code, out, err = invoke("trace", target)
+@pytest.mark.parametrize("command", ["trace", "params"])
+@pytest.mark.parametrize(
+    "target", ["x" * 5000 + ".py:A", "x" * 5000 + ":A", "/dev/zero.py:A", "/dev/zero.py", "9" * 400, "9" * 400 + ".bin"]
+)
+def test_a_target_whose_name_is_none(invoke, command, target):
+    code, out, err = invoke(command, target)
     assert (code, out) == (2, "")
     assert err.count("\n") <= 2
     assert len(err) < 1000
+
+
+@pytest.mark.parametrize("command", ["trace", "params"])
+def test_sizes_whose_product_no_number_holds(invoke, command):
+    code, out, err = invoke(command, "--embed-dim", str(2**40), "--device", "meta")
+    assert (code, out) == (3, "")
+    assert "overflowed" in err
+    assert err.count("\n") == 1
 
 
 def test_a_file_in_the_current_folder_is_not_run_for_a_target_elsewhere(entry_point, environment, tmp_path):
@@ -152,3 +163,25 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
     os.truncate(tmp_path / "x.npy", 150)
     with pytest.raises(InputError, match="shorter"):
         read_stored(stored, "x.npy")
+
+
+def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
+    from torch import nn
+
+    from mha_inspect.errors import DoesNotFitError
+    from mha_inspect.targets import room
+
+    monkeypatch.setattr(room, "_MOST_PARAMETERS", 10)
+    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), room.of_bounded_number("x"):
+        nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
+    nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))  # nothing is left switched on
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 9000, "\x00", ""])
+def test_a_configuration_that_is_none(tmp_path, content):
+    from mha_inspect.errors import InputError
+    from mha_inspect.targets.hugging_face_config import read_config
+
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError):
+        read_config(tmp_path / "config.json", "hf:x")

@@ -19,7 +19,7 @@ STRANGE = st.one_of(
     st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=8),
 )
 SIZES = ["--embed-dim", "--num-heads", "--num-kv-heads", "--head-dim", "--kdim", "--vdim", "--batch", "--seq-len"]
-SIZES += ["--key-len", "--padding", "--dropout", "--seed", "--precision", "--edge-items", "--heads", "--steps"]
+SIZES += ["--key-len", "--padding", "--dropout", "--seed", "--precision", "--edge-items", "--heads"]
 SWITCHES = [
     "--rope",
     "--no-bias",
@@ -87,7 +87,9 @@ def lines(draw: st.DrawFn) -> list[str]:
         line.append(draw(st.sampled_from(TARGETS)))
     for _ in range(draw(st.integers(0, 6))):
         kind = draw(st.sampled_from(["size", "size", "size", "switch", "switch", "word", "file", "strange"]))
-        if kind == "size":
+        if kind == "size" and command == "compare-heads" and draw(st.integers(0, 5)) == 0:
+            line += ["--steps", draw(SMALL)]  # a billion of them is no mistake, but takes its time
+        elif kind == "size":
             line += [draw(st.sampled_from(SIZES)), draw(st.one_of(SMALL, SMALL, SMALL, STRANGE))]
         elif kind == "switch":
             line.append(draw(st.sampled_from(SWITCHES)))
@@ -111,7 +113,7 @@ def test_command_lines(try_all, invoke, tmp_path, monkeypatch):
         if "json" in line and code == 0 and not {"--help", "-h", "--version"} & set(line) and out.startswith("{"):
             json.loads(out, parse_constant=lambda name: pytest_fail(name))
 
-    try_all(check, lines(), 150)
+    try_all(check, lines(), 100)
 
 
 def pytest_fail(name: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from mha_inspect.answers.checkpoint import params_of_checkpoint
 from mha_inspect.errors import MhaInspectError
+from mha_inspect.render import to_text
 from mha_inspect.targets.files import read_tensors
 
-from .contract import in_time, require_answer, require_message
+from .contract import acts_on_a_terminal, in_time, require_answer, require_message
 from .files import any_file
 
 
@@ -30,6 +32,22 @@ def test_reading(try_all, tmp_path):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
     try_all(check, any_file(), 500)
+
+
+def test_checkpoints(try_all, tmp_path):
+    def check(case):
+        suffix, data = case
+        path = tmp_path / f"x{suffix}"
+        path.write_bytes(data)
+        try:
+            with in_time():
+                report = params_of_checkpoint(path, per_head=True, stats=True, norms=True)
+                for format in ("plain", "json"):
+                    assert acts_on_a_terminal(to_text(report, format)) == []
+        except MhaInspectError as error:
+            require_message(error)
+
+    try_all(check, any_file(), 150)
 
 
 def test_through_the_commands(try_all, invoke, tmp_path):
