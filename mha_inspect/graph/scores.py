@@ -133,4 +133,4 @@ def adds_mask(op: Op) -> bool:
         return bool(op.kwargs.get("beta", 1) != 0)
     if op.does("fills"):
         return True
-    return name in ("add", "sub") and sum(t.numel > 1 for t in op.inputs) > 1
+    return name in ("add", "sub") and sum(bool(t.shape) for t in op.inputs) > 1

@@ -310,3 +310,11 @@ class PickedKeys(nn.Module):
         k, v = (one[:, list(self.picked)] if self.picked else torch.cat([one, one], 1) for one in (k, v))
         weights = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).softmax(-1)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class OneNumber(Heads):
+    """What is added to the scores is one number, laid out as a mask is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        return self.joined((self.scores(q, k) + torch.zeros(1, 1)).softmax(-1), v)

@@ -117,6 +117,10 @@ def test_key_heads_that_are_picked_are_told_for_the_heads_that_use_them(picked: 
     assert ", ".join(str(head) for head in range(claims.HEADS) if moved[head]) == users
 
 
+def test_a_mask_of_one_number_is_no_part_of_the_scores() -> None:
+    assert "masked_scores" in [stage.name for stage in attention(claims.OneNumber).stages]
+
+
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what goes into the output's projection, head by head."""
     kept: list[torch.Tensor] = []
