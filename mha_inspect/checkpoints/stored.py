@@ -95,6 +95,8 @@ def opened(path: Path, kinds: str) -> Iterator[tuple[BinaryIO, int]]:
     that the message offers.
     """
     name = path_name(path)
+    if "\0" in str(path):
+        raise InputError(f"{name} cannot be the name of a file. Give the path of a {kinds} file.")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise InputError(f"{name} is not a file. Give the path of a {kinds} file.")
@@ -110,8 +112,6 @@ def opened(path: Path, kinds: str) -> Iterator[tuple[BinaryIO, int]]:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise InputError(f"{name} is not there. Give the path of a {kinds} file.") from None
         raise InputError(f"{name} cannot be read: {error.strerror or 'it is cut short or damaged'}.") from None
-    except ValueError:  # a name with a null byte
-        raise InputError(f"{name} cannot be the name of a file. Give the path of a {kinds} file.") from None
 
 
 def read_exactly(file: BinaryIO, offset: int, size: int) -> bytearray:

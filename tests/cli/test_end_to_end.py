@@ -16,6 +16,7 @@ SMALL = {
     "params": ["--embed-dim", "14", "--num-heads", "2"],
     "compare-heads": ["--embed-dim", "14", "--heads", "1,2,7", "--seq-len", "5"],
     "diff": ["--embed-dim", "14", "--num-heads", "2", "--seq-len", "5"],
+    "check": ["--embed-dim", "14", "--num-heads", "2", "--seq-len", "5"],
 }
 each_command = pytest.mark.parametrize("command", [command for command in COMMANDS if command != "layers"])
 

@@ -170,14 +170,14 @@ def test_the_proof_is_the_last_line():
         )
 
 
-def test_the_scale_is_named_only_where_it_is_the_usual_one():
+def test_the_scale_is_told_beside_the_usual_one():
     def page(scale: float) -> str:
         return to_text(replace(TRACE, attentions=(replace(ATTENTION, scale=scale),)), "plain")
 
     assert "scale 0.0625 = 1/√256" in page(0.0625)
     # As torch's math path applies it: the square of a rounded fourth root.
     assert "= 1/√256" in page(0.062500001)
-    assert "1/√256" not in page(0.07).partition("scale 0.07")[2].partition(" = ")[0]
+    assert "scale 0.07 = 1.12 × 1/√256\n" in page(0.07)
     assert "scale 1 (not scaled)" in page(1.0)
 
 
