@@ -35,14 +35,14 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
     "in the product": (
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, alpha=0.25),
         0.25,
-        "",
-        "mask + q_heads · k_headsᵀ / √16",
+        "q_heads · k_headsᵀ / √16",
+        "scores + mask",
     ),
     "in the product, twice": (
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, alpha=0.5) + BIAS,
         0.5,
-        "",
-        "mask + q_heads · k_headsᵀ / √4",
+        "q_heads · k_headsᵀ / √4",
+        "scores + mask",
     ),
     "in the product, times 0": (
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, beta=0, alpha=0.25),

@@ -106,7 +106,7 @@ class Origins:
         while pending and steps < _LONGEST:
             now = pending.pop()
             steps += 1
-            if not len(now.at):
+            if not len(now.at) or not now.tensor.numel:
                 continue
             if now.tensor.id in own:
                 trail.reached.append(now)
