@@ -63,11 +63,6 @@ class Sight:
         return torch.arange(self.queries)[:, None] + self.shift - torch.arange(self.keys)[None]
 
     @property
-    def is_causal(self) -> bool:
-        """Whether no query sees its future, and some keys are seen at all."""
-        return self.queries > 1 and not bool((self.any_row & (self.distance < 0)).any())
-
-    @property
     def width(self) -> int | None:
         """How many positions a query sees at most, its own included, where it is fewer than there are."""
         past = self.distance[self.any_row & (self.distance >= 0)]
