@@ -264,7 +264,12 @@ def test_an_operation_that_ran_already_is_written_down_under_a_name_of_its_own()
         out = forward()
     recording = recorder.finish(out)
     _, sin, same, exp = recording.ops
-    assert (sin.name, sin.pointwise, same.name, same.kind) == ("aten.sin.default", True, "kernel.result.default", "copy")
+    assert (sin.name, sin.pointwise, same.name, same.kind) == (
+        "aten.sin.default",
+        True,
+        "kernel.result.default",
+        "copy",
+    )
     assert same.kwargs == {"kernel": "sin"}
     assert recording.producer(exp.inputs[0]) is same
     assert recording.producer(same.inputs[0]) is sin
