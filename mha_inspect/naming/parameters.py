@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +237,7 @@ def axes_of(parts: Sequence[Part], words: dict[str, str], *, single: bool, whole
     packed = _PACKED.get("".join(part.letter for part in parts), "packed")
     names = (packed, words["heads"], words["head_dim"])
     every = coordinates_in(parts[0].parameter.tensor, table.flatten())
-    found = []
+    found: list[Any] = []  # the names in each dimension, or an empty text
     told = 1
     for dim, size in enumerate(shape):
         if dim in outside:
@@ -250,10 +251,10 @@ def axes_of(parts: Sequence[Part], words: dict[str, str], *, single: bool, whole
         if axes is None:
             return None
         told *= size
-        found.append([names[axis] for axis in axes])  # type: ignore[arg-type]
+        found.append([names[axis] for axis in axes])
     if told != table.numel():
         return None
-    return _with_axes_of_one(found, table.shape, names, single)  # type: ignore[arg-type]
+    return _with_axes_of_one(found, table.shape, names, single)
 
 
 def _sorted_axes(index: Tensor, size: int) -> list[int] | None:

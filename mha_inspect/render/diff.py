@@ -114,7 +114,7 @@ def _stages(rows: tuple[StageRow, ...]) -> Table:
             )
             for row in rows
         ),
-        legend=f"{OPENED_MARK} hidden in a kernel of the plain forward, and opened to be seen" if opened else "",
+        legend=f"{OPENED_MARK} inside a kernel of torch, opened where it ran" if opened else "",
     )
 
 

@@ -25,7 +25,7 @@ from .parts import changes_only, contents, layer_page, notes, shape_cell, statis
 
 OPENED = "*"
 """Behind the name of a stage that the plain run hides."""
-LEGEND = f"{OPENED} hidden inside a kernel in the plain run, opened here to be seen"
+LEGEND = f"{OPENED} inside a kernel of torch, opened where it ran"
 SHAPE_ONLY = "°"
 SHAPE_LEGEND = f"{SHAPE_ONLY} its shape alone is known: it was never made, for it has too many numbers"
 
