@@ -333,7 +333,6 @@ def compare_heads(
     """
     asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
-    from .answers.head_runs import Counted
     from .targets.head_counts import layers_by_name, modules_with_heads
 
     if not isinstance(layer, str):
@@ -342,8 +341,7 @@ def compare_heads(
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
     else:
         made = iter(layers_by_name(layer, heads, kwargs))
-    counted = [Counted(count, own, is_known=isinstance(layer, str)) for count, own in made]
-    return LiveReport(report_of(counted, **asked))
+    return LiveReport(report_of(list(made), **asked))
 
 
 def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:
@@ -357,10 +355,10 @@ def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = Fal
     _require_module(left, "diff")
     _require_module(right, "diff")
     from .answers.diff import diff as report_of
-    from .answers.side import Side, SideRun
+    from .answers.side import Side
 
-    def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
-        return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
+    def run(name: Literal["left", "right"], module: nn.Module) -> Side:
+        return Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0))
 
     return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 

@@ -23,7 +23,7 @@ from .options import FORMS, Options, is_target, option, shares_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..answers.side import SideRun
+    from ..answers.side import Side
     from ..targets.call import Call
     from ..targets.target import Target
 
@@ -186,9 +186,7 @@ def _of_targets(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | N
         runs = _runs(options, *asked)
         report = compare(*runs)
     said = dict.fromkeys(
-        sentence.replace("The forward", f"{run.side.own.label}.forward", 1)
-        for run in runs
-        for sentence in run.side.own.notes
+        sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
     )
     report = replace(report, notes=(*report.notes, *said))
     give(report, options, export)
@@ -223,7 +221,7 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
 
-def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideRun]:
+def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
     """Build both sides, and run those that are targets.
 
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
@@ -249,7 +247,7 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideR
 
 
 def _called(
-    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, SideRun] | None = None
+    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """A target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..targets.room import Room
@@ -273,15 +271,15 @@ def _taken_by(other: _Asked) -> frozenset[str]:
     return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
 
 
-def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> SideRun:
+def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
     """A target, run. Raises `TargetFailedError` where its forward raises."""
-    from ..answers.side import Side, SideRun
+    from ..answers.side import Side
     from ..targets.call import explained
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
     own = subject_of(target, call, options.seed, options.grad)
-    run = SideRun(Side(asked.name, own, dict(parse_settings(list(asked.settings)))))
+    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
     try:
         _ = run.run
     except Exception as error:
@@ -289,9 +287,9 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
     return run
 
 
-def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: SideRun) -> SideRun:
+def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
-    from ..answers.side import Side, SideRun
+    from ..answers.side import Side
     from ..targets.layer_inputs import make_inputs
     from ..targets.layer_sides import parse_settings
     from ..targets.load import called_with
@@ -329,7 +327,7 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
     query, key, value = _each_once(laid_out, given)
     made = replace(made, query=query, key=key, value=value)
     own = called_with(kind.load().build(spec, run.device), spec, run, made, kind.name)
-    return SideRun(Side(asked.name, own, settings))
+    return Side(asked.name, own, settings)
 
 
 def _each_once(change: Callable[[Tensor], Tensor], given: Given) -> Given:
@@ -348,13 +346,13 @@ def _sequence_first(target: Target, options: Options) -> bool:
     return said is False
 
 
-def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
+def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
     """The sizes of the layer: the target's, but for those that somebody gave."""
     embed_dim, kdim, vdim = widths
     if "embed_dim" in options.typed and options.embed_dim != embed_dim:
         raise SpecError(
             f"embed_dim {options.embed_dim} contradicts {name}, which takes {embed_dim} features: diff gives both the "
-            f"same input. Drop --embed-dim, or give {name} another size: --{beside.side.name}-set NAME=VALUE."
+            f"same input. Drop --embed-dim, or give {name} another size: --{beside.name}-set NAME=VALUE."
         )
     found = _sizes(beside)
     sizes: dict[str, Any] = {"num_heads": subject.single_head_count(options, "diff"), "bias": options.bias}
@@ -373,17 +371,17 @@ def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths:
         kdim=kdim if kdim != embed_dim else None,
         vdim=vdim if vdim != embed_dim else None,
         training=options.train,
-        dtype=options.dtype if "dtype" in options.given else beside.side.dtype,
+        dtype=options.dtype if "dtype" in options.given else beside.dtype,
         seed=options.seed,
         **sizes,
     )
 
 
-def _sizes(run: SideRun) -> dict[str, Any]:
+def _sizes(run: Side) -> dict[str, Any]:
     """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
-    if not run.run.attentions:
+    if not run.attentions:
         return {}
-    found, names = run.run.attentions[0]
+    found, names = run.attentions[0]
     sizes: dict[str, Any] = {
         "num_heads": names.num_heads,
         "num_kv_heads": names.num_kv_heads,
