@@ -14,7 +14,7 @@ from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
-from .picture import Drawn, averaged, keep_weights, require_drawable
+from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
 from .values import counts
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def compare_heads(
     ] = False,
     time: Annotated[bool, option("--time", PANEL, "Measure how long each head count takes.")] = False,
     picture: Annotated[
-        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.")
+        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.", envvar="")
     ] = False,
     fail_if: FailIf = None,
 ) -> ExitCode:
@@ -84,6 +84,7 @@ def compare_heads(
     from . import subject
     from .answer import give, prepare
 
+    picture = is_wanted(picture)
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -205,6 +206,9 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=beside_layer)
             parse_settings(list(one.settings), one.flag)
+            own, _ = _options_of(options, one)
+            subject.inputs(own)
+            _require_numbers(own)
         else:
             find_layer(one.text)
             layer_settings(one.flag, one.settings)
@@ -217,6 +221,10 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
     subject.single_head_count(options, "diff")
     subject.inputs(options)
     subject.show(options)
+    _require_numbers(options)
+
+
+def _require_numbers(options: Options) -> None:
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
@@ -253,15 +261,33 @@ def _called(
     from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
+    options, settings = _options_of(options, one)
     if one.path is not None:
-        target = subject.load_target(one.text, options, one.settings, elsewhere=_taken_by(other))
+        target = subject.load_target(one.text, options, settings, elsewhere=_taken_by(other))
         return part_of(target, subject.call_of(target, options), one.path)
     fitted = beside is not None and other.path is not None
     sizes = _sizes(beside[1]) if beside is not None and fitted else None
-    target = subject.load_target(one.text, options, one.settings, sizes, _taken_by(other))
+    target = subject.load_target(one.text, options, settings, sizes, _taken_by(other))
     if beside is not None and fitted:
         target = with_arguments_of(target, beside[0])
     return target, subject.call_of(target, options, Room(kept=True, exact=True))
+
+
+_OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})
+"""Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
+
+
+def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
+    """Return the options as a target's side has them, and what is set of its own arguments."""
+    from ..targets.layer_sides import parse_settings, setting_of
+
+    ours = [text for text in one.settings if setting_of(text) in _OF_RUN]
+    changed = copy(options)
+    for name, value in parse_settings(one.flag, ours).items():
+        field = "train" if name == "training" else name
+        setattr(changed, field, ",".join(map(str, value)) if isinstance(value, tuple) else value)
+        changed.given, changed.typed = changed.given | {field}, changed.typed | {field}
+    return changed, [text for text in one.settings if text not in ours]
 
 
 def _taken_by(other: _Asked) -> frozenset[str]:

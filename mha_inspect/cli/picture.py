@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PANEL = "Picture"
 _DRAWN = (".png", ".svg", ".html")
+_VARIABLE = "MHA_INSPECT_PICTURE"
 _MOST_TOKENS = 1 << 20
 """Bytes of a file of tokens."""
 
@@ -67,6 +68,19 @@ TextOption = Annotated[
         show_default="none",
     ),
 ]
+
+
+def is_wanted(flag: bool) -> bool:
+    """Whether a picture is asked for that has no stage to choose: by its flag, or by a variable that names one.
+
+    Raises `SpecError` where the variable says neither yes nor no, and no stage.
+    """
+    said = os.environ.get(_VARIABLE, "").strip().lower()
+    if said in (*STAGES, "true", "1", "yes", "on", "t", "y"):
+        return True
+    if said not in ("", "false", "0", "no", "off", "f", "n"):
+        raise SpecError(f"{_VARIABLE} {shown(said)} is no stage, and neither true nor false: write one of these.")
+    return flag
 
 
 @dataclass(frozen=True)
