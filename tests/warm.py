@@ -7,8 +7,10 @@ environment of its own that a process started from a shell would have.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import socket
 import subprocess
@@ -17,6 +19,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import mha_inspect
 
 
 class Answer(NamedTuple):
@@ -92,14 +96,9 @@ def _become(request: list, files: list[int]) -> int:
 
 def serve(number: int) -> None:
     """Fork for each request until the other side closes."""
-    import torch  # noqa: F401
-
-    import mha_inspect.answers.trace
-    import mha_inspect.cli.app
-    import mha_inspect.cli.check
-    import mha_inspect.cli.compare_heads
-    import mha_inspect.cli.diff
-    import mha_inspect.cli.trace  # noqa: F401
+    for module in pkgutil.walk_packages(mha_inspect.__path__, "mha_inspect."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
     with socket.socket(fileno=number) as requests:
         while True:
