@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from ...record.ops import TensorRef
 from ...reports.failure import Cause
-from .scene import HEADS, SEQUENCES, VIEWS, Given, Scene, first_clash, shape_text
+from .operand import HEADS, SEQUENCES, Operand, shape_text
+from .scene import VIEWS, Scene, first_clash
 
 Told: TypeAlias = "tuple[str, str] | None"
 """What is wrong and a way out; None where the evidence shows no such mistake."""
@@ -107,7 +108,7 @@ def _dtypes(scene: Scene) -> Told:
     )
 
 
-def _odd_one(scene: Scene, what: str) -> tuple[Given, str]:
+def _odd_one(scene: Scene, what: str) -> tuple[Operand, str]:
     """Return the operand that differs from most (a parameter is less likely the odd one), and what most are."""
     weights: dict[str, int] = {}
     for operand in scene.operands:
@@ -120,10 +121,10 @@ def _odd_one(scene: Scene, what: str) -> tuple[Given, str]:
 # ---------------------------------------------------------------- what a layer takes
 
 
-def _width_clash(scene: Scene) -> tuple[Given, int, Given | None] | None:
+def _width_clash(scene: Scene) -> tuple[Operand, int, Operand | None] | None:
     """Return an input, the features that its layer takes, and its weight, where the input has others; else None."""
-    x: Given | None = None
-    weight: Given | None = None
+    x: Operand | None = None
+    weight: Operand | None = None
     takes = 0
     if scene.widths:
         roles = [(scene.given(role), width) for role, width in scene.widths.items()]
@@ -204,14 +205,14 @@ def _width(scene: Scene) -> Told:
 # ---------------------------------------------------------------- torch's own layers
 
 
-def _lengths(scene: Scene, given: Given) -> tuple[int, int]:
+def _lengths(scene: Scene, given: Operand) -> tuple[int, int]:
     """Return batch and length as the layer reads them; a batch of 0 where the input has none."""
     if len(given.shape) != 3:
         return 0, given.shape[0] if given.shape else 0
     return (given.shape[0], given.shape[1]) if scene.batch_first else (given.shape[1], given.shape[0])
 
 
-def _sequences(scene: Scene) -> tuple[Given, Given] | None:
+def _sequences(scene: Scene) -> tuple[Operand, Operand] | None:
     """Return what a layer of torch takes queries and keys from."""
     query, key = scene.given("query", "tgt"), scene.given("key", "src")
     return None if query is None or key is None else (query, key)
@@ -290,7 +291,7 @@ def _values(scene: Scene) -> Told:
     return None if same else (f"{key.is_shape}, {value.is_shape}.", _SAME_SEQUENCE)
 
 
-def _padding(scene: Scene) -> tuple[Given, tuple[int, int], str] | None:
+def _padding(scene: Scene) -> tuple[Operand, tuple[int, int], str] | None:
     """Return a key_padding_mask of torch's layer that does not fit, batch and key length, and what is wrong."""
     padding, given = scene.given("key_padding_mask"), _sequences(scene)
     if scene.base != "multi_head_attention" or padding is None or given is None:
@@ -344,7 +345,7 @@ def _scores_between_heads(scene: Scene) -> Told:
     )
 
 
-def _laid_over(scene: Scene) -> tuple[Given, tuple[int, ...]] | None:
+def _laid_over(scene: Scene) -> tuple[Operand, tuple[int, ...]] | None:
     """Return a mask and the shape of the scores (query and key last) that it does not lie over; else None."""
     mask = scene.given("attn_mask")
     scores: tuple[int, ...] = ()
@@ -523,13 +524,13 @@ def _split_at(scene: Scene, tensor: TensorRef) -> str:
     return ""
 
 
-def _variable(scene: Scene, given: Given) -> str:
+def _variable(scene: Scene, given: Operand) -> str:
     """Return the plain variable behind an operand: `k` behind `k.transpose(-2, -1)`."""
     names = [scene.variables.get(tensor.id, "") for tensor in list(scene.reached.steps_back(given.tensor))[:2]]
     return next(filter(None, names), given.name)
 
 
-def _two_sizes(scene: Scene) -> tuple[Given, Given] | None:
+def _two_sizes(scene: Scene) -> tuple[Operand, Operand] | None:
     """Return two factors that are laid out alike, queries or weights and keys or values, where they do not fit."""
     query = next((o for o in scene.factors if o.part in ("query", "weights")), None)
     key = next((o for o in scene.factors if o.part in ("key", "value")), None)
@@ -610,10 +611,10 @@ def _contiguous(scene: Scene) -> Told:
 
 
 def _is_scattered(scene: Scene) -> bool:
-    return "stride" in scene.message and bool(scene.operands) and not scene.operands[0].is_contiguous
+    return "stride" in scene.message and bool(scene.operands) and not scene.operands[0].value.is_contiguous()
 
 
-def _division(scene: Scene) -> tuple[Given, int, int] | None:
+def _division(scene: Scene) -> tuple[Operand, int, int] | None:
     """Return what a view divides in its last dimension, and the two sizes asked for."""
     x, sizes = scene.operands[0] if scene.operands else None, scene.sizes_of_view
     if x is None or len(sizes) != len(x.shape) + 1 or sizes[:-2] != x.shape[:-1]:
