@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.answers.trace import trace_module
-
+from ..built import trace_module
 from . import styles
 from .styles import D, E, H
 from .truth import Shown, assert_true, attentions
