@@ -16,7 +16,7 @@ from ..text import shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
-from .picture import Drawn, require_drawable
+from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
     from ..record.subject import Subject
@@ -40,7 +40,7 @@ def params(
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
     ] = False,
     picture: Annotated[
-        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.", envvar="")
     ] = False,
     like: Annotated[
         str | None,
@@ -96,6 +96,7 @@ def params(
     subject.show(options)
     from .answer import give, prepare
 
+    picture = is_wanted(picture)
     if picture:
         require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
