@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect import check, params, recording, trace
+from mha_inspect import check, params, trace
 from mha_inspect.reports.trace import Attention
 
 from . import claims
@@ -143,9 +143,7 @@ def test_features_that_attend_to_features_are_called_so() -> None:
         for one in (module.q, module.k)
     )
     weights = (torch.einsum("bnhi,bnhj->bhij", q, k) * 3).softmax(-1)
-    with recording() as kept:
-        module(x)
-    torch.testing.assert_close(kept.trace.attentions[0].weights.tensor, weights)
+    torch.testing.assert_close(trace(module, x, keep=True).attentions[0].weights.tensor, weights)
     facts = {fact.name: fact.text for fact in check(module.float(), x.float()).facts}
     assert facts["attended over"] == "the features of a head, not positions"
 
