@@ -144,7 +144,7 @@ def test_features_that_attend_to_features_are_called_so() -> None:
     )
     weights = (torch.einsum("bnhi,bnhj->bhij", q, k) * 3).softmax(-1)
     torch.testing.assert_close(trace(module, x, keep=True).attentions[0].weights.tensor, weights)
-    facts = {fact.name: fact.text for fact in check(module.float(), x.float()).facts}
+    facts = {fact.name: fact.sentence for fact in check(module.float(), x.float()).facts}
     assert facts["attended over"] == "the features of a head, not positions"
 
 
