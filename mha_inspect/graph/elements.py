@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..record.catalog import does, named
 from ..record.ops import Named, Op, TensorRef
-from .dimensions import Axis
+from .dimensions import Axis, wide
 from .linear import features_of
 from .pieces import setting
 from .walk import Graph
@@ -121,7 +121,7 @@ class Origins:
     @cached_property
     def _features(self) -> set[Axis]:
         """The axes of what projections take in and give, but for those of size one."""
-        return {axis for axis in features_of(self._graph) if axis.size > 1}
+        return set(wide(features_of(self._graph)))
 
     def _meet(self, now: Elements, trail: Trail) -> None:
         address = _address(now.tensor, now.at)
