@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -115,6 +116,9 @@ def diff(
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
 
+    Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, the same in
+    another order of heads, of q, k and v, or of rotary features, or different, and which heads changed most.
+
     A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
@@ -123,6 +127,8 @@ def diff(
         _Asked("left", left, left_set or (), left_module),
         _Asked("right", right, right_set or (), right_module),
     )
+    if _are_checkpoints(left, right):
+        return _of_checkpoints(options, asked, fail_if)
     if is_target(left) or is_target(right):
         return _of_targets(options, asked, fail_if)
     for one in asked:
@@ -148,6 +154,40 @@ def diff(
 
     resume()
     report = diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+    give(report, options, export)
+    return exit_code(report.verdict, fail_if)
+
+
+def _are_checkpoints(left: str, right: str) -> bool:
+    """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
+    from ..checkpoints.checkpoint import is_checkpoint
+
+    found = [text != "" and text not in LAYERS and is_checkpoint(text) for text in (left, right)]
+    if any(found) and not all(found):
+        file, other = (left, right) if found[0] else (right, left)
+        what = f"{shown(other)} is none" if other else "no other is named"
+        raise SpecError(
+            f"{shown(file)} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a module: "
+            f"`mha-inspect params {shown(file)} --like TARGET`."
+        )
+    return all(found)
+
+
+def _of_checkpoints(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | None) -> ExitCode:
+    """Diff two files of tensors."""
+    from .answer import give, prepare
+
+    left, right = asked
+    for one in asked:
+        if one.settings or one.path is not None:
+            flag = f"{one.name}-{'set' if one.settings else 'module'}"
+            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
+    options.require_of_use_to_a_file(left.text, "num_heads", "format", "export")
+    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
+    export = prepare(options)
+    from ..answers.checkpoint.diff import diff_of_checkpoints
+
+    report = diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
     give(report, options, export)
     return exit_code(report.verdict, fail_if)
 

@@ -237,6 +237,16 @@ class Options:
                     "as in mha-inspect trace path/to/file.py:Name."
                 )
 
+    def require_of_use_to_a_file(self, text: str, *used: str) -> None:
+        """Let it pass when nothing was typed but what a file of tensors has a use for.
+
+        Raises `SpecError` otherwise.
+        """
+        unused = sorted((self.typed & {*vars(Options)}) - {*used})
+        if unused:
+            flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
+            raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
+
 
 def is_target(text: str) -> bool:
     """Return whether a text has the form of a target, and not that of a layer's name."""
