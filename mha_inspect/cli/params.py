@@ -7,29 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..text import shown
-from .collection import resume
-from .help import GroupedCommand
-from .options import Options, TargetArgument, option, shares_options
+from . import subject
+from .options import Options, TargetArgument, command, option
+from .output import give, prepare
 from .picture import Drawn, require_drawable
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
 
-app = typer.Typer(add_completion=False)
 
-EPILOG = """Examples:
-
-mha-inspect params --embed-dim 512 --num-heads 8 --per-head
-
-mha-inspect params --embed-dim 512 --num-heads 1,2,4,8"""
-
-
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+@command(
+    "params --embed-dim 512 --num-heads 8 --per-head",
+    "params --embed-dim 512 --num-heads 1,2,4,8",
+    without=("padding", "attn_mask", "grad", "need_weights", "average_weights", "ops"),
+)
 def params(
     options: Options,
     target: TargetArgument = None,
@@ -52,7 +45,6 @@ def params(
     Its headers are read and nothing is run: what the tensors are for is told by their names and shapes.
     """
     from ..checkpoints.checkpoint import is_checkpoint
-    from . import subject
 
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
@@ -67,20 +59,17 @@ def params(
         for count in heads:
             subject.attention(options, count)
         subject.inputs(options)
-    subject.show(options)
-    from .answer import give, prepare
-
+    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
 
     if is_file:
         report = _of_checkpoint(str(target), options, per_head, picture)
-        give(report, options, export, _drawn(report))
-        return ExitCode.OK
-    resume()
-    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
-    report = _of_layer(options, heads, asked) if target is None else _of_target(target, options, heads, asked)
+    elif target is None:
+        report = _of_layer(options, heads, asked)
+    else:
+        report = _of_target(target, options, heads, asked)
     give(report, options, export, _drawn(report))
     return ExitCode.OK
 
@@ -94,7 +83,7 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
-_OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
+_OF_CHECKPOINT = frozenset({"num_heads", "stats", "format", "json", "export", "color", "quiet"})
 """Options that a checkpoint has a use for."""
 
 
@@ -107,19 +96,18 @@ def _check_checkpoint(text: str, options: Options) -> None:
 
 def _of_checkpoint(text: str, options: Options, per_head: bool, picture: bool) -> ParamsReport:
     from ..answers.checkpoint import params_of_checkpoint
-    from . import subject
 
     count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
     return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats, norms=picture)
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
-    from ..answers.params import layers_for_params, params
-    from . import subject
+    with subject.running(options, f"reading {options.layer}"):
+        from ..answers.params import layers_for_params, params
 
-    spec, run = subject.attention(options, heads[0]), subject.run(options)
-    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
-    return params(first, beside=others, **asked)
+        spec, run = subject.attention(options, heads[0]), subject.run(options)
+        first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
+        return params(first, beside=others, **asked)
 
 
 def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
@@ -129,16 +117,15 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
 
     Raises `MhaInspectError` where it cannot be built, or inputs were asked for that are of no use.
     """
-    from torch.nn.parameter import is_lazy
-
-    from ..answers.params import params
-    from ..record.subject import Subject
-    from ..targets.call import explained
-    from ..targets.load import subject_of
-    from . import subject
-
     many, why = len(heads) > 1, ""
-    with subject.running(options):
+    with subject.running(options, f"reading {text}"):
+        from torch.nn.parameter import is_lazy
+
+        from ..answers.params import params
+        from ..record.subject import Subject
+        from ..targets.call import explained
+        from ..targets.load import subject_of
+
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, one) for one in each]
         first = targets[0]
@@ -157,6 +144,5 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
             own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(own, called=False, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
-    for note in first.notes:
-        subject.tell(note)
+    subject.tell(first.notes, options)
     return replace(report, notes=(*report.notes, *filter(None, [why])))
