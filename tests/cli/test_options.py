@@ -148,7 +148,7 @@ def test_quiet_leaves_out_what_was_decided_on_somebodys_behalf(invoke):
     assert told.err.startswith("mha-inspect: MultiheadAttention was built with embed_dim=8")
     assert quiet == told._replace(err="")
     # What went wrong is said in any case.
-    assert "num_heads 3" in invoke(*line, "--num-heads", "3", "-q").err
+    assert "num_heads=3" in invoke(*line, "--num-heads", "3", "-q").err
 
 
 @pytest.mark.parametrize("command", APPS)
