@@ -114,9 +114,13 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
 
 
 def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **settings: Any) -> Any:
-    """Return an option with its variable: `--embed-dim`, or `-e --embed-dim`, also reads `MHA_INSPECT_EMBED_DIM`."""
+    """Return an option with its variable: `--embed-dim`, or `-e --embed-dim`, also reads `MHA_INSPECT_EMBED_DIM`.
+
+    `envvar` may name another variable.
+    """
     names = flags.split()
     name = names[-1].split("/")[0].lstrip("-")
+    settings = {"envvar": f"MHA_INSPECT_{name.replace('-', '_').upper()}"} | settings
     if known:
         settings = {"parser": one_of(known), "metavar": "|".join(known)} | settings
         settings["autocompletion"] = completing(known)
@@ -124,7 +128,6 @@ def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **se
         *names,
         help=help,
         rich_help_panel=panel,
-        envvar=f"MHA_INSPECT_{name.replace('-', '_').upper()}",
         # The rule stands once at the top of the page; at each of forty options it would drown the page.
         show_envvar=False,
         **settings,

@@ -12,7 +12,7 @@ from ..text import shown
 from . import subject
 from .options import Options, TargetArgument, command, option
 from .output import give, prepare
-from .picture import Drawn, require_drawable
+from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
@@ -30,7 +30,7 @@ def params(
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
     ] = False,
     picture: Annotated[
-        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.", envvar="")
     ] = False,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
@@ -59,6 +59,7 @@ def params(
         for count in heads:
             subject.attention(options, count)
         subject.inputs(options)
+    picture = is_wanted(picture)
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
