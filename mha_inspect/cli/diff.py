@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..answers.side import Side
+    from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..targets.call import Call
     from ..targets.target import Target
 
@@ -83,6 +85,9 @@ def diff(
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
 
+    Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, the same in
+    another order of heads, of q, k and v, or of rotary features, or different, and which heads changed most.
+
     A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
@@ -91,13 +96,35 @@ def diff(
         _Asked("left", left, left_set or (), left_module),
         _Asked("right", right, right_set or (), right_module),
     )
-    compared = _targets(options, asked) if is_target(left) or is_target(right) else _layers(options, *asked)
+    compared: Callable[[], DiffReport | CheckpointDiffReport]
+    around = subject.running
+    if _are_checkpoints(left, right):
+        compared, around = _checkpoints(options, *asked), subject.waiting
+    elif is_target(left) or is_target(right):
+        compared = _targets(options, asked)
+    else:
+        compared = _layers(options, *asked)
     export = prepare(options)
     named = " with ".join(one.text for one in asked if one.text) or options.layer
-    with subject.running(options, f"comparing {named}"):
+    with around(options, f"comparing {named}"):
         report = compared()
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+
+
+def _are_checkpoints(left: str, right: str) -> bool:
+    """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
+    from ..checkpoints.checkpoint import is_checkpoint
+
+    found = [text != "" and text not in LAYERS and is_checkpoint(text) for text in (left, right)]
+    if any(found) and not all(found):
+        file, other = (left, right) if found[0] else (right, left)
+        what = f"{shown(other)} is none" if other else "no other is named"
+        raise SpecError(
+            f"{shown(file)} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a module: "
+            f"`mha-inspect params {shown(file)} --like TARGET`."
+        )
+    return all(found)
 
 
 @dataclass(frozen=True)
@@ -122,6 +149,23 @@ class _Asked:
                 f"--{self.name}-module {shown(self.path)} names a module of a target, and that side is a layer. "
                 "Drop it."
             )
+
+
+def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], CheckpointDiffReport]:
+    """Return what diffs two files of tensors, once everything is judged as in `_layers`."""
+    for one in (left, right):
+        if one.settings or one.path is not None:
+            flag = f"{one.name}-{'set' if one.settings else 'module'}"
+            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
+    options.require_of_use_to_a_file(left.text, "num_heads")
+    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
+
+    def compared() -> CheckpointDiffReport:
+        from ..answers.checkpoint.diff import diff_of_checkpoints
+
+        return diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
+
+    return compared
 
 
 def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import ExitCode
-from .options import Options, command
+from .options import OUTPUTS, Options, command
 
 
-@command("layers", "layers --format json", only=("format", "json", "export", "color", "quiet"))
+@command("layers", "layers --format json", only=OUTPUTS)
 def layers(options: Options) -> ExitCode:
     """List the ways to write attention: name, parameters, how the heads are split, and where the style comes from."""
     from ..layers.listing import list_layers

@@ -30,6 +30,8 @@ FORMATS = ("table", "plain", "json")
 COLORS = ("auto", "always", "never")
 NUMBERS = ("ops", "stats", "values", "precision", "edge_items")
 """What a report may hold beyond names, shapes and axes: for the commands that show stages or parameters."""
+OUTPUTS = ("format", "json", "export", "color", "quiet")
+"""Where a report goes, and how: for every command."""
 VARIABLES = (
     "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
     "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
@@ -335,6 +337,16 @@ class Options:
                     f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, "
                     "as in mha-inspect trace path/to/file.py:Name."
                 )
+
+    def require_of_use_to_a_file(self, text: str, *used: str) -> None:
+        """Let it pass when nothing was typed but what a file of tensors has a use for.
+
+        Raises `SpecError` otherwise.
+        """
+        unused = sorted((self.typed & {*vars(Options)}) - {*used, *OUTPUTS})
+        if unused:
+            flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
+            raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
 
 
 def is_target(text: str) -> bool:

@@ -236,6 +236,14 @@ def check_target(
 
 
 @contextmanager
+def waiting(options: Options, words: str) -> Iterator[Tick]:
+    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked."""
+    resume_collection()
+    with progress(words, quiet=options.quiet) as tick:
+        yield tick
+
+
+@contextmanager
 def running(options: Options, words: str) -> Iterator[Tick]:
     """Build and run subjects inside: what they print goes to stderr, and gradients are as asked.
 

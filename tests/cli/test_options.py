@@ -98,7 +98,7 @@ NUMBERS = ["--ops", "--stats", "--values", "--precision", "--edge-items"]
     ("command", "without"),
     [
         ("trace", []),
-        ("params", ["--ops", "--padding", "--attn-mask", "--grad", "--need-weights", "--average-weights"]),
+        ("params", ["--ops", "--grad", "--need-weights", "--average-weights"]),
         ("compare-heads", [*NUMBERS, "--grad"]),
         ("diff", NUMBERS),
         ("check", [*NUMBERS, "--grad"]),
