@@ -146,8 +146,9 @@ class Subject:
         try:
             module = copy_module(self.module, shared)
         except Exception:  # whatever the copying of somebody's objects may raise
-            return self
-        return replace(self, module=module, args=_fresh(self.args), kwargs=_fresh(self.kwargs))
+            module = self.module
+        known: dict[int, Any] = {}
+        return replace(self, module=module, args=_fresh(self.args, known), kwargs=_fresh(self.kwargs, known))
 
     @contextmanager
     def apart(self) -> Iterator[Subject]:
@@ -187,18 +188,26 @@ class Subject:
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
 
 
-def _fresh(value: Any) -> Any:
-    """Arguments, with copies of what is neither a tensor nor plain data: a cache of keys, for one."""
-    if isinstance(value, (torch.Tensor, nn.Module, *_PLAIN)):
+def _fresh(value: Any, known: dict[int, Any]) -> Any:
+    """Copy arguments, and what is in them: tensors, a cache of keys, for one. What is given twice stays one."""
+    if isinstance(value, (nn.Module, *_PLAIN)):
         return value
     if type(value) in (list, tuple):
-        return type(value)(map(_fresh, value))
+        return type(value)(_fresh(item, known) for item in value)
     if type(value) is dict:
-        return {name: _fresh(item) for name, item in value.items()}
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # as above
-        return value
+        return {name: _fresh(item, known) for name, item in value.items()}
+    if id(value) not in known:
+        try:
+            known[id(value)] = _copied_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        except Exception:  # as above
+            known[id(value)] = value
+    return known[id(value)]
+
+
+def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that may be written to; itself where its elements share memory, which torch does not write to."""
+    overlaps = tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1
+    return tensor if tensor.is_meta or overlaps else tensor.detach().clone()
 
 
 def _elements(own: Subject) -> int:

@@ -74,8 +74,8 @@ def probe(
     watch = _Watch(named, whole=whole)
     error: Exception | None = None
     try:
-        with torch.no_grad(), Subject(module, args, dict(kwargs)).apart() as own, watch:
-            own.module(*own.args, **own.kwargs)
+        with torch.no_grad(), Subject(module, (), {}).apart() as own, watch:
+            own.module(*args, **kwargs)
     except _EnoughError:
         pass
     except Exception as raised:
