@@ -307,7 +307,7 @@ def test_what_a_run_writes_into_its_input_no_other_gets(x):
 
 
 def test_what_is_written_over_has_no_gradient(x):
-    with pytest.raises(InputError, match="There is no gradient of Writing: .*modified by an inplace operation"):
+    with pytest.raises(InputError, match=r"There is no gradient of Writing: .*modified by an inplace operation"):
         mha_inspect.compare_heads((1, 2), lambda heads: Writing(DIM, heads).eval(), x, gradients=True)
 
 
