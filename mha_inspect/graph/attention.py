@@ -162,7 +162,11 @@ class _Finder:
 
     def _projections(self, stages: dict[str, TensorRef], module: str) -> dict[str, _Projection]:
         """The projections of query, key and value, those that there are."""
-        found = {name: self._projection(stages[f"{name[0]}_heads"], module) for name in ("query", "key", "value")}
+        query = self._projection(stages["q_heads"], module)
+        like = None if query is None else self._origin(query.op)
+        found = {"query": query} | {
+            name: self._projection(stages[f"{name[0]}_heads"], module, like) for name in ("key", "value")
+        }
         ends = {name: end for name, end in found.items() if end is not None}
         for name, end in ends.items():
             others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
@@ -191,8 +195,12 @@ class _Finder:
             op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
         )
 
-    def _projection(self, heads: TensorRef, module: str) -> _Projection | None:
-        """The nearest projection behind a tensor of heads.
+    def _origin(self, op: Op) -> int:
+        """The id of what a projection projects, before it was moved about."""
+        return self.graph.before_moves(self.graph.projected(op)).id
+
+    def _projection(self, heads: TensorRef, module: str, like: int | None = None) -> _Projection | None:
+        """The nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
 
         Where heads are put together of several projections' pieces, one that feeds another of them is not the last.
         """
@@ -206,11 +214,18 @@ class _Finder:
                 if crossed and not inside(op.module, module):
                     return None
                 nearest = _Projection(op, tuple(reversed(step.path)))
-                if not any(passed.base_name == "cat" for passed in step.path):
+                added = like is not None and like != self._origin(op) and any(map(self._adds, step.path))
+                if not added and not any(passed.base_name == "cat" for passed in step.path):
                     break
+            elif self._origin(op) == like and any(map(self._adds, step.path)):
+                return _Projection(op, tuple(reversed(step.path)))
             elif inside(op.module, module) and op is not nearest.op and self._feeds(nearest.op, op):
                 return _Projection(op, tuple(reversed(step.path)))
         return nearest
+
+    def _adds(self, op: Op) -> bool:
+        """Whether this adds up two tensors that come from what is given."""
+        return op.base_name.rstrip("_") == "add" and sum(map(self.graph.comes_from_inputs, op.inputs)) > 1
 
     def _feeds(self, first: Op, second: Op) -> bool:
         """Whether one projection projects what another gives."""

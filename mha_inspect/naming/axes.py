@@ -113,8 +113,10 @@ class AxisNames:
         expected = _expected(stage)
         tensor = self._found.stages[stage]
         side = self._sides[_side(stage)]
-        if stage in ("k_heads", "v_heads") and self._roles.own_keys:
-            side = [*side, ("query", self._roles.own_keys)]
+        own_keys = self._roles.own_keys
+        held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
+        if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
+            side = [*side, ("query", own_keys)]
         given = self._found.stages.get("query", self._found.stages.get("output"))
         width = given.shape[-1] if given is not None and given.shape else 0
         if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:

@@ -82,10 +82,13 @@ class Roles:
         """The axis next to the features in what comes in, where the product of scores runs over it."""
         stages = self._found.stages
         dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
+        apart = tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
         keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
-        if keys & {atom for atom in self._source_key if atom.size > 1}:
+        heads = [atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim]
+        twice = all(heads.count(atom) > 1 and atom in self._source_key for atom in apart)
+        if not twice and keys & {atom for atom in self._source_key if atom.size > 1}:
             return ()  # the keys are all there for every query: there is only one
-        return tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
+        return apart
 
     def _features(self) -> set[Axis]:
         """The atoms of the dimensions in which a projection puts heads and their features."""
@@ -171,8 +174,13 @@ class Roles:
         if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        shared = tuple(atom for atom in self.heads if atom in atoms)
+        shared = tuple(atom for atom in self.heads if atom in atoms or self._is_piece(atom, atoms))
         return shared or self._picked()
+
+    def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
+        """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
+        cut_from, _ = atom.origins.get(atom.size, ((), 0))
+        return 1 < atom.size < _size(self.heads) and bool(set(resolve(cut_from)) & whole)
 
     def _picked(self) -> Dim:
         """Heads of the keys' own projection, where those that meet the queries were picked from them by an index."""
