@@ -251,6 +251,11 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
             "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
             "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose."
         )
+    if names.over_features:
+        notes.append(
+            "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
+            "the features of the keys."
+        )
     if found.over_queries:
         notes.append(
             "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "

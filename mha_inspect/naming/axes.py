@@ -85,6 +85,11 @@ class AxisNames:
         return self._roles.mixes_positions
 
     @property
+    def over_features(self) -> bool:
+        """Whether the features of a head attend to one another, and not positions to positions."""
+        return self._roles.over_features
+
+    @property
     def num_windows(self) -> int:
         """Number of windows that the sequence was cut into; 1 where it was not."""
         return _product(self._roles.windows)
@@ -111,6 +116,8 @@ class AxisNames:
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
         expected = _expected(stage)
+        if self._roles.over_features and _side(stage) == "s":
+            expected = ["head_dim", "key_head_dim"]
         tensor = self._found.stages[stage]
         side = self._sides[_side(stage)]
         own_keys = self._roles.own_keys

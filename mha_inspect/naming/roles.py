@@ -27,8 +27,10 @@ class Roles:
         self._other_dim: Dim = axes.right_inner
         folded = axes.batch
         outside = self._outside()
+        self.over_features = self._is_over_features(outside, query)
+        """Whether features attend to features: the product of scores sums over the positions."""
         head_rows: Dim = ()
-        if outside and sum(atom.size > 1 for atom in query) > 1:
+        if outside and not self.over_features and sum(atom.size > 1 for atom in query) > 1:
             # One key head for all: the query heads stand beside the queries, in the rows of one product.
             head_rows = tuple(a for a in query if a not in outside and a in self._features())
         self.mixes_positions = self._mixes_positions(outside, head_rows, query)
@@ -51,7 +53,14 @@ class Roles:
         if self.mixes_positions:
             self.heads, self.windows = (*self.windows, *self.heads), ()
         self._value_roles()
+        if self.over_features:
+            self._swap_features_and_positions()
         self.branch_axis = self._branch_axis()
+
+    def _is_over_features(self, outside: set[Axis], query: Dim) -> bool:
+        """Whether the product of scores sums over positions of what comes in, and has features for its rows."""
+        rows, summed = ({atom for atom in dim if atom.size > 1} for dim in (query, self.head_dim))
+        return bool(rows and summed) and summed <= outside and rows <= self._features() - outside
 
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
@@ -93,10 +102,11 @@ class Roles:
     def _features(self) -> set[Axis]:
         """The atoms of the dimensions in which a projection puts heads and their features."""
         found: set[Axis] = set()
-        for stage in ("q_proj", "k_proj", "concat"):
-            tensor = self._found.stages.get(stage)
+        for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
+            tensor, op = self._found.stages.get(stage), self._found.projections.get(side)
             if tensor is not None and tensor.shape:
-                found |= set(self._dimensions.of(tensor)[-1])
+                convolved = op is not None and op.base_name == "convolution" and len(tensor.shape) > 2
+                found |= set(self._dimensions.of(tensor)[1 if convolved else -1])
         # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
         for stage in ("q_proj",):
             tensor = self._found.stages.get(stage)
@@ -159,6 +169,15 @@ class Roles:
         self._value_query = self.own_keys or tuple(atom for atom in self._value_query if atom not in beside)
         self.own_value_width = _size(self.value_dim) != _size(self.head_dim)
 
+    def _swap_features_and_positions(self) -> None:
+        """Call features and positions what they are, where the product of scores has them in each other's place."""
+        self.query, self.head_dim = self.head_dim, self.query
+        self.key, self._other_dim = self._other_dim, self.key
+        positions, self.value_dim = self.value_dim, self._value_key
+        self._value_key = positions
+        self._source_query, self._source_key = self.query, self.key
+        self.own_value_width = False
+
     def _branch_axis(self) -> Dim:
         """Where a loop runs over heads: the axis that counts its turns, in the heads side by side."""
         concat = self._found.stages.get("concat")
@@ -175,27 +194,34 @@ class Roles:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms or self._is_piece(atom, atoms))
-        return shared or self._picked()
+        return shared or self._picked("key")
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
         cut_from, _ = atom.origins.get(atom.size, ((), 0))
         return 1 < atom.size < _size(self.heads) and bool(set(resolve(cut_from)) & whole)
 
-    def _picked(self) -> Dim:
-        """Heads of the keys' own projection, where those that meet the queries were picked from them by an index."""
-        projections, stages = self._found.projections, self._found.stages
-        alone = [name for name, op in projections.items() if op is projections.get("key")] == ["key"]
-        features = self._dimensions.of(stages["k_proj"])[-1] if alone and stages["k_proj"].shape else ()
-        own = tuple(atom for atom in features if atom not in self.head_dim and atom not in self._other_dim)
-        used = {atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim}
-        whole = len(own) < len(features) and used >= set(self.heads)
+    def _picked(self, side: str) -> Dim:
+        """Heads of a projection of keys or values, where those that meet the queries were picked from them."""
+        projections, projected = self._found.projections, self._found.stages.get(f"{side[0]}_proj")
+        if projected is None or not projected.shape:
+            return ()
+        width = {*self.head_dim, *self._other_dim} if side == "key" else {*self.value_dim}
+        features = self._dimensions.of(projected)[-1]
+        own = tuple(atom for atom in features if atom not in width and atom.size > 1)
+        sharing = sum(op is projections[side] for op in projections.values())
+        if own and own[0].size == sharing > 1 and len(own) > 1:
+            own = own[1:]  # what counts the projections in one matrix
+        used = {atom for dim in self._dimensions.of(self._found.stages[f"{side[0]}_heads"]) for atom in dim}
+        whole = len(own) < len(features) and used >= set(self.heads) and not used & set(own)
         return own if whole and _size(self.heads) % max(_size(own), 1) == 0 else ()
 
     def groups(self, side: str) -> list[Group]:
         """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""
         value_dim = "v_head_dim" if self.own_value_width else "head_dim"
         found: list[Group] = [("batch", self.batch), *self._head_groups(side), ("windows", self.windows)]
+        if self.over_features:
+            return [(name, _without_ones(group)) for name, group in (*found, *self._of_features(side))]
         if side in "vo":
             found.append((value_dim, self.value_dim))
         if side != "o":
@@ -209,13 +235,26 @@ class Roles:
         }[side]
         return [(name, _without_ones(group)) for name, group in found]
 
+    def _of_features(self, side: str) -> list[Group]:
+        """Names and atoms of features and positions, where features attend to features."""
+        queries, keys = ("head_dim", self.head_dim), ("head_dim", self._other_dim)
+        return {
+            "q": [queries, ("query", self.query)],
+            "k": [keys, ("key", self.key)],
+            "v": [keys, ("head_dim", self.value_dim), ("key", self._value_key)],
+            "s": [queries, ("key_head_dim", self._other_dim), ("key_head_dim", self.value_dim)],
+            "o": [queries, ("head_dim", self._value_query), ("query", self._value_key)],
+        }[side]
+
     def _head_groups(self, side: str) -> list[Group]:
         shared, heads = self.kv_heads, self.heads
         if self.branch_axis and side == "o":
             return [("heads", (*self.branch_axis, *heads))]
         if not heads or shared == heads:
             return [("heads", heads)]
-        return [("heads", heads), ("kv_heads", shared), ("group", tuple(atom for atom in heads if atom not in shared))]
+        group = tuple(atom for atom in heads if atom not in shared)
+        picked = [("kv_heads", self._picked("value"))] if side == "v" else []
+        return [("heads", heads), ("kv_heads", shared), *picked, ("group", group)]
 
 
 def _without_ones(dim: Dim) -> Dim:
