@@ -147,7 +147,9 @@ class AxisNames:
         # What was given to the forward may have been moved before it is projected.
         features = [_wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
         last = [_wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
-        return stage == "output" or any(dim in features for dim in last)
+        if stage == "output":
+            return not any(set(dim) & {*self._roles.query} for dim in last)
+        return any(dim in features for dim in last)
 
     def _packed(self, stage: str) -> tuple[str, int, int]:
         """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
@@ -290,7 +292,7 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
                 (
                     f"{name}_{group.index(atom) + 1}"
                     for name, group in known
-                    if name in ("batch", "query", "key") and len(group) > 1 and atom in group
+                    if name in ("batch", "windows", "query", "key") and len(group) > 1 and atom in group
                 ),
                 None,
             )

@@ -69,7 +69,12 @@ class Roles:
             return set()
         dims = list(self._dimensions.of(stages["query"]))
         if dims and "query" in projections:
-            del dims[1 if projections["query"].base_name == "convolution" and len(dims) > 2 else -1]
+            op = projections["query"]
+            # Features that were moved before they were projected stand elsewhere than last.
+            summed = {atom for read in op.inputs for atom in self._dimensions.of(read)[-1:][0] if atom.size > 1}
+            moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
+            last = 1 if op.base_name == "convolution" and len(dims) > 2 else -1
+            del dims[moved[0] if len(moved) == 1 else last]
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:

@@ -11,7 +11,9 @@ from .oracle import Configuration
 TABLES = sorted(
     file.stem
     for file in Path(__file__).parent.glob("*.py")
-    if file.stem not in ("oracle", "table", "test_zoo") and not file.stem.startswith("_") and file.stem != "configurations"
+    if file.stem not in ("oracle", "table", "test_zoo")
+    and not file.stem.startswith("_")
+    and file.stem != "configurations"
 )
 
 

@@ -166,9 +166,9 @@ def _liven(module: nn.Module) -> None:
     """Give parameters that begin at zero or at one numbers of their own: they would move nothing."""
     with torch.no_grad():
         for parameter in module.parameters():
-            if not isinstance(parameter, nn.UninitializedParameter) and parameter.is_floating_point():
-                if parameter.dim() > 1 and float(parameter.std() if parameter.numel() > 1 else 0) < 1e-3:
-                    parameter.normal_(std=0.3)
+            made = not isinstance(parameter, nn.UninitializedParameter) and parameter.is_floating_point()
+            if made and parameter.dim() > 1 and parameter.numel() > 1 and float(parameter.std()) < 1e-3:
+                parameter.normal_(std=0.3)
 
 
 def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,6 +225,8 @@ def _weights(one: Any, where: str, truth: list[Tensor], rows_of_batch: int, foun
     if not truth:  # it is none of torch's softmaxes
         return
     rows = _last(stage.tensor, stage.axes, over, sizes)
+    if rows is None and over in stage.axes:
+        return  # of which sizes nobody knows
     if rows is None:
         found.incomplete.append(f"{where}: weights [{stage.axes}] have no {over}")
         return
@@ -238,7 +240,9 @@ def _weights(one: Any, where: str, truth: list[Tensor], rows_of_batch: int, foun
         ahead = torch.ones(own.shape[-2:], dtype=torch.bool).triu(1)
         shows = bool((own[..., ahead] == 0).all()) and bool((own.diagonal(dim1=-2, dim2=-1) > 0).any())
         if shows != ("causal" in one.kind):
-            (found.incomplete if shows else found.wrong).append(f"{where}: kind {one.kind}, and its weights show {shows}")
+            (found.incomplete if shows else found.wrong).append(
+                f"{where}: kind {one.kind}, and its weights show {shows}"
+            )
 
 
 def _same_rows(left: Tensor, right: Tensor) -> bool:
@@ -249,7 +253,9 @@ def _same_rows(left: Tensor, right: Tensor) -> bool:
     if left.numel() != right.numel() or left.shape[-1] != right.shape[-1]:
         return False
     place = torch.linspace(1, 2, left.shape[-1], dtype=torch.float64)
-    sums = [(rows.reshape(-1, left.shape[-1]).double() * place).sum(-1).nan_to_num(7).sort()[0] for rows in (left, right)]
+    sums = [
+        (rows.reshape(-1, left.shape[-1]).double() * place).sum(-1).nan_to_num(7).sort()[0] for rows in (left, right)
+    ]
     return torch.allclose(*sums, atol=2e-5)
 
 
@@ -305,6 +311,8 @@ def _last(tensor: Tensor, axes: str, name: str, sizes: dict[str, int]) -> Tensor
                 unknown.append(own)
             product *= known.get(own, 1)
             words.append(own)
+        if not unknown and product != size and "batch" in dim and size * known["batch"] % product == 0:
+            known["batch"] = size * known["batch"] // product  # what a module makes its batch of
         if len(unknown) == 1:
             known[unknown[0]] = size // max(product, 1)
         elif unknown:
@@ -341,7 +349,9 @@ def _consistent(one: Any, where: str, found: Findings) -> None:
                 if stage.name in ("query", "key", "value", "q_proj", "k_proj", "v_proj"):
                     continue
                 if sizes.setdefault(dim[0], size) != size and dim[0] != "key":
-                    found.wrong.append(f"{where}: {stage.name} {stage.shape} [{stage.axes}]: {dim[0]} is {sizes[dim[0]]}")
+                    found.wrong.append(
+                        f"{where}: {stage.name} {stage.shape} [{stage.axes}]: {dim[0]} is {sizes[dim[0]]}"
+                    )
             if any(word.isdigit() and word != "1" for word in dim):
                 found.incomplete.append(f"{where}: {stage.name} {stage.shape} [{stage.axes}]")
 
@@ -353,7 +363,10 @@ def _batch(own: Configuration, module: nn.Module, told: Any, found: Findings) ->
     rows = own.rows()
     if rows < 2:
         return
-    changed = _changed(args, own.batch, rows), {name: _changed((value,), own.batch, rows)[0] for name, value in kwargs.items()}
+    changed = (
+        _changed(args, own.batch, rows),
+        {name: _changed((value,), own.batch, rows)[0] for name, value in kwargs.items()},
+    )
     try:
         after = _trace(module, *changed)
     except Exception as error:
@@ -369,7 +382,7 @@ def _batch(own: Configuration, module: nn.Module, told: Any, found: Findings) ->
             where = f"{at + 1} {left.module}: {stage.name} {stage.shape} [{stage.axes}]"
             moved = _moved(stage.tensor, other.tensor, stage.axes, "batch", every)
             if moved is None:
-                if not torch.equal(stage.tensor, other.tensor):
+                if "batch" not in stage.axes and not torch.equal(stage.tensor, other.tensor):
                     found.incomplete.append(f"{where}: no batch")
             # Where a module folds more into its batch, each row of what comes in is several of them.
             elif len(moved) > max(1, _length(stage, "batch", every) // rows):
@@ -391,7 +404,9 @@ def _positions(own: Configuration, module: nn.Module, told: Any, found: Findings
     left, right = told.attentions[0], after.attentions[0]
     later = {stage.name: stage for stage in right.stages}
     for stage in left.stages:
-        axis = {"q_heads": "query", "k_heads": "key", "v_heads": "key", "query": "query", "q_proj": "query"}.get(stage.name)
+        axis = {"q_heads": "query", "k_heads": "key", "v_heads": "key", "query": "query", "q_proj": "query"}.get(
+            stage.name
+        )
         if axis is None or stage.name not in later:
             continue
         moved = _moved(stage.tensor, later[stage.name].tensor, stage.axes, axis, _sizes(left, own.rows()))
@@ -446,7 +461,7 @@ def _roles(own: Configuration, module: nn.Module, told: Any, found: Findings) ->
         by_part: dict[str, list[Any]] = {}
         for piece in slices:
             by_part.setdefault(piece.part, []).append(piece)
-        for part, pieces in by_part.items():
+        for pieces in by_part.values():
             for piece in dict.fromkeys((pieces[0], pieces[-1])):
                 tried.append((parameter, piece))
     # As many as tell: those of a large model are alike.
@@ -482,7 +497,8 @@ def _role(
         moved = {
             stage
             for stage in ("q_heads", "k_heads", "v_heads", "context", "concat", "output")
-            if stage in before and stage in later
+            if stage in before
+            and stage in later
             and before[stage].tensor.shape == later[stage].tensor.shape
             and not torch.allclose(before[stage].tensor, later[stage].tensor, atol=1e-7, rtol=0, equal_nan=True)
         }
@@ -499,16 +515,25 @@ def _role(
         stage = before[target]
         every = _sizes(left, own.rows())
         # What it is repeated to: the head of queries, or that of keys.
-        for axis, count in (("heads", left.num_heads), ("kv_heads", left.num_kv_heads)):
+        for axis in ("heads", "kv_heads"):
             heads = _moved(stage.tensor, later[target].tensor, stage.axes, axis, every)
             if heads is None:
                 continue
             each = left.num_heads // left.num_kv_heads if axis == "heads" and piece.part != "W_q" else 1
             # Where keys are not for neighbours it is said for which: `the first for 0, 2, 4`.
-            first = [int(word) for word in re.findall(r"\d+", (re.findall(r"the first for ([\d, ]+)", said.role) or [""])[0])]
-            wanted = {piece.head + head for head in first} if first else set(range(piece.head * each, piece.head * each + each))
+            first = [
+                int(word)
+                for word in re.findall(r"\d+", (re.findall(r"the first.* for [a-z ]*([\d, ]+)", said.role) or [""])[0])
+            ]
+            wanted = (
+                {piece.head + head for head in first}
+                if first and piece.part != "W_q"
+                else set(range(piece.head * each, piece.head * each + each))
+            )
             if heads != (wanted if axis == "heads" else {piece.head}):
-                found.wrong.append(f"{where}: {at + 1} {left.module}: moves {axis} {sorted(heads)} of {target} [{stage.axes}]")
+                found.wrong.append(
+                    f"{where}: {at + 1} {left.module}: moves {axis} {sorted(heads)} of {target} [{stage.axes}]"
+                )
             break
         else:
             if left.num_heads > 1 and left.num_kv_heads > 1:

@@ -48,5 +48,7 @@ def table(library: str, defaults: dict[str, Any], rows: dict[str, tuple[Any, ...
     made = []
     for name, (make, args, *more) in rows.items():
         expected = {**defaults, **(more[0] if more else {})}
-        made.append(Configuration(f"{library}: {name}", make, given(args) if isinstance(args, str) else args, **expected))
+        made.append(
+            Configuration(f"{library}: {name}", make, given(args) if isinstance(args, str) else args, **expected)
+        )
     return made
