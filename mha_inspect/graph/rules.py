@@ -196,8 +196,7 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     if len(a) == 3:
         unify(a[0], b[0])
     rows, columns = a[-2], b[-1]
-    shared = set(resolve(rows)) & set(resolve(columns))
-    if shared:
+    if {*resolve(rows), *(atom for dim in a[:-2] for atom in resolve(dim))} & set(resolve(columns)):
         columns = tuple(twin(atom) if atom.size > 1 else atom for atom in resolve(columns))
     dims = (*a[:-2], rows, columns)
     if len(inputs) == 3:

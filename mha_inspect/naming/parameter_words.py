@@ -245,7 +245,9 @@ class _OfAttention:
         if all(len(run) == 1 for run in runs):
             where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
             way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
-            return f"{matrices} {way}: {unit} {where}"
+            users = self._users() if any(part.letter in "kv" for part in parts) else ""
+            served = f"; the first head of keys and values is for the query heads {users}" if users else ""
+            return f"{matrices} {way}: {unit} {where}{served}"
         return f"{matrices} {_by_head(parts, dim, unit)}"
 
     def _of_features(self, part: Part) -> str:
@@ -276,14 +278,18 @@ class _OfAttention:
 
     def _shared_by(self, part: Part) -> str:
         """Who uses the heads of keys and values, where several query heads share one."""
-        serves = self._finder.serves
         group = self._names.num_heads // max(self._names.num_kv_heads, 1)
         if part.letter not in "kv" or group < 2:
             return ""
-        if serves and any(list(users) != list(range(users[0], users[0] + len(users))) for users in serves if users):
-            users = ", ".join(map(str, serves[0][:3])) + (", …" if len(serves[0]) > 3 else "")
-            return f", each for {group} query heads: the first for {users}"
-        return f", each for {group} query heads"
+        users = self._users()
+        return f", each for {group} query heads" + (f": the first for {users}" if users else "")
+
+    def _users(self) -> str:
+        """The query heads that use the first head of keys and values; empty where they are neighbours."""
+        serves = self._finder.serves
+        if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in serves if users):
+            return ""
+        return ", ".join(map(str, serves[0][:3])) + (", …" if len(serves[0]) > 3 else "")
 
 
 def _unit(shape: Sequence[int], dim: int) -> str:

@@ -173,7 +173,9 @@ class Finder:
             return []
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
         stops = [tensor for tensor in given if not self._graph.is_weight(tensor)]
-        made = [self._graph.recording.producers.get(tensor.id, -1) for tensor in stops]
+        own = [turn.stages[side] for turn in self._turns if side in turn.stages]
+        # A learned query is made of parameters alone, all of which are followed.
+        made = [-1 if self._graph.is_weight(t) else self._graph.recording.producers.get(t.id, -1) for t in own]
         ops = self._ops(side)
         earlier = self.found.earlier.get(side, ())
         met: list[Met] = []
@@ -183,8 +185,8 @@ class Finder:
             trail = self._origins.back(layout.elements(first), stops, ends=ends, since=min(made, default=-1))
             met += trail.met
             first += layout.num_heads
-        own = [op.index for op in ops]
-        met = [replace(one, kind=_kind(one, own)) for one in met]
+        last = [op.index for op in ops]
+        met = [replace(one, kind=_kind(one, last)) for one in met]
         return self._told(letter, met, first, layouts[0].head_dim, self._key_heads(letter, met, layouts, first))
 
     def _layouts(self, stage: str) -> list[_Layout] | None:
