@@ -187,7 +187,8 @@ class Roles:
         if not self._found.branches or concat is None or not concat.shape:
             return ()
         known = {*self.value_dim, *self.heads}
-        return tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+        counted = tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+        return counted if size_of(counted) in (1, len(self._found.branches)) else ()
 
     @property
     def kv_heads(self) -> Dim:
