@@ -58,6 +58,11 @@ class Part:
     """The one by which it first meets what is projected."""
 
     @property
+    def numel(self) -> int:
+        """How many numbers it is."""
+        return sum(int((own >= 0).sum()) for own in self.heads.values()) * (1 if self.inner is None else self.inner[0])
+
+    @property
     def is_shared(self) -> bool:
         """Whether heads have elements in common: then it belongs to none."""
         first, *others = self.heads.values()
