@@ -494,3 +494,30 @@ class Pick(nn.Module):
 class OneHead(Heads):
     def forward(self, x: Tensor) -> Tensor:
         return self.o((self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ self.v(x))
+
+
+class PooledQueries(Heads):
+    """Fewer queries: the largest of two positions, feature by feature, after their projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(made(x)) for made in (self.q, self.k, self.v))
+        return self.joined(self.scores(q.unflatten(2, (2, -1)).amax(2), k).softmax(-1), v)
+
+
+class ProjectedTwice(Heads):
+    """A second projection is added to the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x) + self.more(x.cumsum(1)), self.v(x)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Plain(nn.Module):
+    """Attention of what comes in to itself, without any projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x

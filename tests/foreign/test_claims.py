@@ -229,6 +229,29 @@ def test_what_makes_the_queries_of_another_attention_is_no_output() -> None:
     assert "output" in [stage.name for stage in second.stages]
 
 
+def test_queries_that_were_pooled_have_their_rows() -> None:
+    torch.manual_seed(0)
+    module, x = claims.PooledQueries(), torch.randn(2, 8, claims.WIDTH)
+    roles = {one.name: one for one in params(module, x, per_head=True).parameters}
+    assert roles["q.weight"].role.startswith("W_q")
+    (rows,) = (part.rows for part in roles["q.weight"].heads or () if part.head == 1)
+    # By perturbation: the rows of one head of W_q move the context of that head and no other.
+    before = context_of(module, x)
+    with torch.no_grad():
+        module.q.weight[slice(*rows)] += 1
+    assert ((context_of(module, x) - before).abs().amax((0, 1, 3)) > 1e-4).nonzero().flatten().tolist() == [1]
+
+
+def test_a_projection_that_is_added_to_the_keys_is_no_narrower_one() -> None:
+    roles = {one.name: one.role for one in params(claims.ProjectedTwice(), torch.randn(2, 7, claims.WIDTH)).parameters}
+    assert roles["k.weight"].startswith("W_k")
+    assert "another projection that the keys are made of" in roles["more.weight"]
+
+
+def test_what_comes_in_may_attend_to_itself() -> None:
+    assert attention(claims.Plain).kind == ("self",)
+
+
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what goes into the output's projection, head by head."""
     kept: list[torch.Tensor] = []
