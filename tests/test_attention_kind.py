@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
-from .built import trace_layer
+from .built import trace_layer, trace_module
 
 LOW = float("-inf")
 
