@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from .help import GroupedCommand
 from .options import FORMS, Options, is_target, option, shares_options
 
 if TYPE_CHECKING:
-    from ..answers.side import SideRun
+    from ..answers.side import Side
     from ..targets.call import Call
     from ..targets.inputs import Triple
     from ..targets.target import Target
@@ -184,9 +185,7 @@ def _of_targets(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | N
         runs = _runs(options, *asked)
         report = compare(*runs)
     said = dict.fromkeys(
-        sentence.replace("The forward", f"{run.side.own.label}.forward", 1)
-        for run in runs
-        for sentence in run.side.own.notes
+        sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
     )
     report = replace(report, notes=(*report.notes, *said))
     give(report, options, export)
@@ -205,6 +204,9 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=beside_layer)
             parse_settings(list(one.settings), one.flag)
+            own, _ = _options_of(options, one)
+            subject.inputs(own)
+            _require_numbers(own)
         else:
             find_layer(one.text)
             layer_settings(one.flag, one.settings)
@@ -217,11 +219,15 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
     subject.single_head_count(options, "diff")
     subject.inputs(options)
     subject.show(options)
+    _require_numbers(options)
+
+
+def _require_numbers(options: Options) -> None:
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
 
-def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideRun]:
+def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
     """Build both sides, and run those that are targets.
 
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
@@ -247,21 +253,39 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideR
 
 
 def _called(
-    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, SideRun] | None = None
+    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """A target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
+    options, settings = _options_of(options, one)
     if one.path is not None:
-        target = subject.load_target(one.text, options, one.settings, elsewhere=_taken_by(other))
+        target = subject.load_target(one.text, options, settings, elsewhere=_taken_by(other))
         return part_of(target, subject.call_of(target, options), one.path)
     fitted = beside is not None and other.path is not None
     sizes = _sizes(beside[1]) if beside is not None and fitted else None
-    target = subject.load_target(one.text, options, one.settings, sizes, _taken_by(other))
+    target = subject.load_target(one.text, options, settings, sizes, _taken_by(other))
     if beside is not None and fitted:
         target = with_arguments_of(target, beside[0])
     return target, subject.call_of(target, options, Room(kept=True, exact=True))
+
+
+_OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})
+"""Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
+
+
+def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
+    """Return the options as a target's side has them, and what is set of its own arguments."""
+    from ..targets.layer_sides import parse_settings, setting_of
+
+    ours = [text for text in one.settings if setting_of(text) in _OF_RUN]
+    changed = copy(options)
+    for name, value in parse_settings(one.flag, ours).items():
+        field = "train" if name == "training" else name
+        setattr(changed, field, ",".join(map(str, value)) if isinstance(value, tuple) else value)
+        changed.given, changed.typed = changed.given | {field}, changed.typed | {field}
+    return changed, [text for text in one.settings if text not in ours]
 
 
 def _taken_by(other: _Asked) -> frozenset[str]:
@@ -271,15 +295,15 @@ def _taken_by(other: _Asked) -> frozenset[str]:
     return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
 
 
-def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> SideRun:
+def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
     """A target, run. Raises `TargetFailedError` where its forward raises."""
-    from ..answers.side import Side, SideRun
+    from ..answers.side import Side
     from ..targets.call import explained
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
     own = subject_of(target, call, options.seed, options.grad)
-    run = SideRun(Side(asked.name, own, dict(parse_settings(list(asked.settings)))))
+    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
     try:
         _ = run.run
     except Exception as error:
@@ -287,9 +311,9 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
     return run
 
 
-def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: SideRun) -> SideRun:
+def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
-    from ..answers.side import Side, SideRun
+    from ..answers.side import Side
     from ..targets.layer_sides import parse_settings
     from ..targets.load import load_layer
     from ..targets.pairing import layer_inputs
@@ -301,7 +325,7 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
 
     given = layer_inputs(target.module, call)
     unbatched = given[0].dim() == 2
-    if not unbatched and _sequence_first(target, options):
+    if not unbatched and not call.batch_first:
         given = _turned(given)
     query, key, value = given
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
@@ -318,7 +342,7 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
     inputs, run = replace(inputs, **of(InputSpec)), replace(subject.run(options), **of(RunSpec))
     check_settings(kind, spec, inputs, run)
     given = given if spec.batch_first or unbatched else _turned(given)
-    return SideRun(Side(asked.name, load_layer(spec, inputs, run, kind.name, given=given), settings))
+    return Side(asked.name, load_layer(spec, inputs, run, kind.name, given=given), settings)
 
 
 def _turned(given: Triple) -> Triple:
@@ -328,22 +352,13 @@ def _turned(given: Triple) -> Triple:
     return query, key, value
 
 
-def _sequence_first(target: Target, options: Options) -> bool:
-    """Whether the target takes `query batch embed`."""
-    owners = (getattr(module, "batch_first", None) for module in target.module.modules())
-    said = next((flag for flag in owners if isinstance(flag, bool)), None)
-    if "batch_first" in options.given:
-        said = options.batch_first
-    return said is False
-
-
-def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
+def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
     """The sizes of the layer: the target's, but for those that somebody gave."""
     embed_dim, kdim, vdim = widths
     if "embed_dim" in options.typed and options.embed_dim != embed_dim:
         raise SpecError(
             f"embed_dim {options.embed_dim} contradicts {name}, which takes {embed_dim} features: diff gives both the "
-            f"same input. Drop --embed-dim, or give {name} another size: --{beside.side.name}-set NAME=VALUE."
+            f"same input. Drop --embed-dim, or give {name} another size: --{beside.name}-set NAME=VALUE."
         )
     found = _sizes(beside)
     sizes: dict[str, Any] = {"num_heads": subject.single_head_count(options, "diff"), "bias": options.bias}
@@ -362,17 +377,17 @@ def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths:
         kdim=kdim if kdim != embed_dim else None,
         vdim=vdim if vdim != embed_dim else None,
         training=options.train,
-        dtype=options.dtype if "dtype" in options.given else beside.side.dtype,
+        dtype=options.dtype if "dtype" in options.given else beside.dtype,
         seed=options.seed,
         **sizes,
     )
 
 
-def _sizes(run: SideRun) -> dict[str, Any]:
+def _sizes(run: Side) -> dict[str, Any]:
     """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
-    if not run.run.attentions:
+    if not run.attentions:
         return {}
-    found, names = run.run.attentions[0]
+    found, names = run.attentions[0]
     sizes: dict[str, Any] = {
         "num_heads": names.num_heads,
         "num_kv_heads": names.num_kv_heads,

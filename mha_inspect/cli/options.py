@@ -42,8 +42,9 @@ VARIABLES = (
 
 
 def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **settings: Any) -> Any:
-    """An option with its variable: `--embed-dim` also reads `MHA_INSPECT_EMBED_DIM`."""
+    """An option with its variable: `--embed-dim` also reads `MHA_INSPECT_EMBED_DIM`, where `envvar` says no other."""
     name = flags.split("/")[0].lstrip("-")
+    settings = {"envvar": f"MHA_INSPECT_{name.replace('-', '_').upper()}"} | settings
     if known:
         settings = {"parser": one_of(known), "metavar": "|".join(known)} | settings
         settings["autocompletion"] = completing(known)
@@ -51,7 +52,6 @@ def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **se
         flags,
         help=help,
         rich_help_panel=panel,
-        envvar=f"MHA_INSPECT_{name.replace('-', '_').upper()}",
         # The rule stands once at the top of the page; at each of forty options it would drown the page.
         show_envvar=False,
         **settings,

@@ -14,7 +14,7 @@ from ..text import shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
-from .picture import Drawn, require_drawable
+from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
@@ -37,7 +37,7 @@ def params(
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
     ] = False,
     picture: Annotated[
-        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.", envvar="")
     ] = False,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
@@ -70,6 +70,7 @@ def params(
     subject.show(options)
     from .answer import give, prepare
 
+    picture = is_wanted(picture)
     if picture:
         require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)

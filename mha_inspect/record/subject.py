@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..graph.attention import Attention, Graph, attentions_of
 from ..naming.axes import AxisNames
@@ -142,12 +143,20 @@ class Subject:
 
         What cannot be copied stays as it is.
         """
-        shared = {id(parameter): parameter for parameter in self.module.parameters()}
+        # A lazy parameter gets its shape in the first run, and so from one that is to leave no trace.
+        shared = {id(parameter): parameter for parameter in self.module.parameters() if not is_lazy(parameter)}
         try:
             module = copy_module(self.module, shared)
         except Exception:  # whatever the copying of somebody's objects may raise
             return self
         return replace(self, module=module, args=_fresh(self.args), kwargs=_fresh(self.kwargs))
+
+    @contextmanager
+    def apart(self) -> Iterator[Subject]:
+        """Yield it with copies of what a run may change, as that is now: no run of those leaves a trace."""
+        own = self.fresh()
+        with own.replaying(own.state()):
+            yield own
 
     def with_arguments_of(self, other: Subject, dtype: torch.dtype) -> Subject:
         """Return this module with the arguments of another subject, cast to a dtype."""

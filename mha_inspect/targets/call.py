@@ -29,6 +29,8 @@ class Call:
     """Names of those among them of whose shape nobody said anything."""
     origin: str = "drawn from the seed"
     """Where those come from."""
+    batch_first: bool = True
+    """Whether sequences are `batch sequence ...`, and not `sequence batch ...`."""
     said: tuple[str, ...] = ()
     """What else was decided about them, as sentences."""
     without_ones: Callable[[nn.Module], Call] | None = field(default=None, compare=False)

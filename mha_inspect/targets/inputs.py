@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
 from ..record.arguments import described
-from ..record.copying import copy_module
 from ..text import did_you_mean, printable, shown
 from .call import Call
 from .constructor import signature_of
@@ -386,14 +385,6 @@ class _Maker:
         self.said.append(f"{owner} is a dictionary with {keys}: that is what the forward asks it for.")
         return found
 
-    def _copy(self) -> nn.Module:
-        """The module for a run that is to leave no trace in it; the parameters are shared. Itself where it must be."""
-        shared = {id(parameter): parameter for parameter in self.module.parameters() if not is_lazy(parameter)}
-        try:
-            return copy_module(self.module, shared)
-        except Exception:  # whatever the copying of somebody's objects may raise
-            return self.module
-
     def _probe(
         self, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], *, whole: bool
     ) -> Probed:
@@ -401,7 +392,7 @@ class _Maker:
         values = self._with_none({**given, **self._draw({**said, **plans}, given)})
         self.generator.set_state(state)
         call = self._in_order(values)
-        return probe(self._copy(), call.args, call.kwargs, {name: values[name] for name in plans}, whole=whole)
+        return probe(self.module, call.args, call.kwargs, {name: values[name] for name in plans}, whole=whole)
 
     def _corrected(self, name: str, plan: Plan, evidence: Evidence | None) -> Plan:
         if evidence is None:
@@ -492,7 +483,8 @@ class _Maker:
 
         def run(changed: Mapping[str, Tensor]) -> Any:
             call = self._in_order(self._with_none({**given, **rest, **changed}))
-            return replace(call.of(self._copy().eval()), seed=0, grad=False).plain()
+            with replace(call.of(self.module), seed=0, grad=False).apart() as own:
+                return own.plain()
 
         rest = {n: t for n, t in self._draw(plans, given).items() if not plans[n].sequence}
         self.generator = generator_of(self.asked.seed)
@@ -560,7 +552,7 @@ class _Maker:
         if self.known.masks:
             learned = tuple(one.at(self.masks) for one in self.known.masks)
         else:
-            own = replace(self._in_order(values).of(self._copy().eval()), seed=self.asked.seed, grad=False)
+            own = replace(self._in_order(values).of(self.module), seed=self.asked.seed, grad=False)
             learned = learn_masks(own, self.masks, self.open)
             self.said += [one.words for one in learned]
         self.known = replace(self.known, masks=learned)
@@ -604,6 +596,7 @@ class _Maker:
             tuple(ordered[name] for name in places),
             {name: value for name, value in ordered.items() if name not in places},
             described(ordered),
+            batch_first=self.batch_first is not False,
         )
 
     def _owner(self) -> str:

@@ -210,11 +210,9 @@ def _does(weights: Tensor, barred: Tensor, before: Tensor | None) -> bool:
 
 def _weights(own: Subject) -> list[Tensor]:
     """The weights of each attention in a run, `batch heads query key`; none where it raises."""
-    own = own.fresh()
     try:
-        with own.replaying(own.state()):
-            seen = own.recorded(keep=True)
-        seen = replace(seen, wider=own.wider_run(seen))
+        with own.apart() as fresh:
+            seen = fresh.recorded(keep=True)
         found = [content for one in seen.attentions if (content := _content(seen, one)) is not None]
     except Exception:  # whatever somebody's code may raise for a mask that it does not take
         return []
