@@ -263,6 +263,7 @@ class _Maker:
                 known = plans_of(self.module, list(self.known.configured), free, self.asked.inputs)
             else:
                 known = self._with_more(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
+                names = list(dict.fromkeys((*names, *known)))
                 if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
                     # A waveform is what it is for most; what takes something else says so when it runs.
                     known = {}
@@ -461,43 +462,26 @@ class _Maker:
         """Find by what it does whether the batch comes first, where nothing tells."""
         if self.batch_first is not None or self.device.type == "meta":
             return
-        layout = self._learned_layout(plans, given)
-        if layout is not None:
-            self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
-            self.said.append(self._layout_words(plans, layout))
-
-    def _learned_layout(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> Layout | None:
-        """Run it on little input, laid out in one way, and see which axis is the batch; None where that cannot be."""
-        if not any(plan.sequence for plan in plans.values()):
-            return None
-
-        def inputs(batch: int, length: int) -> dict[str, Tensor]:
-            small = {
-                n: replace(plan, shape=(batch, length, *plan.shape[2:])) if plan.sequence else plan
-                for n, plan in plans.items()
-            }
-            state = self.generator.get_state()
-            drawn = self._draw(small, given)
-            self.generator.set_state(state)
-            return {name: tensor for name, tensor in drawn.items() if plans[name].sequence}
+        state = self.generator.get_state()
+        values = {**given, **self._draw(plans, given)}
+        self.generator.set_state(state)
+        names = [
+            n
+            for n, v in values.items()
+            if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask")
+        ]
 
         def run(changed: Mapping[str, Tensor]) -> Any:
-            call = self._in_order(self._with_none({**given, **rest, **changed}))
+            call = self._in_order(self._with_none({**values, **changed}))
             with replace(call.of(self.module), seed=0, grad=False).apart() as own:
                 return own.plain()
 
-        rest = {n: t for n, t in self._draw(plans, given).items() if not plans[n].sequence}
-        self.generator = generator_of(self.asked.seed)
-        length = self.asked.inputs.seq_len
-        tries = [(3, 5), (3, length), (length, 3)] if length != 3 else [(3, 5), (5, 3)]
-        ids = any(plan.kind == "ids" for plan in plans.values() if plan.sequence)
-        return next(filter(None, (layout_of(run, inputs(*sizes), sizes, ids=ids) for sizes in tries)), None)
-
-    def _layout_words(self, plans: Mapping[str, Plan], layout: Layout) -> str:
-        names = [name for name, plan in plans.items() if plan.sequence]
-        axes = "batch seq" if layout.batch_first else "seq batch"
-        embed = "" if all(plans[name].kind == "ids" for name in names) else " embed"
-        return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}"
+        layout = layout_of(run, {name: values[name] for name in names}) if names and self._batched else None
+        if layout is not None:
+            self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
+            axes = "batch seq" if layout.batch_first else "seq batch"
+            embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
+            self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

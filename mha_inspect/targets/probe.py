@@ -278,19 +278,26 @@ _NEAR = 1e-4
 """Outputs that are as near as this, beside the largest, are the same."""
 
 
-def layout_of(
-    run: Callable[[Mapping[str, Tensor]], Any], inputs: Mapping[str, Tensor], sizes: tuple[int, int], *, ids: bool
-) -> Layout | None:
-    """Tell which of the first two axes of the inputs is the batch, from how the output follows.
+def layout_of(run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor]) -> Layout | None:
+    """Tell which of the first two axes of the inputs is the batch, from how the output follows them at small sizes.
 
     Args:
         run: runs the forward with other inputs.
-        inputs: whose first two axes have these sizes.
-        sizes: two different ones.
-        ids: whether they are token ids, which come batch first unless something says otherwise.
+        tensors: the inputs, batch first where nobody said how they are laid out.
 
     None where the forward does not take such inputs, or its output follows neither axis.
     """
+    first, second = next(iter(tensors.values())).shape[:2]
+    # Some take one length alone.
+    tries = dict.fromkeys(((3, 5), (3, second), (second, 3), (first, 3)))
+    return next(filter(None, (_layout_at(run, tensors, sizes) for sizes in tries if sizes[0] != sizes[1])), None)
+
+
+def _layout_at(
+    run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor], sizes: tuple[int, int]
+) -> Layout | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    inputs = {name: _like(tensor, sizes, generator) for name, tensor in tensors.items()}
     try:
         output = _output(run(inputs))
         places = [[at for at, one in enumerate(output.shape[: max(1, output.dim() - 1)]) if one == n] for n in sizes]
@@ -325,7 +332,7 @@ def layout_of(
         why = f"it matters where a token stands along its {axis} axis alone."
         return Layout(matters[1], why + (mistaken if matters[1] and moves == (True, False) else ""))
     if moves == (True, False):
-        if ids:
+        if not any(tensor.is_floating_point() for tensor in tensors.values()):
             return Layout(True, f"so token ids come.{mistaken}")
         way = "--batch-first lays it out the other way."
         return Layout(False, f"what stands along its first axis meets, as a sequence does. {way}")
@@ -335,6 +342,16 @@ def layout_of(
 def _output(returned: Any) -> Tensor:
     """The first tensor of numbers that a forward returned, in float64."""
     return next(t for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()).detach().double()
+
+
+def _like(tensor: Tensor, sizes: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """A tensor of the same kind with other sizes in its first two axes."""
+    shape = (*sizes, *tensor.shape[2:])
+    if tensor.is_floating_point():
+        drawn = torch.randn(shape, generator=generator)
+    else:
+        drawn = torch.randint(0, int(tensor.max()) + 1, shape, generator=generator)
+    return drawn.to(device=tensor.device, dtype=tensor.dtype)
 
 
 def _changed(tensor: Tensor, axis: int) -> Tensor:
