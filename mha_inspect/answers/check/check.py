@@ -70,7 +70,7 @@ def check(
     names = chosen_checks(only, skip)
     if any(p.is_meta for p in own.module.parameters()):
         raise InputError("the module is on meta, and every check needs numbers. Use --device cpu.")
-    bench = Bench(own, intent, tick)
+    bench = Bench(own, intent, tick, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
         bench.require(argument)
     findings: list[Finding] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
 from .bench import Bench, NotPossibleError, RaisedError
-from .gradients import gradients_of
+from .gradients import gradients_of, weight_of
 from .sight import sights
 from .tokens import Flow, LostError
 
@@ -163,20 +163,14 @@ def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]
     return changes
 
 
-def _shares(bench: Bench, found: Attention, names: AxisNames, gradients: dict[str, object]) -> list[float] | None:
+def _shares(bench: Bench, found: Attention, names: AxisNames, gradients: Mapping[str, Tensor | None]) -> list[float] | None:
     """Each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| summed over its columns."""
     op = found.projections.get("output")
-    recording = bench.seen.recording
-    storages = {named.tensor.storage: named.name for named in recording.parameters}
-    name = (
-        next((storages[t.storage] for t in reversed(op.inputs) if t.storage in storages and len(t.shape) > 1), "")
-        if op
-        else ""
-    )
+    name = weight_of(bench, op) if op else ""
     gradient = gradients.get(name)
     width = names.num_heads * names.head_dim
     parameter = dict(bench.module.named_parameters()).get(name)
-    if not isinstance(gradient, Tensor) or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
+    if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
         return None
     if "concat" not in found.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
         return None

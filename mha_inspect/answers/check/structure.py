@@ -14,8 +14,9 @@ from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
+from . import evidence
 from .bench import Bench, NotPossibleError
-from .gradients import gradients_of
+from .gradients import gradients_of, weight_of
 from .tokens import Flow, LostError, Row, Side, Tokens
 
 _WEAK = 1.0
@@ -23,18 +24,11 @@ _WEAK = 1.0
 
 
 def kinds(bench: Bench) -> list[tuple[Attention, AxisNames, int]]:
-    """Each kind of attention once, by its lines and shapes, with how many there are.
-
-    Raises `NotPossibleError` where there is none.
-    """
-    found: dict[tuple[object, ...], list[tuple[Attention, AxisNames]]] = {}
-    for attention, names in bench.seen.attentions:
-        ops = (attention.score_product.op, attention.value_product.op)
-        sign = (*((op.source, op.output.shape, op.name) for op in ops), attention.scale, len(attention.masks))
-        found.setdefault(sign, []).append((attention, names))
+    """Each kind of attention once, with how many there are. Raises `NotPossibleError` where there is none."""
+    found = evidence.kinds(bench.seen)
     if not found:
         raise NotPossibleError("no product, softmax and product with values follow one another")
-    return [(*group[0], len(group)) for group in found.values()]
+    return found
 
 
 def heads(bench: Bench) -> Iterator[Finding]:
@@ -530,12 +524,12 @@ def _turned(rows: Tensor) -> bool:
 
 def _trigonometric(bench: Bench, side: Side) -> bool:
     """Whether something is multiplied on the way, as by cosines, and nothing is normed."""
-    ops = side.flow._between({side.source.id}, side.target)
+    ops = evidence.between(bench.seen.recording, {side.source.id}, side.target)
     return any(op.base_name.rstrip("_") in ("mul", "addcmul") and len(op.inputs) == 2 for op in ops)
 
 
 def _line_of(bench: Bench, side: Side) -> str:
-    ops = side.flow._between({side.source.id}, side.target)
+    ops = evidence.between(bench.seen.recording, {side.source.id}, side.target)
     return next((op.source for op in ops if op.base_name.rstrip("_") == "mul" and len(op.inputs) == 2), "")
 
 
@@ -548,11 +542,8 @@ def finite(bench: Bench) -> Iterator[Finding]:
     rows = fully_masked_rows(bench.own, bench.seen)
     for (found, _), masked in zip(bench.seen.attentions, rows, strict=True):
         for stage, made in found.stages.items():
-            value = bench.seen.recording.values.get(made.id)
-            if value is None or not value.is_floating_point():
-                continue
-            nan = int(value.isnan().sum())
-            infinite = 0 if stage == "masked_scores" else int(value.isinf().sum())
+            nan, infinite = bench.evidence.unfinite.get(made.id, (0, 0))
+            infinite = 0 if stage == "masked_scores" else infinite
             if not nan and not infinite:
                 continue
             op = bench.seen.recording.producer(made)
@@ -563,17 +554,17 @@ def finite(bench: Bench) -> Iterator[Finding]:
                     f"A query to which no key is left gives NaN, first in {stage}.",
                     f"Every key is barred to query {query} of row {row}"
                     + (f", and to {len(masked) - 1} more" if len(masked) > 1 else "")
-                    + f"; {nan} of {value.numel()} numbers are NaN.",
+                    + f"; {nan} of {made.numel} numbers are NaN.",
                     source=op.source if op else "",
                     module=found.module,
                     fix="leave each query a key, or set the weights of such rows to zero.",
                 )
-            elif infinite and value.dtype in (torch.float16, torch.bfloat16) and stage in ("scores", "masked_scores"):
+            elif infinite and made.dtype in ("float16", "bfloat16") and stage in ("scores", "masked_scores"):
                 yield Finding(
                     "finite",
-                    f"The {stage} overflow in {str(value.dtype).removeprefix('torch.')}: {infinite} of {value.numel()} "
+                    f"The {stage} overflow in {made.dtype}: {infinite} of {made.numel} "
                     "are infinite.",
-                    f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.",
+                    f"The largest number of this dtype is {torch.finfo(getattr(torch, made.dtype)).max:.3g}.",
                     source=op.source if op else "",
                     module=found.module,
                     fix="scale the queries before the product, or compute the scores in float32.",
@@ -582,7 +573,7 @@ def finite(bench: Bench) -> Iterator[Finding]:
                 yield Finding(
                     "finite",
                     f"{stage} is the first stage that is not finite: {nan} NaN and {infinite} infinite of "
-                    f"{value.numel()}.",
+                    f"{made.numel}.",
                     "Every argument is finite.",
                     source=op.source if op else "",
                     module=found.module,
@@ -678,23 +669,19 @@ def _parent(name: str) -> str:
 
 def _weights_of(bench: Bench, op: Op) -> str:
     """The name of the parameter that a projection multiplies by; empty where it is none, or a piece of one."""
-    graph, recording = bench.seen.graph, bench.seen.recording
-    storages = {named.tensor.storage: named for named in recording.parameters}
-    for tensor in reversed(op.inputs):
-        named = storages.get(tensor.storage)
-        if named is not None and len(tensor.shape) > 1 and graph.is_weight(tensor):
-            return named.name if named.tensor.numel == tensor.numel else ""
-    return ""
+    name = weight_of(bench, op)
+    sizes = {named.name: named.tensor.numel for named in bench.seen.recording.parameters}
+    return name if any(tensor.numel == sizes.get(name) for tensor in op.inputs) else ""
 
 
 def _without_gradient(bench: Bench) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient."""
-    gradients = gradients_of(bench)
+    gradients, told = gradients_of(bench), set[str]()
     for found, _, _ in kinds(bench):
         for side, op in found.projections.items():
             name = _weights_of(bench, op)
-            if name and gradients.get(name, 1) is None:
-                gradients[name] = 1.0
+            if name and name not in told and gradients.get(name, 1) is None:
+                told.add(name)
                 yield Finding(
                     "parameters",
                     f"{name} projects the {side}, and gets no gradient: the graph is cut behind it.",
