@@ -19,6 +19,7 @@ from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
 from .evidence import Evidence, held, outlined, whole
 from .intent import Intent
+from .tokens import Flow
 
 _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
 """Arguments of these names hold no tokens."""
@@ -305,6 +306,16 @@ class Bench:
     def seen(self) -> Run:
         """The recorded base run."""
         return self.evidence.run
+
+    @cached_property
+    def flow(self) -> Flow:
+        """Computes what was recorded again."""
+        return Flow(self.seen, self.own)
+
+    def release(self) -> None:
+        """Let go of what was held of the base run."""
+        self.__dict__.pop("flow", None)
+        self.seen.recording.values.clear()
 
     @cached_property
     def output(self) -> Tensor:

@@ -29,6 +29,9 @@ BARRED = -1e4
 _HEAVY = 1e-3
 """A weight above this moves what it is multiplied with by more than rounding."""
 
+MOST_HEADS = 64
+"""Heads of which it is said what hangs on them."""
+
 Keep = Callable[[Tensor], Any]
 
 
@@ -126,15 +129,17 @@ class _Plan:
         self._stages: dict[int, str] = {}
         for found, _, _ in kinds(seen):
             self._whole |= _around(seen.recording, found)
-        for found, _ in seen.attentions:
+        heads = 0
+        for found, names in seen.attentions:
             for turn in found.branches or (found,):
                 self._stages.update({tensor.id: stage for stage, tensor in turn.stages.items()})
-                self._whole.add(turn.stages["context"].id)
                 for stage, kept in (("weights", self._levels), ("masked_scores", self._bars)):
                     if stage in turn.stages:
                         kept.add(turn.stages[stage].id)
+            heads += names.num_heads
             end = found.stages.get("output") or found.stages.get("concat")
-            if end is not None:
+            if end is not None and heads <= MOST_HEADS:
+                self._whole.add(found.stages["context"].id)
                 hangs = between(seen.recording, {found.stages["context"].id}, end)
                 made = {tensor.id for op in hangs for tensor in op.outputs}
                 self._whole |= {tensor.id for op in hangs for tensor in op.inputs} - made
@@ -159,8 +164,8 @@ class _Plan:
         def keep(tensor: Tensor) -> Any:
             if stage is not None:
                 self._look(key, tensor)
-            if whole:
-                return tensor
+            if whole:  # what is a small part of some memory does not hold all of it
+                return tensor.clone() if tensor.untyped_storage().nbytes() > 1.5 * tensor.nbytes else tensor
             return weight_levels(tensor) if is_level else tensor > BARRED if is_bar else _Slot(-1)
 
         return keep

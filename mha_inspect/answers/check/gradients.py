@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +14,13 @@ from torch import Tensor, nn
 from ...record.arguments import tensors_in
 from ...record.ops import Op
 from .bench import Bench, NotPossibleError
+from .evidence import MOST_HEADS, kinds
 
 
 def gradients_of(bench: Bench) -> dict[str, Tensor | None]:
-    """Return each parameter of a projection that wants a gradient, to the one that it gets; None where it gets none.
+    """Return the gradient of each projection's parameter that wants one; None where it gets none.
 
-    Raises `NotPossibleError` where none can be taken.
+    Those of each kind of attention, and those from the heads to the output. Raises `NotPossibleError` where none can be taken.
     """
     cached: dict[str, Tensor | None] | NotPossibleError | None = bench.__dict__.get("gradients")
     if cached is None:
@@ -40,7 +44,12 @@ def weight_of(bench: Bench, op: Op) -> str:
 
 
 def _taken(bench: Bench) -> dict[str, Tensor | None]:
-    names = {weight_of(bench, op) for found, _ in bench.seen.attentions for op in found.projections.values()}
+    names = {weight_of(bench, op) for found, _, _ in kinds(bench.seen) for op in found.projections.values()}
+    heads = 0
+    for found, axes in bench.seen.attentions:
+        heads += axes.num_heads
+        if "output" in found.projections and heads <= MOST_HEADS:
+            names.add(weight_of(bench, found.projections["output"]))
     named = {
         name: p
         for name, p in bench.module.named_parameters()
@@ -48,15 +57,14 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
     }
     if not named:
         raise NotPossibleError("no projection wants a gradient")
-    own = bench.subject(grad=True)
     try:
-        with own.settings(), _alone(bench.module, set(named)):
-            returned = own.module(*own.args, **own.kwargs)
-            made = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
-            if not made:
-                raise NotPossibleError("the output hangs on no projection that wants a gradient")
-            loss = torch.stack([_mixed(t).to(made[0].dtype) for t in made]).sum()
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        with _alone(bench.module, set(named)):
+            try:
+                found = _backwards(bench, list(named.values()), by_layer=True)
+            except NotPossibleError:
+                raise
+            except Exception:  # a layer that does something else when it is run again, as one with a cache
+                found = _backwards(bench, list(named.values()), by_layer=False)
     except NotPossibleError:
         raise
     except Exception as error:  # whatever somebody's code may raise under gradients
@@ -64,6 +72,48 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
     finally:
         bench.restore()
     return dict(zip(named, found, strict=True))
+
+
+def _backwards(bench: Bench, parameters: list[nn.Parameter], *, by_layer: bool) -> tuple[Tensor | None, ...]:
+    """Return the gradient of each parameter; with `by_layer` each layer of a list is run again when its turn comes."""
+    own = bench.subject({"use_cache": False} if "use_cache" in bench.parameters else {}, grad=True)
+    latest: dict[str, dict[int, Tensor]] = {}
+    for layers in (part for part in own.module.modules() if by_layer and isinstance(part, nn.ModuleList)):
+        for layer in layers if len(layers) > 2 else ():
+            vars(layer)["forward"] = partial(_run_again_backwards, layer.forward, latest)
+    with own.settings():
+        returned = own.module(*own.args, **own.kwargs)
+        made = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
+        if not made:
+            raise NotPossibleError("the output hangs on no projection that wants a gradient")
+        loss = torch.stack([_mixed(t).to(made[0].dtype) for t in made]).sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def _run_again_backwards(
+    forward: Callable[..., Any], latest: dict[str, dict[int, Tensor]], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a forward without keeping what its gradients need: it is run once more when they are asked for.
+
+    torch.utils.checkpoint does the same, and imports the compiler. `latest` holds what one forward alone keeps.
+    """
+    numbers, again = count(), dict[int, Tensor]()
+
+    def unpack(number: int) -> Tensor:
+        if number not in again:
+            latest.get("again", again).clear()
+            latest["again"] = again
+            inner = count()
+
+            def keep(tensor: Tensor) -> None:
+                again[next(inner)] = tensor.detach()
+
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda _: None):
+                forward(*args, **kwargs)
+        return again.pop(number)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: next(numbers), unpack):
+        return forward(*args, **kwargs)
 
 
 def _mixed(output: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..masked_rows import fully_masked_rows
 from . import evidence
 from .bench import Bench, NotPossibleError
 from .gradients import gradients_of, weight_of
-from .tokens import Flow, LostError, Row, Side, Tokens
+from .tokens import LostError, Row, Side, Tokens
 
 _WEAK = 1.0
 """A constant of this size or less, put where a mask bars, is no bar."""
@@ -33,10 +33,9 @@ def kinds(bench: Bench) -> list[tuple[Attention, AxisNames, int]]:
 
 def heads(bench: Bench) -> Iterator[Finding]:
     """Yield where heads are split or merged so that tokens are mixed."""
-    flow = Flow(bench.seen, bench.own)
     looked_at = 0
     for found, names, count in kinds(bench):
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         more = f" The same in {count} attentions." if count > 1 else ""
         split, single = False, False
         for name in ("key", "value", "query"):
@@ -147,9 +146,8 @@ def _merged(tokens: Tokens) -> tuple[str, str] | None:
 def softmax(bench: Bench) -> Iterator[Finding]:
     """Yield where what the values are averaged with does not sum to one over them."""
     looked_at = 0
-    flow = Flow(bench.seen, bench.own)
     for found, names, count in kinds(bench):
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         try:
             weights, over = tokens.weights()
         except LostError:
@@ -166,7 +164,7 @@ def softmax(bench: Bench) -> Iterator[Finding]:
         more = f" The same in {count} attentions." if count > 1 else ""
         other = _sums(weights, -1 if over == -2 else -2)
         through = [op for op in found.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
-        probs = flow.seen.recording.values.get(found.softmax.output.id)
+        probs = bench.seen.recording.values.get(found.softmax.output.id)
         evidence = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
         if other is not None and max(abs(n - 1) for n in other) < 0.02:
             yield Finding(
@@ -177,7 +175,7 @@ def softmax(bench: Bench) -> Iterator[Finding]:
                 module=found.module,
                 fix="softmax over the keys: dim=-1 of scores that are query by key.",
             )
-        elif through and highest < 1.02 and _is_masked(flow, through):
+        elif through and highest < 1.02 and _is_masked(bench, through):
             yield Finding(
                 "softmax",
                 "The mask comes after the softmax: what it bars has taken its part of the weight, and the rest does "
@@ -285,13 +283,13 @@ def _axis_that_sums(weights: Tensor) -> str:
     return "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
 
 
-def _is_masked(flow: Flow, through: list[Op]) -> bool:
+def _is_masked(bench: Bench, through: list[Op]) -> bool:
     """Whether one of these operations multiplies by zeros and ones, or fills in zeros."""
     for op in through:
         if op.does("fills"):
             return True
         for tensor in op.inputs:
-            value = flow.seen.recording.values.get(tensor.id)
+            value = bench.seen.recording.values.get(tensor.id)
             if value is not None and value.numel() > 1 and bool(((value == 0) | (value == 1)).all()):
                 return True
     return False
@@ -299,16 +297,15 @@ def _is_masked(flow: Flow, through: list[Op]) -> bool:
 
 def masking(bench: Bench) -> Iterator[Finding]:
     """Yield masks that leave weight where they bar: scores multiplied by a mask, or filled with a small number."""
-    flow = Flow(bench.seen, bench.own)
     for found, _, count in kinds(bench):
         more = f" The same in {count} attentions." if count > 1 else ""
         for op in found.masks:
-            values = [flow.seen.recording.values.get(tensor.id) for tensor in op.inputs]
+            values = [bench.seen.recording.values.get(tensor.id) for tensor in op.inputs]
             if op.does("fills_where"):
                 number = _filled(op, values)
                 bars = next((v for v in values if v is not None and v.dtype == torch.bool), None)
                 bars = ~bars if bars is not None and op.base_name == "where" and op.inputs[-1].numel > 1 else bars
-                if number is not None and 0 < abs(number) <= _WEAK and _weighs(flow, found, bars):
+                if number is not None and 0 < abs(number) <= _WEAK and _weighs(bench, found, bars):
                     yield Finding(
                         "masking",
                         f"The mask fills in {number:.3g}, which bars nothing: a barred key keeps a weight like any "
@@ -320,7 +317,7 @@ def masking(bench: Bench) -> Iterator[Finding]:
                     )
             elif op.base_name.rstrip("_") == "mul":
                 mask = next((v for v in values if v is not None and v.numel() > 1 and _is_zero_one(v)), None)
-                if mask is not None and not bool((mask == 1).all()) and _weighs(flow, found, mask == 0):
+                if mask is not None and not bool((mask == 1).all()) and _weighs(bench, found, mask == 0):
                     yield Finding(
                         "masking",
                         "The scores are multiplied by the mask: a barred key gets the score 0, not -inf, and keeps its "
@@ -331,16 +328,16 @@ def masking(bench: Bench) -> Iterator[Finding]:
                         fix="masked_fill(mask == 0, float('-inf')).",
                     )
             elif op.base_name.rstrip("_") in ("add", "sub", "baddbmm"):
-                weak = _weak_bar(values, found, flow)
+                weak = _weak_bar(values)
                 if weak:
                     yield Finding(
                         "masking", weak, f"It is added before the softmax.{more}", source=op.source, module=found.module
                     )
 
 
-def _weighs(flow: Flow, found: Attention, bars: Tensor | None) -> bool:
+def _weighs(bench: Bench, found: Attention, bars: Tensor | None) -> bool:
     """Whether weight is left where a mask bars; where that is not known, it is."""
-    weights = flow.seen.recording.values.get(found.softmax.output.id)
+    weights = bench.seen.recording.values.get(found.softmax.output.id)
     if bars is None or weights is None:
         return True
     try:
@@ -365,7 +362,7 @@ def _filled(op: Op, values: list[Tensor | None]) -> float | None:
     return float(single[0]) if single else numbers[0] if numbers else None
 
 
-def _weak_bar(values: list[Tensor | None], found: Attention, flow: Flow) -> str:
+def _weak_bar(values: list[Tensor | None]) -> str:
     """What is wrong with a mask of zeros and one other number that is added; empty where nothing is."""
     for value in values:
         if value is None or value.numel() < 4 or not value.is_floating_point():
@@ -382,12 +379,11 @@ def _weak_bar(values: list[Tensor | None], found: Attention, flow: Flow) -> str:
 
 def grouped(bench: Bench) -> Iterator[Finding]:
     """Yield where shared key heads are given to other query heads than those of their group."""
-    flow = Flow(bench.seen, bench.own)
     looked_at = 0
     for found, names, count in kinds(bench):
         if names.num_kv_heads == 1 and names.num_heads == 1:
             continue
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         try:
             read = {name: _heads_read(tokens.side(name)) for name in ("query", "key", "value")}
         except LostError:
@@ -443,10 +439,9 @@ def _heads_read(side: Side) -> dict[int, int] | None:
 
 def rotary(bench: Bench) -> Iterator[Finding]:
     """Yield where queries and keys of one position are not turned alike."""
-    flow = Flow(bench.seen, bench.own)
     looked_at = 0
     for found, names, count in kinds(bench):
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         try:
             query, key = tokens.side("query"), tokens.side("key")
             q, k = _of_equal_tokens(query), _of_equal_tokens(key)
