@@ -256,7 +256,7 @@ class Bench:
 
     def run(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None) -> Tensor:
         """The output of a run with changed arguments; raises as `returned` does."""
-        return output_of(self.returned(changes, seed=seed))
+        return self.output_of(self.returned(changes, seed=seed))
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -286,7 +286,12 @@ class Bench:
             self.restore()
 
     def subject(
-        self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, grad: bool = False, first: bool = True
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+        grad: bool = False,
+        first: bool = True,
     ) -> Subject:
         """The subject, about to run: with changed arguments, which the forward may write into.
 
@@ -320,7 +325,17 @@ class Bench:
     @cached_property
     def output(self) -> Tensor:
         """The output of the base run."""
-        return output_of(self.seen.returned)
+        return self.output_of(self.seen.returned)
+
+    def output_of(self, returned: Any) -> Tensor:
+        """The output that is looked at: the first one that has no number for each pair of rows, as of texts and images.
+
+        Raises `NotPossibleError` where a forward returned no tensor of numbers.
+        """
+        made = outputs_of(returned)
+        given = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
+        pairs = len(given) > 1 and not given[0].is_floating_point() and {*made[0].shape} == {given[0].shape[0]}
+        return next((output for output in made if output.dim() > 2), made[0]) if pairs else made[0]
 
     @cached_property
     def follows(self) -> bool:
@@ -439,17 +454,17 @@ def _attributes_of(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], d
     return [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
 
 
-def output_of(returned: Any) -> Tensor:
-    """The first tensor of numbers that a forward returned.
+def outputs_of(returned: Any) -> list[Tensor]:
+    """Return the tensors of numbers that a forward returned.
 
     Raises `NotPossibleError` where there is none.
     """
-    for _, tensor in tensors_in(returned):
-        if tensor.is_floating_point() and tensor.dim():
-            return tensor.detach()
-    if isinstance(returned, Mapping) or hasattr(returned, "to_tuple"):
-        return output_of(returned.to_tuple())
-    raise NotPossibleError("the forward returns no tensor of numbers")
+    made = [t.detach() for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()]
+    if not made and hasattr(returned, "to_tuple"):
+        return outputs_of(returned.to_tuple())
+    if not made:
+        raise NotPossibleError("the forward returns no tensor of numbers")
+    return made
 
 
 def difference(left: Tensor, right: Tensor) -> Tensor:
@@ -461,7 +476,9 @@ def difference(left: Tensor, right: Tensor) -> Tensor:
         raise RaisedError(f"the output has another shape then: {list(left.shape)}, not {list(right.shape)}")
     width = left.shape[-1] if left.dim() else 1
     rows = left.detach().reshape(-1, width), right.detach().reshape(-1, width)
-    parts = [_differences(*part) for part in zip(*(every.split(max(_AT_ONCE // width, 1)) for every in rows), strict=True)]
+    parts = [
+        _differences(*part) for part in zip(*(every.split(max(_AT_ONCE // width, 1)) for every in rows), strict=True)
+    ]
     return torch.cat(parts).reshape(left.shape[:-1])
 
 
@@ -474,7 +491,7 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
 
 def _alike(left: Any, right: Any) -> bool:
     """Whether two runs returned the same, to the bit."""
-    one, other = output_of(left), output_of(right)
+    one, other = outputs_of(left)[0], outputs_of(right)[0]
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 

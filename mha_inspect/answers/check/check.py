@@ -9,10 +9,11 @@ from ...errors import InputError, SpecError
 from ...record.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import did_you_mean
-from . import behaviour, declared, structure
+from . import behaviour, declared, structure, weights
 from .bench import Bench, NotPossibleError, RaisedError
 from .facts import WithoutHeads, facts_of, heads_of, without_heads
 from .intent import CHECKS, Intent
+from .rotary import rotary
 from .sight import sights
 
 _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
@@ -23,10 +24,10 @@ _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
     "finite": structure.finite,
     "kernels": structure.kernels,
     "grouped": structure.grouped,
-    "rotary": structure.rotary,
+    "rotary": rotary,
     "batch": behaviour.batch,
     "mixing": behaviour.mixing,
-    "parameters": structure.parameters,
+    "parameters": weights.parameters,
     "repeat": behaviour.repeat,
     "training": behaviour.training,
     "causal": behaviour.causal,

@@ -13,10 +13,11 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
 from .bench import Bench, NotPossibleError, RaisedError
-from .gradients import gradients_of, weight_of
 from .evidence import MOST_HEADS
+from .gradients import gradients_of, weight_of
 from .sight import sights
 from .tokens import Flow, LostError
+
 
 def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
     """Yield what is so; with `runs` also what more runs tell."""
@@ -176,7 +177,9 @@ def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]
     return changes
 
 
-def _shares(bench: Bench, found: Attention, names: AxisNames, gradients: Mapping[str, Tensor | None]) -> list[float] | None:
+def _shares(
+    bench: Bench, found: Attention, names: AxisNames, gradients: Mapping[str, Tensor | None]
+) -> list[float] | None:
     """Each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| summed over its columns."""
     op = found.projections.get("output")
     name = weight_of(bench, op) if op else ""

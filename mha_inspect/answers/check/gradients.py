@@ -20,7 +20,8 @@ from .evidence import MOST_HEADS, kinds
 def gradients_of(bench: Bench) -> dict[str, Tensor | None]:
     """Return the gradient of each projection's parameter that wants one; None where it gets none.
 
-    Those of each kind of attention, and those from the heads to the output. Raises `NotPossibleError` where none can be taken.
+    There are those of each kind of attention, and those from the heads to the output. Raises `NotPossibleError` where
+    none can be taken.
     """
     cached: dict[str, Tensor | None] | NotPossibleError | None = bench.__dict__.get("gradients")
     if cached is None:
@@ -105,10 +106,12 @@ def _run_again_backwards(
             latest["again"] = again
             inner = count()
 
-            def keep(tensor: Tensor) -> None:
-                again[next(inner)] = tensor.detach()
+            def keep(tensor: Tensor) -> int:
+                number = next(inner)
+                again[number] = tensor.detach()
+                return number
 
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda _: None):
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, again.__getitem__):
                 forward(*args, **kwargs)
         return again.pop(number)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +15,6 @@ from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
 from . import evidence
 from .bench import Bench, NotPossibleError
-from .gradients import gradients_of, weight_of
 from .tokens import LostError, Row, Side, Tokens
 
 _WEAK = 1.0
@@ -175,7 +173,7 @@ def softmax(bench: Bench) -> Iterator[Finding]:
                 module=found.module,
                 fix="softmax over the keys: dim=-1 of scores that are query by key.",
             )
-        elif through and highest < 1.02 and _is_masked(bench, through):
+        elif through and highest < 1.02 and _is_masked(bench, found, through):
             yield Finding(
                 "softmax",
                 "The mask comes after the softmax: what it bars has taken its part of the weight, and the rest does "
@@ -283,14 +281,15 @@ def _axis_that_sums(weights: Tensor) -> str:
     return "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
 
 
-def _is_masked(bench: Bench, through: list[Op]) -> bool:
-    """Whether one of these operations multiplies by zeros and ones, or fills in zeros."""
+def _is_masked(bench: Bench, found: Attention, through: list[Op]) -> bool:
+    """Whether one of these operations multiplies by zeros and ones, or fills in zeros, whatever the weights are."""
+    recording = bench.seen.recording
     for op in through:
-        if op.does("fills"):
-            return True
         for tensor in op.inputs:
-            value = bench.seen.recording.values.get(tensor.id)
-            if value is not None and value.numel() > 1 and bool(((value == 0) | (value == 1)).all()):
+            value = recording.values.get(tensor.id)
+            if value is None or value.numel() < 2 or not _is_zero_one(value):
+                continue
+            if not evidence.between(recording, {found.softmax.output.id}, tensor):
                 return True
     return False
 
@@ -437,97 +436,6 @@ def _heads_read(side: Side) -> dict[int, int] | None:
     return found or None
 
 
-def rotary(bench: Bench) -> Iterator[Finding]:
-    """Yield where queries and keys of one position are not turned alike."""
-    looked_at = 0
-    for found, names, count in kinds(bench):
-        tokens = Tokens(bench.flow, found, names)
-        try:
-            query, key = tokens.side("query"), tokens.side("key")
-            q, k = _of_equal_tokens(query), _of_equal_tokens(key)
-        except LostError:
-            continue
-        if q.shape != k.shape or q.shape[1] < 2 or found.stages["q_heads"].shape[-1] < 2:
-            continue
-        turned = {name: _turned(content) for name, content in (("query", q), ("key", k))}
-        more = f" The same in {count} attentions." if count > 1 else ""
-        if not any(turned.values()):
-            by_head = _turned(q.transpose(0, 1)) and _turned(k.transpose(0, 1)) and names.num_heads > 1
-            if by_head and _trigonometric(bench, query):
-                looked_at += 1
-                yield Finding(
-                    "rotary",
-                    "The rotation goes by head, not by position: the heads of one token are turned differently, its "
-                    "positions alike.",
-                    f"Equal tokens at all positions give equal queries there, and turned ones in other heads.{more}",
-                    source=_line_of(bench, query),
-                    module=found.module,
-                    fix="rotate along the axis of positions.",
-                )
-            continue
-        looked_at += 1
-        if not all(turned.values()):
-            rotated, other = ("query", "key") if turned["query"] else ("key", "query")
-            if _trigonometric(bench, tokens.side(rotated)):
-                yield Finding(
-                    "rotary",
-                    f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute "
-                    "position.",
-                    f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.{more}",
-                    source=_line_of(bench, tokens.side(rotated)),
-                    module=found.module,
-                    fix=f"rotate the {other} as well.",
-                )
-            continue
-        own = (q * k).sum(-1)
-        spread = float((own - own[:, :1]).abs().max())
-        size = float((q.norm(dim=-1) * k.norm(dim=-1)).max())
-        if spread > 1e-3 * size:
-            yield Finding(
-                "rotary",
-                "Queries and keys are turned differently: equal tokens do not score alike at distance 0, as with the "
-                "halves of one layout and the pairs of another.",
-                f"With equal tokens everywhere, the score of a position with itself varies by {spread:.3g} over "
-                f"positions, of at most {size:.3g}.{more}",
-                source=_line_of(bench, query),
-                module=found.module,
-                fix="rotate both by the same function.",
-            )
-    if not looked_at:
-        raise NotPossibleError("nothing turns queries and keys by their positions")
-
-
-def _of_equal_tokens(side: Side) -> Tensor:
-    """The rows that a side has where all of its tokens are one: `group row feature`, in float64."""
-    value = side.flow.value(side.source)
-    draw = torch.Generator().manual_seed(1)
-    features = value.shape[-1]
-    one = torch.randn(features, generator=draw).to(value)
-    if features % side.width == 0:  # the heads are alike too
-        one = one[: side.width].repeat(features // side.width)
-    content = side.flow.again({side.source.id: one.expand(value.shape).clone()}, side.target).double()
-    content = content if side.rows == -2 else content.transpose(-1, -2)
-    return content.reshape(-1, *content.shape[-2:])
-
-
-def _turned(rows: Tensor) -> bool:
-    """Whether rows of equal tokens are of one length and not the same: a rotation; `group row feature`."""
-    norms = rows.norm(dim=-1)
-    alike = bool(((norms - norms[:, :1]).abs() <= 1e-3 * norms.max()).all())
-    return alike and float((rows - rows[:, :1]).abs().max()) > 1e-3 * float(norms.max())
-
-
-def _trigonometric(bench: Bench, side: Side) -> bool:
-    """Whether something is multiplied on the way, as by cosines, and nothing is normed."""
-    ops = evidence.between(bench.seen.recording, {side.source.id}, side.target)
-    return any(op.base_name.rstrip("_") in ("mul", "addcmul") and len(op.inputs) == 2 for op in ops)
-
-
-def _line_of(bench: Bench, side: Side) -> str:
-    ops = evidence.between(bench.seen.recording, {side.source.id}, side.target)
-    return next((op.source for op in ops if op.base_name.rstrip("_") == "mul" and len(op.inputs) == 2), "")
-
-
 def finite(bench: Bench) -> Iterator[Finding]:
     """Yield the first stage that is not finite."""
     given = argument_names(bench.module, bench.own.args, bench.own.kwargs)
@@ -557,8 +465,7 @@ def finite(bench: Bench) -> Iterator[Finding]:
             elif infinite and made.dtype in ("float16", "bfloat16") and stage in ("scores", "masked_scores"):
                 yield Finding(
                     "finite",
-                    f"The {stage} overflow in {made.dtype}: {infinite} of {made.numel} "
-                    "are infinite.",
+                    f"The {stage} overflow in {made.dtype}: {infinite} of {made.numel} are infinite.",
                     f"The largest number of this dtype is {torch.finfo(getattr(torch, made.dtype)).max:.3g}.",
                     source=op.source if op else "",
                     module=found.module,
@@ -599,89 +506,3 @@ def kernels(bench: Bench) -> Iterator[Finding]:
                 source=op.source if op else "",
                 module=op.module if op else "",
             )
-
-
-def parameters(bench: Bench) -> Iterator[Finding]:
-    """Yield projections that serve twice, or that nothing reads."""
-    recording = bench.seen.recording
-    read = {
-        recording.parameter_names[t.id] for op in recording.ops for t in op.inputs if t.id in recording.parameter_names
-    }
-    storages = {named.tensor.storage: named.name for named in recording.parameters}
-    read |= {storages[t.storage] for op in recording.ops for t in op.inputs if t.storage in storages}
-    unread: dict[str, list[str]] = defaultdict(list)
-    shapes = {named.name: named.tensor.shape for named in recording.parameters}
-    for name, shape in shapes.items():
-        if name not in read and len(shape) >= 2:
-            unread[_parent(name)].append(name)
-    told: set[str] = set()
-    for found, _, _ in kinds(bench):
-        used = {side: _weights_of(bench, op) for side, op in found.projections.items()}
-        for one, other in (("query", "key"), ("key", "value"), ("query", "value")):
-            if (
-                one not in used
-                or other not in used
-                or not used[one]
-                or found.projections[one] is found.projections[other]
-            ):
-                continue
-            if used[one] == used[other]:
-                name = used[one]
-                spare = [n for n in unread[_parent(name)] if shapes[n] == shapes[name] and n not in told]
-                if spare:
-                    told.add(spare[0])
-                    yield Finding(
-                        "parameters",
-                        f"{name} projects the {one} and the {other}, and {spare[0]} is read by nothing.",
-                        "Both projections multiply by the same matrix; the other one gets no gradient.",
-                        source=found.projections[other].source,
-                        module=found.module,
-                        fix=f"project the {one if spare[0] < name else other} with {spare[0]}.",
-                    )
-        inside = found.module
-        spare = [name for name in unread[inside] if name not in told]
-        told |= set(spare)
-        width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
-        missed = [name for name in spare if "output" not in found.projections and width in shapes[name]]
-        for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
-            if names:
-                yield Finding(
-                    "parameters",
-                    f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
-                    f"{'is' if len(names) == 1 else 'are'} read by nothing"
-                    + (": the heads are never projected back." if sure else "."),
-                    "No operation of the run reads it.",
-                    sure=sure,
-                    module=inside,
-                )
-    yield from _without_gradient(bench)
-
-
-def _parent(name: str) -> str:
-    """The module that holds the projection that a parameter is of: `self_attn` for `self_attn.q_proj.weight`."""
-    return ".".join(name.split(".")[:-2])
-
-
-def _weights_of(bench: Bench, op: Op) -> str:
-    """The name of the parameter that a projection multiplies by; empty where it is none, or a piece of one."""
-    name = weight_of(bench, op)
-    sizes = {named.name: named.tensor.numel for named in bench.seen.recording.parameters}
-    return name if any(tensor.numel == sizes.get(name) for tensor in op.inputs) else ""
-
-
-def _without_gradient(bench: Bench) -> Iterator[Finding]:
-    """Yield projections that the output hangs on and that get no gradient."""
-    gradients, told = gradients_of(bench), set[str]()
-    for found, _, _ in kinds(bench):
-        for side, op in found.projections.items():
-            name = _weights_of(bench, op)
-            if name and name not in told and gradients.get(name, 1) is None:
-                told.add(name)
-                yield Finding(
-                    "parameters",
-                    f"{name} projects the {side}, and gets no gradient: the graph is cut behind it.",
-                    "A sum of the output was taken back through the module.",
-                    source=op.source,
-                    module=found.module,
-                    fix="take detach(), no_grad() or .data out of the way.",
-                )
