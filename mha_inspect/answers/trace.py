@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..graph.attention import Attention
 from ..measure.statistics import stats_of, values_of
@@ -28,7 +27,7 @@ from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proo
 from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows
-from .nans import nans_in
+from .nans import nans_in, once_more
 
 
 def trace(own: Subject, show: Show | None = None) -> Trace:
@@ -39,11 +38,6 @@ def trace(own: Subject, show: Show | None = None) -> Trace:
     """
     show = show or Show()
     return traced(own, show, keep=show.stats or show.values)[0]
-
-
-def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
-    """Trace a module on these arguments, as `trace` does."""
-    return trace(Subject(module, args, kwargs), show)
 
 
 def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
@@ -74,10 +68,8 @@ def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[Ma
     rows = fully_masked_rows(own, seen)
     if not any(rows):
         return ()
-    if not keep:
-        with own.replaying(before):
-            seen = replace(own.recorded(keep=True), wider=seen.wider)
-    return masked_rows(rows, seen)
+    again = seen if keep else once_more(own, before)
+    return () if again is None else masked_rows(rows, replace(again, wider=seen.wider))
 
 
 def _run(own: Subject, show: Show, keep: bool) -> Run:
@@ -250,6 +242,11 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
         notes.append(
             "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
             "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose."
+        )
+    if names.over_features:
+        notes.append(
+            "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
+            "the features of the keys."
         )
     if found.over_queries:
         notes.append(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import ref
+
+import torch
 
 from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
@@ -12,6 +15,8 @@ from .site import Site, place_of_site
 from .storage import Look
 from .turns import tell_turns_apart
 
+_LARGEST = 1 << 24
+"""Elements up to which what came from outside without a name is held on to."""
 _DTYPE_NAMES: dict[Any, str] = {}
 
 Entry = tuple[
@@ -88,15 +93,29 @@ class Replay:
         same = site is last_site
         if not same:
             place = place_of_site(site)
-        if same and mark == last_mark:
+        if same and (mark == last_mark or self._follows_kernel(known)):
             call = self._calls[-1]
         else:
             call = self._calls[-1] + 1 if self._calls else 0
+            if same and kernel is not None:
+                self._take_in_what_leads_here(call)
             self._last = site, mark, place
         self._calls.append(call)
         if mark < 0:
             self._whole.add(call)
         self._rows.append((known, plain_args, plain_kwargs, tuple(inputs), tuple(outputs), kind, place, kernel))
+
+    def _follows_kernel(self, known: About) -> bool:
+        """Return whether an operation takes off what the call to the kernel before it has put on: a batch of one."""
+        return known.base_name == "squeeze" and self._rows[-1][-1] is not None
+
+    def _take_in_what_leads_here(self, call: int) -> None:
+        """Count the operations just before a kernel that the same call in Python makes of inputs without a batch."""
+        asked = self._calls[-1]
+        for index in reversed(range(len(self._rows))):
+            if self._calls[index] != asked or self._rows[index][0].base_name != "unsqueeze":
+                return
+            self._calls[index] = call
 
     def ops(self) -> tuple[Op, ...]:
         """Return the operations up to here."""
@@ -180,6 +199,18 @@ class Replay:
             if len(look) > 6:
                 self._held[number] = look[6]
         return made
+
+    def constants(self, named: Iterable[int]) -> dict[int, Any]:
+        """Return what came from outside without one of these names, was never written and is still there."""
+        names, found = set(named), {}
+        for storage in self._storages.values():
+            memory = storage.owner() if storage.made_by is None and isinstance(storage.owner, ref) else None
+            if isinstance(memory, torch.UntypedStorage):
+                for (offset, shape, stride, dtype), (tensor, _) in storage.seen.items():
+                    if tensor.id not in names and tensor.numel <= _LARGEST:
+                        whole = torch.empty(0, dtype=dtype, device=memory.device)
+                        found[tensor.id] = whole.set_(memory, offset, tuple(shape), stride)
+        return found
 
     def release(self) -> dict[int, Any]:
         """Return the kept tensors by the tensor's number."""

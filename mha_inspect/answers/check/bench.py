@@ -476,9 +476,8 @@ def difference(left: Tensor, right: Tensor) -> Tensor:
         raise RaisedError(f"the output has another shape then: {list(left.shape)}, not {list(right.shape)}")
     width = left.shape[-1] if left.dim() else 1
     rows = left.detach().reshape(-1, width), right.detach().reshape(-1, width)
-    parts = [
-        _differences(*part) for part in zip(*(every.split(max(_AT_ONCE // width, 1)) for every in rows), strict=True)
-    ]
+    step = max(_AT_ONCE // max(width, 1), 1)
+    parts = [_differences(*(every[at : at + step] for every in rows)) for at in range(0, max(len(rows[0]), 1), step)]
     return torch.cat(parts).reshape(left.shape[:-1])
 
 

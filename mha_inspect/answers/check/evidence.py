@@ -46,7 +46,7 @@ class _Slot:
         return self
 
 
-class _Sieve(XRay):
+class _Sieve(XRay):  # type: ignore[no-untyped-call]
     """A recorder that holds of the tensors it looks at what `wanted` makes of them, by the number of the look."""
 
     def __init__(self, own: Subject, wanted: Mapping[int, Keep]) -> None:
@@ -57,13 +57,13 @@ class _Sieve(XRay):
 
     def _look_and_keep(self, tensor: Tensor, weak: Any) -> Look:
         look = look_at(tensor, weak)
-        views = self._kept.setdefault(id(look[0]), {})
+        views: dict[Any, list[Any]] = self._kept.setdefault(id(look[0]), {})
         held = views.get(look[1:5])
         if held is None:
             number = next(self._numbers)
             keep = self._wanted.get(number)
-            held = views[look[1:5]] = [_Slot(number) if keep is None else keep(tensor.detach())]
-            self.held[number] = held
+            held = self.held[number] = [_Slot(number) if keep is None else keep(tensor.detach())]
+            views[look[1:5]] = held
         return (*look[:5], look[5] if len(look) > 5 else None, held)
 
     def record(self, own: Subject) -> Any:

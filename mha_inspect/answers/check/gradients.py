@@ -61,18 +61,18 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
     try:
         with _alone(bench.module, set(named)):
             try:
-                found = _backwards(bench, list(named.values()), by_layer=True)
+                made = _backwards(bench, list(named.values()), by_layer=True)
             except NotPossibleError:
                 raise
             except Exception:  # a layer that does something else when it is run again, as one with a cache
-                found = _backwards(bench, list(named.values()), by_layer=False)
+                made = _backwards(bench, list(named.values()), by_layer=False)
     except NotPossibleError:
         raise
     except Exception as error:  # whatever somebody's code may raise under gradients
         raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
     finally:
         bench.restore()
-    return dict(zip(named, found, strict=True))
+    return dict(zip(named, made, strict=True))
 
 
 def _backwards(bench: Bench, parameters: list[nn.Parameter], *, by_layer: bool) -> tuple[Tensor | None, ...]:

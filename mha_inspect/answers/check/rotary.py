@@ -104,14 +104,7 @@ def _not_alike(
             "rotate both by the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
         )
     same = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
-    unturned = (
-        _of_equal_tokens(sides["query"], seed=1, source_only=True),
-        _of_equal_tokens(sides["key"], seed=1, source_only=True),
-    )
-    plain = all(
-        bool((content[name].norm(dim=-1) - one).abs().max() <= near * one)
-        for name, one in zip(("query", "key"), unturned, strict=True)
-    )
+    plain = all(_keeps_norm(sides[name], content[name], near) for name in ("query", "key"))
     is_self = tokens.found.stages.get("query") is not None and sides["query"].tokens == sides["key"].tokens
     if plain and is_self and float((same - 1).abs().max()) > near:
         return (
@@ -146,18 +139,23 @@ def _vary(rows: Tensor) -> bool:
     return float((rows - rows[:, :1]).abs().max()) > _NEAR * float(rows.abs().max().clamp(min=1e-12))
 
 
-def _of_equal_tokens(side: Side, *, seed: int, source_only: bool = False) -> Tensor:
-    """Return the rows that a side has where all of its tokens are one: `group row feature`, in float64.
+def _keeps_norm(side: Side, rows: Tensor, near: float) -> bool:
+    """Whether nothing but turning is done on the way to these rows of equal tokens."""
+    norm = _one_token(side, seed=1)[: side.width].double().norm()
+    return bool(((rows.norm(dim=-1) - norm).abs() <= near * norm).all())
 
-    With `source_only` the norm of a head of that token. The heads are alike too.
-    """
+
+def _one_token(side: Side, *, seed: int) -> Tensor:
+    """Return the features of one token, drawn; its heads are alike, where they are side by side."""
     value = side.flow.value(side.source)
     features = value.shape[-1]
     one = torch.randn(features, generator=torch.Generator().manual_seed(seed)).to(value)
-    if features % side.width == 0:
-        one = one[: side.width].repeat(features // side.width)
-    if source_only:
-        return one[: side.width].double().norm()
+    return one[: side.width].repeat(features // side.width) if features % side.width == 0 else one
+
+
+def _of_equal_tokens(side: Side, *, seed: int) -> Tensor:
+    """Return the rows that a side has where all of its tokens are one: `group row feature`, in float64."""
+    value, one = side.flow.value(side.source), _one_token(side, seed=seed)
     content = side.flow.again({side.source.id: one.expand(value.shape).clone()}, side.target).double()
     content = content if side.rows == -2 else content.transpose(-1, -2)
     return content.reshape(-1, *content.shape[-2:])

@@ -35,7 +35,7 @@ def heads(bench: Bench) -> Iterator[Finding]:
     for found, names, count in kinds(bench):
         tokens = Tokens(bench.flow, found, names)
         more = f" The same in {count} attentions." if count > 1 else ""
-        split, single = False, False
+        split, shared = False, 0
         for name in ("key", "value", "query"):
             try:
                 side = tokens.side(name)
@@ -43,10 +43,10 @@ def heads(bench: Bench) -> Iterator[Finding]:
             except LostError:
                 continue
             looked_at += 1
-            single = single or len(pieces) == 1
+            shared = shared or (len(pieces) if name != "query" else 0)
             apart = _apart(pieces)
-            if apart is None or (name == "query" and single):
-                continue  # beside one key head, query heads may stand in the rows of one product
+            if apart is None or (name == "query" and 0 < shared < len(pieces)):
+                continue  # beside a key head that they share, query heads may stand in the rows of one product
             start, other, group, row, other_row = apart
             split = True
             op = _splitting(bench, side)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -64,6 +64,14 @@ class Living:
         by_feature = read[made.offset :].reshape(-1, features).any(0)
         return {int(place) for place in (~by_feature).nonzero().flatten()}
 
+    def unread_of(self, projection: Op) -> set[int]:
+        """The features that a projection gives, its bias added, and that no operation reads."""
+        made = projection.output
+        unread, readers = self.unread(made), self.readers.get(made.storage, [])
+        if not unread and len(readers) == 1 and readers[0].pointwise and readers[0].output.numel == made.numel:
+            return self.unread(readers[0].output)
+        return unread
+
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
@@ -80,7 +88,7 @@ def parameters(bench: Bench) -> Iterator[Finding]:
     for found, _, _ in kinds(bench.seen):
         yield from _unused(bench, living, found, told)
         yield from _unread_features(bench, living, found, told)
-    yield from _without_gradient(bench, told)
+    yield from _without_gradient(bench, living, told)
 
 
 def _twice(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
@@ -146,7 +154,7 @@ def _copied_heads(bench: Bench) -> Iterator[Finding]:
         signs: dict[tuple[object, ...], int] = {}
         for place, turn in enumerate(found.branches):
             sign = tuple(
-                (side, tensor.storage, tensor.offset, tensor.shape, tensor.stride)
+                (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
                 for side in _SIDES
                 if side in turn.projections
                 for tensor in turn.projections[side].inputs
@@ -196,18 +204,12 @@ def _parent(name: str) -> str:
 
 def _unread_features(bench: Bench, living: Living, found: Attention, told: set[str]) -> Iterator[Finding]:
     """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
-    looked_at = set()
+    packed = Counter(op.index for side, op in found.projections.items() if side in _SIDES)
     for side in _SIDES:
         op = found.projections.get(side)
-        if op is None or op.index in looked_at or not op.output.shape:
+        if op is None or packed.pop(op.index, 0) < 2 or found.branches:
             continue
-        looked_at.add(op.index)
-        made, unread = op.output, living.unread(op.output)
-        readers = [o for o in living.readers.get(made.storage, ()) if o.pointwise and o.output.numel == made.numel]
-        if not unread and len(readers) == 1 and len(living.readers[made.storage]) == 1:  # its bias
-            made = readers[0].output
-            unread = living.unread(made)
-        features = made.shape[-1]
+        unread, features = living.unread_of(op), op.output.shape[-1]
         heads = found.stages[f"{side[0]}_heads"].shape[-1]
         if heads <= len(unread) < features:
             runs = _runs(sorted(unread))
@@ -233,7 +235,7 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _without_gradient(bench: Bench, told: set[str]) -> Iterator[Finding]:
+def _without_gradient(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
     gradients = gradients_of(bench)
     saturated = not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
@@ -256,6 +258,7 @@ def _without_gradient(bench: Bench, told: set[str]) -> Iterator[Finding]:
                 # A square matrix is taken for nn.Linear's, which has the features that come out first.
                 out = 0 if gradient.shape[0] == features else 1
                 dead = (gradient == 0).all(1 - out)
+                dead[sorted(living.unread_of(op))] = False
                 if not found.stages[f"{side[0]}_heads"].shape[-1] <= int(dead.sum()) < dead.numel():
                     continue
                 part = f"gets no gradient for {int(dead.sum())} of its {dead.numel()} features"
