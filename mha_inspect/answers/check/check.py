@@ -146,6 +146,8 @@ def _by_cause(findings: list[Finding]) -> tuple[Finding, ...]:
     follow: set[str] = set()
     if sure & {"heads", "batch"}:
         follow |= {"mixing"}
+    if "masking" in sure:
+        follow |= {"parameters"} - {finding.check for finding in findings if "read by nothing" in finding.sentence}
     if "finite" in sure:
         follow |= {"softmax", "repeat", "mixing"}
     kept = [finding for finding in findings if finding.check not in follow]

@@ -148,9 +148,10 @@ def _keeps_norm(side: Side, rows: Tensor, near: float) -> bool:
 def _one_token(side: Side, *, seed: int) -> Tensor:
     """Return the features of one token, drawn; its heads are alike, where they are side by side."""
     value = side.flow.value(side.source)
-    features = value.shape[-1]
-    one = torch.randn(features, generator=torch.Generator().manual_seed(seed)).to(value)
-    return one[: side.width].repeat(features // side.width) if features % side.width == 0 else one
+    features, drawn = value.shape[-1], torch.Generator().manual_seed(seed)
+    if features % side.width:
+        return torch.randn(features, generator=drawn).to(value)
+    return torch.randn(side.width, generator=drawn).to(value).repeat(features // side.width)
 
 
 def _of_equal_tokens(side: Side, *, seed: int) -> Tensor:

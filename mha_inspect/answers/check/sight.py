@@ -25,6 +25,8 @@ class Sight:
     seen: Tensor
     line: str
     module: str
+    masked: bool
+    """Whether anything masks the scores."""
     heavy: Tensor
     """`query key`: True where a head of the first row has a weight that counts."""
 
@@ -180,7 +182,8 @@ def sights(bench: Bench) -> tuple[Sight, ...]:
             if scores is not None and scores.shape == levels.shape:
                 seen = seen & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        found.append(Sight(seen.any(1), line, attention.module, (levels[0] == 2).any(0).cpu()))
+        masked = bool(attention.masks)
+        found.append(Sight(seen.any(1), line, attention.module, masked, (levels[0] == 2).any(0).cpu()))
     bench.__dict__["sights"] = tuple(found)
     return tuple(found)
 

@@ -15,6 +15,7 @@ from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
 from . import evidence
 from .bench import Bench, NotPossibleError
+from .sight import sights
 from .tokens import LostError, Row, Side, Tokens
 
 _WEAK = 1.0
@@ -296,6 +297,17 @@ def _is_masked(bench: Bench, found: Attention, through: list[Op]) -> bool:
 
 def masking(bench: Bench) -> Iterator[Finding]:
     """Yield masks that leave weight where they bar: scores multiplied by a mask, or filled with a small number."""
+    for sight in sights(bench):
+        if sight.masked and not bool(sight.seen.any()):
+            yield Finding(
+                "masking",
+                "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
+                f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
+                source=sight.line,
+                module=sight.module,
+                fix="turn the mask round, or give it the other way round.",
+            )
+            return
     for found, _, count in kinds(bench):
         more = f" The same in {count} attentions." if count > 1 else ""
         for op in found.masks:

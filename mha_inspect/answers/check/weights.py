@@ -160,7 +160,9 @@ def _copied_heads(bench: Bench) -> Iterator[Finding]:
                 for tensor in turn.projections[side].inputs
             )
             first = signs.setdefault(sign, place)
-            if len(sign) >= 2 * len(_SIDES) and first != place:
+            other = found.branches[first].projections
+            anew = all(other.get(side) is not turn.projections.get(side) for side in _SIDES)
+            if len(sign) >= 2 * len(_SIDES) and first != place and anew:
                 yield Finding(
                     "parameters",
                     f"Heads {first} and {place} are one: they have the same weights, and give the same.",
