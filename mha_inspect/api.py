@@ -21,10 +21,10 @@ from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
 from .naming.canonical import own_axes
 from .naming.stages import STAGES
-from .record.copying import copy_module
-from .record.kept import Stages, keep_stages
-from .record.run import AttemptRecorder
-from .record.subject import Run, Subject
+from .record.arguments import copy_module
+from .record.storage import Stages
+from .record.subject import Run, Subject, keep_stages
+from .record.xray import XRay
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
@@ -423,7 +423,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
-        self._recorder = AttemptRecorder(keep=keep)
+        self._recorder = XRay(keep=keep)
         self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
 from mha_inspect.errors import RecordingError
-from mha_inspect.record.recorder import Recorder, record
+from mha_inspect.record.recorder import Recorder
+
+from .recorded import record
 
 
 def modes() -> tuple[int, bool, bool, bool]:

@@ -10,7 +10,9 @@ from torch import nn
 
 from mha_inspect.answers.trace import trace_module
 from mha_inspect.errors import RecordingError
-from mha_inspect.record.recorder import Recorder, record
+from mha_inspect.record.recorder import Recorder
+
+from .recorded import record
 
 
 @pytest.fixture

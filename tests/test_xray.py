@@ -19,8 +19,9 @@ import mha_inspect
 from mha_inspect.record import kernels
 from mha_inspect.record.ops import Kernel, Recording
 from mha_inspect.record.subject import Run
-from mha_inspect.record.xray import XRay, record_opened
+from mha_inspect.record.xray import XRay
 
+from .recorded import record_opened
 from .torch_math import torch_math
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 3, 7, 2, 5

@@ -16,8 +16,9 @@ from ..measure.stage_difference import stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import STAGES
+from ..record.arguments import first_tensor
 from ..record.cut import POSITIONS, ROWS, Layout, cut, layouts_of
-from ..record.rounding import first_tensor, rounding_error
+from ..record.rounding import rounding_error
 from ..record.subject import Run, Subject
 from ..reports.common import Verdict
 from ..targets.memory import is_out_of_memory

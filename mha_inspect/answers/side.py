@@ -15,7 +15,8 @@ from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..measure.weights import Weights, weights_of
 from ..naming.canonical import canonical, contents_of, own_axes
 from ..naming.stages import CANONICAL_AXES
-from ..record.rounding import first_tensor, rounding_error
+from ..record.arguments import first_tensor
+from ..record.rounding import rounding_error
 from ..record.subject import Run, Subject
 from ..reports.common import Environment
 from ..reports.diff import DiffSide, SideName, StageSide

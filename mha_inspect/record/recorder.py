@@ -7,7 +7,7 @@ wrapped or replaced, so what is recorded runs as it runs without the recorder, t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -18,17 +18,16 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
-from .arguments import argument_names, tensors_in
-from .mode_stack import put_on, take_off
-from .ops import RESULT, Kind, Named, Recording
+from .arguments import tensors_in
+from .ops import RESULT, Kind, Named, Recording, TensorRef
 from .replay import Replay
 from .schema import About, about, known_as
-from .site import ModuleCall, Site
+from .site import ATTENTION_FORWARD, ModuleCall, Site
 from .sketch import Sketch
-from .source import ATTENTION_FORWARD
 from .storage import Look, look_at, weak_refs
 
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -40,18 +39,29 @@ _RUNNING: ContextVar[tuple[object, ...]] = ContextVar("recorders that were enter
 _NUMBERS, _MARKS = count(), count(2)
 
 
-def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
-    """Run `module(*args, **kwargs)` once and record it.
+def put_on(mode: TorchDispatchMode) -> None:
+    """Put a mode of torch's on top of the stack of this thread, and touch nothing else.
 
-    Returns the recording and what the module returned. With `keep` every tensor is kept, in `Recording.values`, as it
-    was when it was made (a later in-place operation does not reach it); without it none is held a moment longer than in
-    a plain run.
+    A mode's own `__enter__` notes in variables of a module, which all threads share, whether any mode is on. Two
+    threads that enter and leave beside each other leave those wrong, and the recorder needs none of what asks for them.
     """
-    recorder = Recorder(module if isinstance(module, nn.Module) else None, keep=keep)
-    recorder.take_inputs(argument_names(module, args, kwargs))
-    with recorder:
-        returned = module(*args, **kwargs)
-    return recorder.finish(returned), returned
+    dispatch._push_mode(mode)
+
+
+def take_off(mode: TorchDispatchMode) -> None:
+    """Take a mode off, also from under others; nothing where it is not on.
+
+    Tasks and generators that take turns leave their blocks in any order, and torch would take off whatever is on top.
+    """
+    stack = dispatch._get_current_dispatch_mode_stack()
+    places = [place for place, other in enumerate(stack) if other is mode]
+    above = stack[places[-1] + 1 :] if places else []
+    for _ in above:
+        dispatch._pop_mode()
+    if places:
+        dispatch._pop_mode()
+    for other in above:
+        dispatch._push_mode(other)
 
 
 class Recorder(TorchDispatchMode):
@@ -365,6 +375,14 @@ class Recorder(TorchDispatchMode):
         """Note why multi-head attention takes no fast path, in torch's own words."""
         names = frame.f_locals
         self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
+
+    def identify(self, tensor: torch.Tensor) -> TensorRef:
+        """Return what the recording calls this tensor."""
+        return self._catch_up().read(self._look(tensor, self._weak))
+
+    def path_of(self, module: object) -> str:
+        """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
+        return self._path(module) or ""
 
     def _path(self, module: object) -> str | None:
         """Return the path of a module inside of the recorded one; None for one that is not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -13,27 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Look = tuple[Any, ...]
 """A tensor as it is now: a weak reference to its memory, offset, shape, stride, dtype; where it has no dimension, its
 number or None; where it is kept, a list with the tensor. The same memory has the same reference, which no other has."""
-
-
-def identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
-    """Return the address of a tensor's storage, and what tells it from other views of the same storage."""
-    if tensor.is_nested:  # rows of different lengths have no shape: one buffer
-        rows = _buffer(tensor)
-        return rows.untyped_storage()._cdata, (0, (rows.numel(),), (1,), tensor.dtype)
-    try:
-        address = tensor.untyped_storage()._cdata
-        return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
-        return id(tensor), (0, _shape(tensor), (), tensor.dtype)
-
-
-def _buffer(nested: torch.Tensor) -> torch.Tensor:
-    rows: torch.Tensor = nested if nested.layout == torch.strided else nested.__dict__["_values"]
-    return rows
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)  # one that is lazy has no shape yet
 
 
 class _AddressRefs:
@@ -85,15 +65,16 @@ def look_at(tensor: torch.Tensor, weak: Any) -> Look:
 
 
 def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
-    """Return the same of a tensor of any class and layout, as `identity` does."""
-    if tensor.is_nested:
-        rows = _buffer(tensor)
+    """Return the same of a tensor of any class and layout."""
+    if tensor.is_nested:  # rows of different lengths have no shape: one buffer
+        rows = tensor if tensor.layout == torch.strided else tensor.__dict__["_values"]
         return weak(rows.untyped_storage()), 0, (rows.numel(),), (1,), tensor.dtype
     try:
         memory = weak(tensor.untyped_storage())
         return memory, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-    except (NotImplementedError, RuntimeError, ValueError):  # the last of one that is lazy: it has none yet
-        return ref(tensor), 0, _shape(tensor), (), tensor.dtype
+    except (NotImplementedError, RuntimeError, ValueError):
+        # Sparse and wrapped tensors have no storage of their own, and one that is lazy has no shape either.
+        return ref(tensor), 0, () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape), (), tensor.dtype
 
 
 def _number(tensor: torch.Tensor) -> float | None:
@@ -102,3 +83,34 @@ def _number(tensor: torch.Tensor) -> float | None:
         with suppress(RuntimeError, ValueError):  # one without memory: a zero of forward-mode gradients, fake, lazy
             return tensor.item()
     return None
+
+
+Stages = tuple[dict[str, torch.Tensor], ...]
+"""For each attention, stage name to tensor."""
+
+
+def unshared(stages: Stages) -> Stages:
+    """Return the same tensors, those copied whose memory is held by somebody else too.
+
+    While a run is recorded, a kept tensor is copied before its memory is written. Afterwards nobody looks, and the
+    memory may be anybody's: an output that was returned, an input, a parameter, a cache.
+    """
+    weak = weak_refs()
+    every = {id(tensor): tensor for held in stages for tensor in held.values()}
+    memory = {number: look_at(tensor, weak)[0] for number, tensor in every.items()}
+    own = Counter(map(id, memory.values()))
+    kept = {
+        number: tensor.clone() if _holders(tensor) > own[id(memory[number])] else tensor
+        for number, tensor in every.items()
+    }
+    return tuple({stage: kept[id(tensor)] for stage, tensor in held.items()} for held in stages)
+
+
+def _holders(tensor: torch.Tensor) -> float:
+    """Return how many tensors look at this one's memory, itself included; infinitely many where torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # no storage to ask: it is copied
+        return float("inf")
+    return float("inf") if count is None else int(count(storage._cdata)) - 1  # `storage` is one more

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..targets.memory import is_out_of_memory
 from ..text import first_line
-from .arguments import argument_names, tensors_in
+from .arguments import tensors_in
 from .kernel_proof import Check, check_part, few_rows
 from .kernels import (
     MULTI_HEAD,
@@ -36,9 +36,8 @@ from .kernels import (
     run,
     title_of,
 )
-from .mode_stack import put_on, take_off
 from .ops import RESULT, Kernel, Op, Recording
-from .recorder import LINK, Recorder
+from .recorder import LINK, Recorder, put_on, take_off
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
@@ -47,15 +46,6 @@ from .sketch import Sketch, sketched
 _Key = torch._C.DispatchKey
 BUDGET = 1 << 30
 """Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
-
-
-def record_opened(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
-    """Run `module(*args, **kwargs)` once and record it with its fused kernels opened; also return what it returned."""
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
-    recorder.take_inputs(argument_names(module, args, kwargs))
-    with recorder:
-        returned = module(*args, **kwargs)
-    return recorder.finish(returned), returned
 
 
 class XRay(Recorder):
