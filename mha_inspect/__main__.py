@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 def main() -> int:
     """Run the command line of this process; the exit code."""
-    from .cli.collection import hold
+    from .cli.collection import end, hold
     from .cli.interrupt import leave_on_interrupt
 
     hold()
     with leave_on_interrupt():
-        return run()
+        code = run()
+    end()
+    return code
 
 
 def run(args: Sequence[str] | None = None) -> int:

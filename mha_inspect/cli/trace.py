@@ -76,9 +76,6 @@ def trace(
     from .answer import give, prepare
 
     export = prepare(options, draws=want is not None, prints=want is not None and want.asked)
-
-    # Before what was made by then is left alone by the collector: torch is most of it.
-
     resume()
     if text is not None:
         options, want = with_text(text, target, options, want)

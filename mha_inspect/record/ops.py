@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +49,11 @@ class TensorRef:
         return self.numel * self.itemsize
 
 
+@cache
+def _base_name(name: str) -> str:
+    return name.split(".")[1]
+
+
 @dataclass(slots=True)
 class Op:
     """One tensor operation that PyTorch dispatched."""
@@ -78,7 +83,7 @@ class Op:
     @property
     def base_name(self) -> str:
         """Name without namespace and overload: `bmm`."""
-        return self.name.split(".")[1]
+        return _base_name(self.name)
 
     def does(self, *traits: catalog.Trait) -> bool:
         """Return whether this has one of these traits; the table of them is `record.catalog`."""

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import RecordingError
 from .arguments import tensors_in
 from .ops import RESULT, Kind, Named, Recording, TensorRef
-from .replay import Replay
+from .replay import Replay, uncollected
 from .schema import About, about, known_as
 from .site import ATTENTION_FORWARD, ModuleCall, Site
 from .sketch import Sketch
-from .storage import Look, look_at, weak_refs
+from .storage import Look, looker
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
@@ -64,6 +64,12 @@ def take_off(mode: TorchDispatchMode) -> None:
         dispatch._push_mode(other)
 
 
+class _Mark:
+    """Lives as long as the call of a module."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Recorder(TorchDispatchMode):
     """The dispatch mode that writes down each operation. Use `record`, or enter it around any code."""
 
@@ -86,8 +92,8 @@ class Recorder(TorchDispatchMode):
         self._entries: list[Any] = []
         """Entries of operations; names with what is known under them; what tells entries when it is called."""
         self._replay = Replay()
-        self._weak = weak_refs()
-        self._look = self._look_and_keep if keep else look_at
+        self._look_at = looker()
+        self._look = self._look_and_keep if keep else self._look_at
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
@@ -98,7 +104,9 @@ class Recorder(TorchDispatchMode):
         self._last_site: Site = []
         self._mark = 1
         self._key = f".recorder {next(_NUMBERS)}"
-        """The name of what is noted in the frame of each call of a module: it lives as long as the call."""
+        """The name of the mark in the frame of each call of a module."""
+        self._calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
+        """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
         self._token = object()
         self._thread: int | None = None
         """The thread that entered it; None while it is not on."""
@@ -139,24 +147,30 @@ class Recorder(TorchDispatchMode):
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
+        look = self._look
+        parameters: dict[int, tuple[str, Look]] = {}
+        buffers: dict[int, tuple[str, Look]] = {}
         for path, module in root.named_modules():
             _require_eager(module, path)
             if self._path(module) is None:
                 self._paths[id(module)] = ref(module), path
-        look, weak = self._look, self._weak
-        named = [(name, p) for name, p in root.named_parameters() if not nn.parameter.is_lazy(p)]
-        self._entries.append((self._parameters, [(name, look(p, weak)) for name, p in named]))
-        self._entries.append((self._buffers, [(name, look(buffer, weak)) for name, buffer in root.named_buffers()]))
+            start = f"{path}." if path else ""
+            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, tensor in own.items():
+                    if tensor is not None and id(tensor) not in found and not nn.parameter.is_lazy(tensor):
+                        found[id(tensor)] = start + name, look(tensor)
+        self._entries.append((self._parameters, [*parameters.values()]))
+        self._entries.append((self._buffers, [*buffers.values()]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
-        looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(arguments)]
+        looks = [(name, self._look(tensor)) for name, tensor in tensors_in(arguments)]
         self._entries.append((self._inputs, looks))
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
         replay = self._catch_up()
-        looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(returned)]
+        looks = [(name, self._look(tensor)) for name, tensor in tensors_in(returned)]
         outputs = tuple(replay.named(looks))
         return Recording(
             ops=replay.ops(),
@@ -174,14 +188,15 @@ class Recorder(TorchDispatchMode):
         """Work out what was written down since the last time."""
         replay, entries = self._replay, self._entries
         self._entries = []
-        for entry in entries:
-            if isinstance(entry[0], About):
-                replay.add(entry)
-            elif isinstance(entry[0], list):
-                entry[0].extend(replay.named(entry[1]))
-            else:
-                for told in entry[0]():
-                    replay.add(told)
+        with uncollected():
+            for entry in entries:
+                if isinstance(entry[0], About):
+                    replay.add(entry)
+                elif isinstance(entry[0], list):
+                    entry[0].extend(replay.named(entry[1]))
+                else:
+                    for told in entry[0]():
+                        replay.add(told)
         return replay
 
     def __torch_dispatch__(
@@ -201,10 +216,8 @@ class Recorder(TorchDispatchMode):
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
         # What is done here is done at each operation: no more than what would be gone later. `Replay` does the rest.
-        weak, look, plain = self._weak, self._look, self._plain
-        given = [
-            arg if type(arg) in _PLAIN else look(arg, weak) if isinstance(arg, _Tensor) else plain(arg) for arg in args
-        ]
+        look, plain = self._look, self._plain
+        given = [arg if type(arg) in _PLAIN else look(arg) if isinstance(arg, _Tensor) else plain(arg) for arg in args]
         if not kwargs:
             named = written = None
             if known.written:
@@ -214,11 +227,8 @@ class Recorder(TorchDispatchMode):
             named = {name: plain(arg) for name, arg in kwargs.items()}
             written = self._about_to_write(known, args, kwargs) if known.written else None
             result = func(*args, **kwargs)
-        if isinstance(result, _Tensor):
-            made = [look(result, weak)]
-        else:
-            made = [look(tensor, weak) for _, tensor in tensors_in(result)]
-        left = None if written is None else [look(tensor, weak) for tensor in written]
+        made = [look(result)] if isinstance(result, _Tensor) else [look(tensor) for _, tensor in tensors_in(result)]
+        left = None if written is None else [look(tensor) for tensor in written]
         entries = self._entries
         place = len(entries)  # a module that is seen for the first time is told of after its first operation
         site = self._site(self._asking or sys._getframe(1))
@@ -244,8 +254,8 @@ class Recorder(TorchDispatchMode):
         known = LINK if func is None else known_as(func, name)
         given = [self._plain(arg) for arg in args]
         named = {key: self._plain(arg) for key, arg in kwargs.items()}
-        made = [self._look(tensor, self._weak) for _, tensor in tensors_in(result)]
-        left = None if written is None else [self._look(tensor, self._weak) for tensor in written]
+        made = [self._look(tensor) for _, tensor in tensors_in(result)]
+        left = None if written is None else [self._look(tensor) for tensor in written]
         entries, place = self._entries, len(self._entries)
         site = self._site(self._asking or sys._getframe(1))
         entries.insert(place, (known, given, named, made, left, site, self._mark, kind, self._kernel))
@@ -293,16 +303,16 @@ class Recorder(TorchDispatchMode):
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return self._look(value, self._weak)
+            return self._look(value)
         if isinstance(value, Sketch):
             return value.look
         if isinstance(value, (list, tuple)):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _look_and_keep(self, tensor: torch.Tensor, weak: Any) -> Look:
+    def _look_and_keep(self, tensor: torch.Tensor) -> Look:
         """Return what identifies a tensor now, and the tensor."""
-        look = look_at(tensor, weak)
+        look = self._look_at(tensor)
         if nn.parameter.is_lazy(tensor):
             return look
         views = self._kept.setdefault(id(look[0]), {})
@@ -317,13 +327,13 @@ class Recorder(TorchDispatchMode):
         written = [tensor for _, tensor in tensors_in(places)]
         if self._keep:
             for tensor in written:
-                for held in self._kept.pop(id(look_at(tensor, self._weak)[0]), {}).values():
+                for held in self._kept.pop(id(self._look_at(tensor)[0]), {}).values():
                     held[0] = held[0].clone()
         return written
 
     def _site(self, frame: FrameType | None) -> Site:
         """Return where Python stands: the same list as last time where it stands there still."""
-        boundary = self.boundary
+        boundary, calls = self.boundary, self._calls
         site: Site = []
         add = site.append
         attention = None
@@ -332,10 +342,9 @@ class Recorder(TorchDispatchMode):
             add(code)
             add(frame.f_lasti)
             if code is _MODULE_CALL:
-                names = frame.f_locals
-                call = names.get(self._key)
-                if call is None:
-                    call = self._begin(frame, names)
+                noted = calls.get(id(frame))
+                # The note lives as long as the call: while it does, no other frame has its address.
+                call = noted[1] if noted is not None and noted[0]() is not None else self._begin(frame)
                 add(call)
                 if attention is not None and call.refused_at != attention.f_lasti:
                     call.refused_at = attention.f_lasti
@@ -352,11 +361,13 @@ class Recorder(TorchDispatchMode):
         self._last_site = site
         return site
 
-    def _begin(self, frame: FrameType, names: dict[str, Any]) -> ModuleCall:
-        """Return a note of the call of a module, and leave it in the call's frame.
+    def _begin(self, frame: FrameType) -> ModuleCall:
+        """Note the call of a module, and leave a mark among the names in its frame, which goes with them.
 
-        A frame has no identity that outlives it: its address is used again, and to hold it would hold its tensors.
+        A frame has no identity that outlives it: its address is used again, and to hold it would hold its tensors. And
+        each look at its names copies all of them.
         """
+        names = frame.f_locals
         module = names["self"]
         path = self._path(module)
         if path is None:
@@ -368,7 +379,9 @@ class Recorder(TorchDispatchMode):
         last = self._last_site
         above = self._site(frame.f_back)
         self._last_site = last
-        call = names[self._key] = ModuleCall(path, above)
+        mark = names[self._key] = _Mark()
+        call = ModuleCall(path, above)
+        self._calls[id(frame)] = ref(mark), call
         return call
 
     def _ask_for_refusal(self, frame: FrameType) -> None:
@@ -378,7 +391,7 @@ class Recorder(TorchDispatchMode):
 
     def identify(self, tensor: torch.Tensor) -> TensorRef:
         """Return what the recording calls this tensor."""
-        return self._catch_up().read(self._look(tensor, self._weak))
+        return self._catch_up().read(self._look(tensor))
 
     def path_of(self, module: object) -> str:
         """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
@@ -411,8 +424,9 @@ def _require_eager(module: nn.Module, path: str) -> None:
             f"{name} is scripted (torch.jit): its operations come from no line of Python. "
             "Record the module that it was made from."
         )
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        way_out = "its ._orig_mod" if hasattr(module, "_orig_mod") else "it before .compile()"
+    whole = "_orig_mod" in module._modules
+    if whole or vars(module).get("_compiled_call_impl") is not None:
+        way_out = "its ._orig_mod" if whole else "it before .compile()"
         raise RecordingError(
             f"{name} is compiled (torch.compile): what runs are kernels that were fused from its lines. "
             f"Record {way_out}."

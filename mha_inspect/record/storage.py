@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -40,28 +41,37 @@ _PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _LASTING = _has_lasting_storages()
 
 
-def weak_refs() -> Any:
-    """Return what makes the weak reference to a storage: the same one whenever it is asked about the same memory.
+def looker() -> Callable[[torch.Tensor], Look]:
+    """Return what looks at a tensor: the same look for as long as the tensor is the same.
 
-    Python's own lies in memory of Python's. torch's keeps what is left of a storage in place, between the large blocks
-    that a forward frees, and so they cannot be joined and used again.
+    Python's own references to a storage lie in memory of Python's. torch's keeps what is left of a storage in place,
+    between the large blocks that a forward frees, and so they cannot be joined and used again. And the less is made
+    while a forward runs, the less often Python goes through all that there is for what can be freed.
     """
-    return ref if _LASTING else _AddressRefs()
+    weak: Any = ref if _LASTING else _AddressRefs()
+    known: dict[Look, Look] = {}
+    once = known.setdefault
 
-
-def look_at(tensor: torch.Tensor, weak: Any) -> Look:
-    """Return what identifies a tensor now."""
-    if type(tensor) in _PLAIN_TYPES:
-        try:
-            shape = tensor.shape
-            if shape:
-                return weak(tensor.untyped_storage()), tensor.storage_offset(), shape, tensor.stride(), tensor.dtype
-            look: Look = weak(tensor.untyped_storage()), tensor.storage_offset(), (), (), tensor.dtype
-        except (NotImplementedError, RuntimeError):
+    def look_at(tensor: torch.Tensor) -> Look:
+        if type(tensor) in _PLAIN_TYPES:
+            try:
+                shape = tensor.shape
+                look: Look = (
+                    weak(tensor.untyped_storage()),
+                    tensor.storage_offset(),
+                    shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                )
+            except (NotImplementedError, RuntimeError):
+                look = _look_closely(tensor, weak)
+        else:
             look = _look_closely(tensor, weak)
-    else:
-        look = _look_closely(tensor, weak)
-    return look if look[2] else (*look, _number(tensor))
+        if not look[2]:
+            look = *look, _number(tensor)
+        return once(look, look)
+
+    return look_at
 
 
 def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
@@ -95,9 +105,9 @@ def unshared(stages: Stages) -> Stages:
     While a run is recorded, a kept tensor is copied before its memory is written. Afterwards nobody looks, and the
     memory may be anybody's: an output that was returned, an input, a parameter, a cache.
     """
-    weak = weak_refs()
+    look_at = looker()
     every = {id(tensor): tensor for held in stages for tensor in held.values()}
-    memory = {number: look_at(tensor, weak)[0] for number, tensor in every.items()}
+    memory = {number: look_at(tensor)[0] for number, tensor in every.items()}
     own = Counter(map(id, memory.values()))
     kept = {
         number: tensor.clone() if _holders(tensor) > own[id(memory[number])] else tensor

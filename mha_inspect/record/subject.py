@@ -20,6 +20,7 @@ from ..naming.unit_sizes import named_after
 from .arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from .footprint import kept_bytes
 from .ops import Recording
+from .replay import uncollected
 from .storage import Stages, unshared
 from .xray import XRay
 
@@ -216,12 +217,14 @@ class Run:
     @cached_property
     def graph(self) -> Graph:
         """The dataflow."""
-        return Graph(self.recording)
+        with uncollected():
+            return Graph(self.recording)
 
     @cached_property
     def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
         """Every attention with the names of its axes."""
-        own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
+        with uncollected():
+            own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
         return own if self.wider is None else named_after(own, self.wider.attentions)
 
 
