@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,10 +19,9 @@ from .answers.check.intent import Intent
 from .answers.trace import report, traced
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
-from .naming.canonical import own_axes
+from .naming.canonical import contents_of, own_axes
 from .naming.stages import STAGES
 from .record.arguments import copy_module
-from .record.storage import Stages
 from .record.subject import Run, Subject, keep_stages
 from .record.xray import XRay
 from .reports.common import Environment, LayerInfo
@@ -47,6 +46,22 @@ class _Shows:
         if name == "report":  # asked for before it is there, as copying does
             raise AttributeError(name)
         return getattr(self.report, name)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is held of an attention when its run is over."""
+
+    stages: dict[str, Tensor] = field(default_factory=dict)
+    turns: dict[str, Tensor] = field(default_factory=dict)
+    """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
+
+
+def _keep(seen: Run) -> tuple[_Kept, ...]:
+    """Hold the tensors of each attention; the run has none of them any longer."""
+    turns = [contents_of(seen, *found) if found[0].branches else {} for found in seen.attentions]
+    own = [{stage: tensor.clone() for stage, tensor in contents.items()} for contents in turns]
+    return tuple(map(_Kept, keep_stages(seen.recording, seen.attentions), own))
 
 
 class LiveStage(_Shows):
@@ -122,10 +137,10 @@ class LiveStage(_Shows):
 class LiveAttention(_Shows):
     """An attention of a trace: the fields of `reports.trace.Attention`, and each stage by its name."""
 
-    def __init__(self, attention: Attention, tensors: dict[str, Tensor], name: str = "") -> None:
+    def __init__(self, attention: Attention, kept: _Kept, name: str = "") -> None:
         self.report = attention
-        self._name = name
-        self.stages = tuple(LiveStage(stage, tensors.get(stage.name), self.attended) for stage in attention.stages)
+        self._name, self._turns = name, kept.turns
+        self.stages = tuple(LiveStage(stage, kept.stages.get(stage.name), self.attended) for stage in attention.stages)
 
     def __getattr__(self, name: str) -> Any:
         stages = {stage.name: stage for stage in vars(self).get("stages", ())}
@@ -141,7 +156,7 @@ class LiveAttention(_Shows):
 
         kept = {stage.name: (stage._tensor, stage.axes) for stage in self.stages if stage._tensor is not None}
         sizes = {"heads": self.report.num_heads, "kv_heads": self.report.num_kv_heads, "head_dim": self.report.head_dim}
-        contents = partial(canonical_contents, kept, sizes)
+        contents = (lambda: self._turns) if self._turns else partial(canonical_contents, kept, sizes)
         return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, contents)
 
     def __dir__(self) -> list[str]:
@@ -201,11 +216,11 @@ class LiveReport(_Shows):
 class LiveTrace(LiveReport):
     """A trace that prints itself, and holds its tensors where they were kept."""
 
-    def __init__(self, trace: Trace, tensors: tuple[dict[str, Tensor], ...] = ()) -> None:
+    def __init__(self, trace: Trace, kept: tuple[_Kept, ...] = ()) -> None:
         super().__init__(trace)
         names = attention_names(trace)
         self.attentions = tuple(
-            LiveAttention(attention, tensors[place] if place < len(tensors) else {}, names[place])
+            LiveAttention(attention, kept[place] if place < len(kept) else _Kept(), names[place])
             for place, attention in enumerate(trace.attentions)
         )
 
@@ -263,9 +278,9 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     found, seen = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
     if not keep:
         return LiveTrace(found)
-    recording, attentions = seen.recording, seen.attentions
-    del seen  # what was returned, and the graph behind it, is no longer held: what nobody holds need not be copied
-    return LiveTrace(found, keep_stages(recording, attentions))
+    # What was returned, and the graph behind it, is no longer held: what nobody holds need not be copied.
+    seen = replace(seen, returned=None)
+    return LiveTrace(found, _keep(seen))
 
 
 def params(
@@ -273,20 +288,32 @@ def params(
     *args: Any,
     show: Show | None = None,
     per_head: bool = False,
+    like: nn.Module | None = None,
+    num_heads: int | None = None,
     **kwargs: Any,
 ) -> LiveReport:
     """Every parameter tensor of a module, or of a checkpoint by its path, in a report that prints itself.
 
     With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
     W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
+
+    A checkpoint is told by the names and shapes of its tensors. `like` is the module that it belongs to: what is
+    missing or does not fit is listed, and with arguments what tensors are for is read off a run of that. `num_heads` is
+    the number of heads of a checkpoint, where nothing in it tells.
+
+    Raises `InputError` where a file cannot be read, `UnsafeFileError` where that would run code.
     """
     from .answers.params import params as report_of
 
     if isinstance(module, (str, PathLike)):
-        from .answers.checkpoint import params_of_checkpoint
+        from .answers.checkpoint.params import params_of_checkpoint
 
-        return LiveReport(params_of_checkpoint(Path(module), per_head=per_head, stats=show is not None and show.stats))
+        against = Subject(like, args, kwargs) if like is not None and (args or kwargs) else like
+        found = params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
+        return LiveReport(found)
     _require_module(module, "params")
+    if like is not None or num_heads is not None:
+        raise TypeError("like and num_heads are for a checkpoint: mha_inspect.params(path, like=module).")
     own = Subject(module, args, kwargs)
     return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
 
@@ -333,7 +360,6 @@ def compare_heads(
     """
     asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
-    from .answers.head_runs import Counted
     from .targets.head_counts import layers_by_name, modules_with_heads
 
     if not isinstance(layer, str):
@@ -342,25 +368,45 @@ def compare_heads(
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
     else:
         made = iter(layers_by_name(layer, heads, kwargs))
-    counted = [Counted(count, own, is_known=isinstance(layer, str)) for count, own in made]
-    return LiveReport(report_of(counted, **asked))
+    return LiveReport(report_of(list(made), **asked))
 
 
-def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:
+def diff(
+    left: nn.Module | str | PathLike[str],
+    right: nn.Module | str | PathLike[str],
+    *args: Any,
+    same_weights: bool = False,
+    num_heads: int | None = None,
+    **kwargs: Any,
+) -> LiveReport:
     """Where two modules part ways: both run on the same arguments, and compared stage by stage in canonical axes.
 
     Each keeps the weights that it has, as when a port is checked. With `same_weights` those of the one are carried into
     a copy of the other, however each packs them. Neither module is changed.
 
-    Raises `InputError` where a side cannot be run in float64, against which rounding is measured.
+    Two checkpoints, by their paths, are compared tensor by tensor and head by head; `num_heads` is their number of
+    heads where nothing in them tells.
+
+    Raises `InputError` where a side cannot be run in float64, against which rounding is measured, or a file cannot be
+    read.
     """
+    if isinstance(left, (str, PathLike)) and isinstance(right, (str, PathLike)):
+        from .answers.checkpoint.diff import diff_of_checkpoints
+
+        if args or kwargs or same_weights:
+            raise TypeError("two checkpoints are compared without a call: mha_inspect.diff(path, path).")
+        return LiveReport(diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads))
+    if num_heads is not None:
+        raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
     _require_module(left, "diff")
     _require_module(right, "diff")
+    assert isinstance(left, nn.Module)
+    assert isinstance(right, nn.Module)
     from .answers.diff import diff as report_of
-    from .answers.side import Side, SideRun
+    from .answers.side import Side
 
-    def run(name: Literal["left", "right"], module: nn.Module) -> SideRun:
-        return SideRun(Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0)))
+    def run(name: Literal["left", "right"], module: nn.Module) -> Side:
+        return Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0))
 
     return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
 
@@ -427,7 +473,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
-        self._stages: Stages = ()
+        self._kept: tuple[_Kept, ...] = ()
 
     def __enter__(self) -> recording:
         self._recorder.__enter__()
@@ -446,7 +492,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
                 self._failed = describe_failure(error, self._seen.recording, self._recorder, in_block=True)
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
-                self._stages = keep_stages(self._seen.recording, self._seen.attentions)
+                self._kept = _keep(self._seen)
 
     def __repr__(self) -> str:
         return repr(self.trace) if self._is_over else "a recording that is still under way"
@@ -476,4 +522,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         if self._failed is not None:
             failure, completed = self._failed
             trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)
-        return LiveTrace(trace, self._stages)
+        return LiveTrace(trace, self._kept)

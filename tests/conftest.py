@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+
+from tests.warm import Answer, Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
@@ -19,14 +21,6 @@ SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLOR
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-readme", action="store_true", help="write the transcripts of README.md anew")
     parser.addoption("--fuzz-cases", type=int, help="cases of each test in tests/fuzz, drawn at random")
-
-
-class Answer(NamedTuple):
-    """What a command line came to."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="session")
@@ -60,22 +54,20 @@ def interruptible() -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def program(entry_point: list[str]) -> Callable[..., Answer]:
-    """Run the installed program: `program("trace", "--causal", env={...})`."""
+def warm(entry_point: list[str]) -> Iterator[Warm]:
+    """The installed program where torch is imported already."""
+    if sys.platform != "linux":
+        pytest.skip("a process that has imported torch may be forked on Linux")
+    with contextlib.closing(Warm(entry_point, _environment())) as program:
+        yield program
+
+
+@pytest.fixture
+def program(warm: Warm) -> Callable[..., Answer]:
+    """Run the installed program in a process of its own: `program("trace", "--causal", env={...})`."""
 
     def run(*args: str, env: dict[str, str | None] | None = None, **settings: Any) -> Answer:
-        done = subprocess.run(
-            [*entry_point, *args],
-            env=_environment(**(env or {})),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=120,
-            check=False,
-            **settings,
-        )
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return warm.run(*args, env=_environment(**(env or {})), **settings)
 
     return run
 

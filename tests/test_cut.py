@@ -26,6 +26,7 @@ def first_layout(own: Subject) -> Any:
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "POSITIONS", 5)
     monkeypatch.setattr(cutting, "ROWS", 3)
+    monkeypatch.setattr(cutting, "_MANY", 1)
 
 
 @pytest.mark.parametrize("row", [0, 2, 6])

@@ -82,7 +82,7 @@ def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
         if side.kind.name == "bert":
             fitting = replace(fitting, w_o=None, b_o=None)
         load_weights(expected, fitting)
-        assert all(map(torch.equal, run_of.side.own.module.parameters(), expected.parameters()))
+        assert all(map(torch.equal, run_of.own.module.parameters(), expected.parameters()))
 
 
 def test_shapes_are_those_that_each_side_has():
@@ -143,7 +143,7 @@ def test_other_way_is_measured_and_not_assumed(monkeypatch):
     def spoiled(*sides):
         poorer, fuller, again = in_the_fuller(*sides)
         with torch.no_grad():
-            again.side.own.module.in_proj_weight[2 * EMBED :] += 1
+            again.own.module.in_proj_weight[2 * EMBED :] += 1
         return poorer, fuller, again
 
     monkeypatch.setattr(difference, "in_the_fuller", spoiled)

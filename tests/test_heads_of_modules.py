@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.head_runs import Look
+from mha_inspect.answers.look import Look
 from mha_inspect.errors import InputError, RecordingError, SpecError
 
 DIM, BATCH, LENGTH = 30, 3, 7

@@ -10,7 +10,7 @@ from torch import nn
 
 from mha_inspect import compare_heads
 from mha_inspect.answers.compare_heads import carry
-from mha_inspect.answers.head_runs import Counted, HeadRun
+from mha_inspect.answers.head_runs import HeadRun
 from mha_inspect.answers.learning import LEARNING_RATE, LOSS, Learner, gradient_of, train
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
@@ -29,7 +29,7 @@ def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **input
 
 
 def learner_of(forward) -> Learner:
-    return Learner.of(HeadRun(Counted(forward.spec.num_heads, forward)))
+    return Learner.of(HeadRun(forward.spec.num_heads, forward))
 
 
 def matrices(forward) -> dict[str, torch.Tensor]:
@@ -178,12 +178,12 @@ def test_carrying_weights_is_checked_bit_for_bit():
 
 def test_weights_are_carried_as_matrices_and_blocks():
     torch_layer = forward_of(2)
-    two, five = (HeadRun(Counted(heads, forward_of(heads, "per-head"))) for heads in (2, 5))
+    two, five = (HeadRun(heads, forward_of(heads, "per-head")) for heads in (2, 5))
     assert carry(two, five).same
     for name, matrix in matrices(two.own).items():
         assert same_bits(matrix, matrices(five.own)[name]), name
     assert same_bits(matrices(torch_layer)["W_k"], torch_layer.module.in_proj_weight.detach()[EMBED : 2 * EMBED])
-    coarse, fine = (HeadRun(Counted(heads, forward_of(heads, "narrow"))) for heads in (1, 3))
+    coarse, fine = (HeadRun(heads, forward_of(heads, "narrow")) for heads in (1, 3))
     carried = carry(coarse, fine)
     assert not carried.same
     assert carried.changes[0] == "W_q keeps 3 blocks of [10, 10] and loses the rest"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -15,57 +15,62 @@ from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
 from ..naming.stages import STAGES
 from ..record.rounding import distances, judge, size_of
+from ..record.subject import Subject
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus
 from ..text import plural
 from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
-from .head_runs import GIVEN, Counted, HeadRun, Look, Noise, Place, overall
+from .head_runs import HeadRun, Place, overall
 from .head_sentences import Carried, Sizes, Walk, answer, reason
 from .kernels import drops_at_random
 from .learning import Learner, compare_gradients, compare_training
+from .look import Look
 from .timing import compare_times
 from .trace import environment_of, layer_of
 
 _ORDER = {part: number for number, part in enumerate(PARTS)}
+_GIVEN = ("query", "key", "value")
 _FROM_THE_SOFTMAX = frozenset(STAGES[STAGES.index("weights") :])
 
 
 def compare_heads(
-    counted: Sequence[Counted],
+    counted: Sequence[tuple[int, Subject]],
     *,
     pairwise: bool = False,
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
     time: bool = False,
+    see: Callable[[int, Look], None] | None = None,
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
     Each is given what it can hold of the baseline's weights, and run once.
 
     Args:
-        counted: a module a head count, with the same input.
+        counted: head counts, and a module for each, with the same input.
         pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
         focus: whether to measure what each head looks at, before training and after it.
         time: whether to measure how long each head count takes.
+        see: is called with each head count and a look at all of it, while its stages are there.
 
     Raises:
         SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
         InputError: the baseline cannot be run in float64, which rounding is measured against; or there is no gradient.
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
     """
-    baseline = HeadRun(counted[0], whole=focus)
+    whole = focus or see is not None
+    baseline = HeadRun(*counted[0], whole=whole)
     _require_comparable(baseline, baseline)
-    noise = Noise(baseline)
-    runs = [baseline, *(HeadRun(one, baseline, whole=focus) for one in counted[1:])]
+    runs = [baseline, *(HeadRun(*one, baseline, whole=whole) for one in counted[1:])]
     carried = [Carried(True), *(carry(baseline, run) for run in runs[1:])]
     if baseline.layout is not None:
         for run in runs:  # before any look: what is small and often used stays in the processor's caches after that
             _ = run.output
-    equalities = Equalities(baseline, noise)
+    equalities = Equalities(baseline)
     size = size_of(baseline.output)
     rows: list[HeadCount] = []
     sizes: list[Sizes] = []
@@ -76,12 +81,14 @@ def compare_heads(
     for run, own in zip(runs, carried, strict=True):
         _require_comparable(run, baseline)
         sizes.append(_sizes(run))
-        rows.append(_row(sizes[-1], run, baseline, noise, own, size))
-        walks.append(_walk(baseline, run, noise, rows[-1].verdict) if run is not baseline else Walk((), None))
+        rows.append(_row(sizes[-1], run, baseline, own, size))
+        walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk((), None))
         if gradients or steps:
             learners.append(Learner.of(run))
         if focus:
             seen += focus_of_look(run.look(None), run.label)
+        if see is not None:
+            see(run.num_heads, run.look(None))
         _ = run.by_query
         if run is not baseline:
             equalities.see(run)
@@ -91,7 +98,7 @@ def compare_heads(
     for place, walk in enumerate(walks[1:], start=1):
         why = reason(sizes[0], sizes[place], walk, rows[place], carried[place], cause)
         rows[place] = replace(rows[place], first_differing_stage=walk.first, reason=why)
-    said = equalities.measured(runs, "" if counted[0].is_known else baseline.label) if same_weights else ()
+    said = equalities.measured(runs, "" if baseline.is_known else baseline.label) if same_weights else ()
     masked = masked_note(runs)
     outputs = [(run.num_heads, run.output) for run in runs]
 
@@ -108,7 +115,7 @@ def compare_heads(
         verdict=overall([row.verdict for row in rows[1:]]),
         equalities=(*said, masked) if masked else said,
         answer=answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
-        pairs=_pairs(outputs, noise.of_output) if pairwise else None,
+        pairs=_pairs(outputs, baseline.output_floor) if pairwise else None,
         gradients=compare_gradients(learners, cause) if gradients else None,
         training=training,
         focus=compare_focus(seen) if focus else None,
@@ -180,10 +187,10 @@ def _sizes(run: HeadRun) -> Sizes:
     return Sizes(run.num_heads, head_dim, turned=bool(run.own.made_with.get("rope")))
 
 
-def _row(own: Sizes, run: HeadRun, baseline: HeadRun, noise: Noise, carried: Carried, size: float) -> HeadCount:
+def _row(own: Sizes, run: HeadRun, baseline: HeadRun, carried: Carried, size: float) -> HeadCount:
     """The row of one head count, without the reason."""
     largest, relative = distances(baseline.output, run.output, size)
-    times, verdict = judge(largest, noise.of_output)
+    times, verdict = judge(largest, baseline.output_floor)
     return HeadCount(
         num_heads=own.num_heads,
         head_dim=own.head_dim,
@@ -192,7 +199,7 @@ def _row(own: Sizes, run: HeadRun, baseline: HeadRun, noise: Noise, carried: Car
         output_shape=tuple(run.output.shape),
         max_abs_difference=largest,
         relative_difference=relative,
-        noise_floor=noise.of_output,
+        noise_floor=baseline.output_floor,
         times_noise=times,
         verdict=verdict,
         first_differing_stage=None,
@@ -209,32 +216,32 @@ def _pairs(outputs: Sequence[tuple[int, Tensor]], noise_floor: float) -> tuple[H
     return tuple(pairs)
 
 
-def _walk(baseline: HeadRun, run: HeadRun, noise: Noise, verdict: Verdict) -> Walk:
+def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
     """Compare stage by stage, by content, to see where two head counts part and where they meet again.
 
     Up to the scores, which are a number for each pair of a query and a key, a few positions show what all of them do.
     Where nothing differs there, whole sequences are looked at: the first, and those where the outputs are apart.
     """
     if baseline.layout is None:
-        return _walk_at(None, baseline, run, noise)
+        return _walk_at(None, baseline, run)
     if verdict == "differs":
-        found = _walk_at(Place(few=True), baseline, run, noise)
+        found = _walk_at(Place(few=True), baseline, run)
         if found.first is not None:
             return found
-    found = _walk_at(Place(), baseline, run, noise)
+    found = _walk_at(Place(), baseline, run)
     mine, theirs = baseline.by_query, run.by_query
     if found.first is not None or verdict == "same" or mine is None or theirs is None:
         return found
     apart = (mine - theirs).abs().amax(dim=(1, 2))
     furthest = Place(int(apart.nan_to_num(nan=-1.0).argmax()))
-    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run, noise)
+    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run)
 
 
-def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise) -> Walk:
+def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun) -> Walk:
     mine, theirs = baseline.look(where), run.look(where)
     found = Walk((), None)
     for place in range(min(len(mine.attentions), len(theirs.attentions))):
-        found = _walk_attention(place, where, mine, theirs, noise)
+        found = _walk_attention(place, where, mine, theirs)
         if found.first is not None or (where is not None and where.few):
             break
     weights = mine.get(0, "weights")
@@ -243,16 +250,16 @@ def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun, noise: Noise)
     return replace(found, looked_at=few, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 
-def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look, noise: Noise) -> Walk:
+def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look) -> Walk:
     same: list[str] = []
     first, note, rejoined = None, "", None
     for stage in STAGES:
         if where is not None and where.few and stage in _FROM_THE_SOFTMAX:
             break
         left, right = mine.get(place, stage), theirs.get(place, stage)
-        if stage in GIVEN or left is None or right is None:
+        if stage in _GIVEN or left is None or right is None:
             continue
-        row = compare_stage(stage, left, right, partial(noise.of_stage, place, stage, where, right))
+        row = compare_stage(stage, left, right, partial(mine.floor, place, stage, right))
         if first is not None:
             rejoined = None if row.verdict == "differs" else rejoined or stage
         elif row.verdict != "differs":

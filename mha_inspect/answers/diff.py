@@ -31,12 +31,13 @@ from ..targets.load import load_layer, plan_layer
 from ..targets.room import Room
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from .diff_answer import Blocked, answer, notes, stage_note
+from .look import Rows, without
 from .parameter_pairs import parameter_pairs
 from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share, share_drawn
-from .side import Rows, Side, SideRun, without
+from .side import Side
 
 
-def diff(left: SideRun, right: SideRun, *, carry: bool = True) -> DiffReport:
+def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
     """Compare two sides that get the same input, with the same weights as far as those can be carried.
 
     Without `carry` each keeps the weights that it has. The attentions of both are paired in the order in which they are
@@ -95,23 +96,23 @@ def diff_layers(
     return _Comparison(runs[0], runs[1], shared, tuple(unheard)).report()
 
 
-def _layer_run(side: LayerSide, finer: Any) -> SideRun:
+def _layer_run(side: LayerSide, finer: Any) -> Side:
     def made(spec: AttentionSpec) -> Any:
         return load_layer(spec, side.inputs, side.run, side.kind.name)
 
     exact = made(replace(side.spec, dtype=finer)) if finer != side.spec.dtype else None
-    return SideRun(Side(side.name, made(side.spec), side.settings, exact))
+    return Side(side.name, made(side.spec), side.settings, exact)
 
 
 class _Comparison:
     """Two sides with their weights in place, run."""
 
-    def __init__(self, left: SideRun, right: SideRun, shared: Shared, noted: tuple[str, ...] = ()) -> None:
+    def __init__(self, left: Side, right: Side, shared: Shared, noted: tuple[str, ...] = ()) -> None:
         self._left, self._right, self._shared, self._noted = left, right, shared, noted
 
     @property
     def _counts(self) -> list[int]:
-        return [len(run.run.attentions) for run in (self._left, self._right)]
+        return [len(run.attentions) for run in (self._left, self._right)]
 
     @cached_property
     def _masked(self) -> list[Rows]:
@@ -142,7 +143,7 @@ class _Comparison:
             left=left.report(rows),
             right=right.report(rows),
             weights=replace(shared.report, other_way=self._other_way()),
-            noise=_noise_source(left.side.dtype, right.side.dtype),
+            noise=_noise_source(left.dtype, right.dtype),
             stages=stages,
             first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
             output=output,
@@ -204,11 +205,11 @@ class _Comparison:
 
     def _in_query_heads(self, place: int, stage: str, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, str]:
         """Keys or values of both with one for every head, those that are shared repeated."""
-        one, left = self._left.in_query_heads(place, stage, ours)
-        other, right = self._right.in_query_heads(place, stage, theirs)
+        one, left = self._left.in_query_heads(place, ours)
+        other, right = self._right.in_query_heads(place, theirs)
         if one.shape != other.shape:
             return ours, theirs, ""
-        counts = [run.run.attentions[place][1].num_kv_heads for run in (self._left, self._right)]
+        counts = [run.attentions[place][1].num_kv_heads for run in (self._left, self._right)]
         said = [
             f"each key/value head on the {name}, of {count}, stands for {each}"
             for name, count, each in zip(("left", "right"), counts, (left, right), strict=True)
@@ -219,14 +220,14 @@ class _Comparison:
     def _why_not_compared(self, place: int, stage: str, one: StageSide | None, other: StageSide | None) -> str:
         runs = (self._left, self._right)
         for run in runs:
-            if place >= len(run.run.attentions):
-                return f"{run.side.label} has no attention {place + 1}"
+            if place >= len(run.attentions):
+                return f"{run.label} has no attention {place + 1}"
         for run, side in zip(runs, (one, other), strict=True):
             words = () if side is None else side.axes.replace("(", "").replace(")", "").split()
             if {"qkv", "qk", "kv", "packed"} & set(words):
                 how = "makes it in one product with others, and cuts that into heads and projections at once"
-                return f"{run.side.label} {how}"
-        return stage_note(stage, *((run.side.label, frozenset(run.run.attentions[place][0].stages)) for run in runs))
+                return f"{run.label} {how}"
+        return stage_note(stage, *((run.label, frozenset(run.attentions[place][0].stages)) for run in runs))
 
     def _elsewhere(self) -> OutputDifference | None:
         """The outputs without the masked rows; None where there are none, or no others, or they are not rows of it."""
@@ -248,22 +249,22 @@ class _Comparison:
         if both.max_abs_difference is None or both.times_noise is None:
             return None
         return OtherWay(
-            source=poorer.side.name,
+            source=poorer.name,
             max_abs_difference=both.max_abs_difference,
             times_noise=both.times_noise,
             verdict=both.verdict,
-            sentence=f"with the numbers of {poorer.side.label} in {fuller.side.label}, both outputs are {both.verdict}",
+            sentence=f"with the numbers of {poorer.label} in {fuller.label}, both outputs are {both.verdict}",
         )
 
     def _masked_row(self, place: int, batch: int, query: int, attention: int | None) -> MaskedRowPair:
         """What comes out of a query that has no key to look at, on both sides."""
 
-        def of_weights(run: SideRun) -> RowContent:
+        def of_weights(run: Side) -> RowContent:
             content = run.get(place, "weights")
             inside = content is not None and batch < content.shape[0] and query < content.shape[2]
             return _content(content[batch, :, query]) if content is not None and inside else "finite"
 
-        def of_output(run: SideRun) -> RowContent:
+        def of_output(run: Side) -> RowContent:
             inside = run.rows is not None and batch < run.rows[0] and query < run.rows[1]
             kind = _content(run.output[batch, query]) if inside else "finite"
             return "finite" if kind == "uniform" else kind
@@ -296,12 +297,12 @@ def _leaves_some(stage: str, content: Tensor, rows: Rows) -> bool:
 
 
 def _compare_outputs(
-    left: SideRun,
-    right: SideRun,
+    left: Side,
+    right: Side,
     rows: Rows,
     *,
     leave_out: bool = False,
-    floors: tuple[SideRun, SideRun] | None = None,
+    floors: tuple[Side, Side] | None = None,
 ) -> OutputDifference:
     """The outputs, judged by the larger rounding error of both, or of `floors`; with `leave_out` without the rows."""
     ours, theirs = left.output, right.output

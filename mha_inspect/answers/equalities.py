@@ -12,7 +12,8 @@ from torch import Tensor
 from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW
 from ..record.rounding import SAME_UP_TO, judge, max_difference
-from .head_runs import HeadRun, Look, Noise, Place
+from .head_runs import HeadRun, Place
+from .look import Look
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,8 @@ class Claim:
 class Sight:
     """What each query can see, whatever the weights are: what the mask left of the scores, and keys and values."""
 
-    def __init__(self, look: Look, each: Sequence[Tensor], noise: Noise, place: Place | None) -> None:
-        self._look, self._noise, self._place = look, noise, place
+    def __init__(self, look: Look, each: Sequence[Tensor]) -> None:
+        self._look = look
         self.each = each
         """`batch query key` of each attention: True where no mask forbids a query to look."""
         self.allowed, self.rows = each[0], (each[0].shape[0], each[0].shape[1])
@@ -92,7 +93,7 @@ class Sight:
             return False
         equal = self.allowed / self.left[..., None].clamp(min=1)
         apart = float(((weights.detach().cpu().double() - equal[:, None]).abs() * alike[:, None, :, None]).max())
-        return judge(apart, self._noise.of_stage(0, "weights", self._place, weights))[1] == "same"
+        return judge(apart, self._look.floor(0, "weights", weights))[1] == "same"
 
     def _alike(self, stage: str) -> Tensor:
         """Whether all that a query can see of `batch heads key head_dim` is the same, but for rounding."""
@@ -103,12 +104,12 @@ class Sight:
         rows = content.detach().cpu().transpose(1, 2).flatten(2)
         seen = self.allowed.any(dim=1)
         first = rows[torch.arange(len(rows)), seen.int().argmax(dim=1)][:, None]
-        floor = SAME_UP_TO * self._noise.of_stage(0, stage, self._place, content)
+        floor = SAME_UP_TO * self._look.floor(0, stage, content)
         near = (rows - first).abs() <= floor
         return (near.all(dim=-1) | ~seen).all(dim=1)[:, None].expand(self.rows)
 
 
-def sight_of(look: Look, noise: Noise, place: Place | None) -> Sight | None:
+def sight_of(look: Look) -> Sight | None:
     """Return what a look tells; None where it is not known what a query can see.
 
     An axis has no name, it depends on the head, or sinks take a part of the weight.
@@ -116,7 +117,7 @@ def sight_of(look: Look, noise: Noise, place: Place | None) -> Sight | None:
     found = [attention for attention, _ in look.attentions]
     if all(map(_has_one_key, found)):
         # One query and one key leave no trace in a shape, and need none.
-        return Sight(look, [torch.ones(1, 1, 1, dtype=torch.bool)], noise, place)
+        return Sight(look, [torch.ones(1, 1, 1, dtype=torch.bool)])
     each = []
     for number, attention in enumerate(found):
         weights, scores = look.get(number, "weights"), look.get(number, "masked_scores")
@@ -127,7 +128,7 @@ def sight_of(look: Look, noise: Noise, place: Place | None) -> Sight | None:
             return None
         each.append(allowed[:, 0])
     square = all(one.shape == each[0].shape and one.shape[1] == one.shape[2] for one in each)
-    return Sight(look, each, noise, place) if len(each) == 1 or square else None
+    return Sight(look, each) if len(each) == 1 or square else None
 
 
 def _has_one_key(found: Attention) -> bool:
@@ -137,21 +138,21 @@ def _has_one_key(found: Attention) -> bool:
 class Equalities:
     """What must be equal of all head counts, as far as all of them see the same."""
 
-    def __init__(self, baseline: HeadRun, noise: Noise) -> None:
-        self._baseline, self._noise = baseline, noise
+    def __init__(self, baseline: HeadRun) -> None:
+        self._baseline = baseline
         self._place = None if baseline.layout is None else Place(few=True)
-        self._near = sight_of(baseline.look(self._place), noise, self._place)
+        self._near = sight_of(baseline.look(self._place))
         self._sight = self._near
         if self._place is not None and self._near is not None:
             # What says nothing of a few queries says nothing of the others; a mask is seen whole.
             nothing = self._near.tells_nothing
-            self._sight = None if nothing else sight_of(baseline.look(None), noise, None)
+            self._sight = None if nothing else sight_of(baseline.look(None))
         self._keys_hold = True
 
     def see(self, other: HeadRun) -> None:
         """Look at another head count while its stages are there: its queries must see what the baseline's see."""
         near, look = self._near, other.look(self._place)
-        if self._sight is None or near is None or not near.is_like(sight_of(look, self._noise, self._place)):
+        if self._sight is None or near is None or not near.is_like(sight_of(look)):
             self._sight = None
         elif bool(near.keys.any()):
             self._keys_hold = self._keys_hold and near.gives_equal_weights(look, near.keys)
@@ -197,7 +198,7 @@ class Equalities:
             outputs = [run.output[None, None] if every else run.by_query for run in runs]
             known = [output for output in outputs if output is not None and output.shape[:2] == rows.shape]
             if len(known) == len(runs):
-                said.append(_confirmed(claim, rows, known, self._noise.of_output, unless))
+                said.append(_confirmed(claim, rows, known, self._baseline.output_floor, unless))
         return tuple(said)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import RecordingError
 from ..reports.compare_heads import Alike, Focus, HeadFocus, HeadsFocus, Strongest
-from .head_runs import Look
+from .look import Look
 
 _STRONGEST = 3
 """Pairs of a query and a key that are told of each head."""

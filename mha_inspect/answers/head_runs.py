@@ -1,41 +1,22 @@
-"""One head count, run: once as it is, and looked into, whole or at a few queries; and the same in float64."""
+"""One head count, run: once as it is, and looked into, whole or at a few queries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..graph.attention import Attention
-from ..measure.stage_difference import stage_noise
-from ..naming.axes import AxisNames
-from ..naming.canonical import canonical, content_of, own_axes, sizes_in
-from ..naming.stages import STAGES
 from ..record.arguments import first_tensor
 from ..record.cut import POSITIONS, ROWS, Layout, cut, layouts_of
 from ..record.rounding import rounding_error
-from ..record.subject import Run, Subject
+from ..record.subject import Subject
 from ..reports.common import Verdict
-from ..targets.memory import is_out_of_memory
-from .trace import environment_of
-
-T = TypeVar("T")
-GIVEN = ("query", "key", "value")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A module that was built with a number of heads, and what it is run on."""
-
-    num_heads: int
-    own: Subject
-    is_known: bool = False
-    """Whether nothing but its attention hangs on the head count, which nobody knows of a module of the user's."""
+from ..targets.call import explained
+from ..targets.load import Layer
+from .look import Look, WiderRun, in_dtype, run_in_dtype
 
 
 @dataclass(frozen=True)
@@ -46,59 +27,23 @@ class Place:
     few: bool = False
 
 
-class Look:
-    """The stages of a run that was recorded with its tensors kept."""
-
-    def __init__(self, own: Subject, like: Look | None = None) -> None:
-        """Run it. `like` is a look at the same module in another dtype: its axes are called as there."""
-        with torch.no_grad(), own.replaying(own.state()):
-            run = own.recorded(keep=True)
-            self.run: Run = replace(run, wider=own.wider_run(run) if like is None else like.run.wider)
-        self._like = like
-        self._contents: dict[tuple[int, str], Tensor | None] = {}
-
-    @cached_property
-    def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
-        """Each attention with the names of its axes."""
-        if self._like is not None and _steps(self._like.run) == _steps(self.run):
-            return self._like.attentions
-        return self.run.attentions
-
-    def get(self, place: int, stage: str) -> Tensor | None:
-        """Return a stage of an attention in canonical axes; None where it has none, or an axis has no name."""
-        if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
-            return None
-        if (place, stage) not in self._contents:
-            self._contents[place, stage] = content_of(self.run, *self.attentions[place], stage)
-        return self._contents[place, stage]
-
-    @property
-    def unnamed(self) -> tuple[str, ...]:
-        """The stages that there are, and that cannot be brought into canonical axes."""
-        missing = {
-            stage
-            for place, (found, _) in enumerate(self.attentions)
-            for stage in found.stages
-            if self.get(place, stage) is None
-        }
-        return tuple(stage for stage in STAGES if stage in missing)
-
-
-def _steps(run: Run) -> list[tuple[str, ...]]:
-    """Which operation made which tensor out of which, whatever their sizes."""
-    return [(op.name, *(str(t.id) for t in (*op.inputs, *op.outputs))) for op in run.recording.ops]
-
-
 class HeadRun:
     """One head count: what it returns, and looks inside as they are asked for."""
 
-    def __init__(self, counted: Counted, like: HeadRun | None = None, *, whole: bool = False) -> None:
+    def __init__(self, num_heads: int, own: Subject, like: HeadRun | None = None, *, whole: bool = False) -> None:
         """`like` is the baseline, which has found how to cut the arguments; with `whole` they are not cut."""
-        self.num_heads, self.own = counted.num_heads, counted.own
+        self.num_heads, self.own = num_heads, own
         self._looks: dict[Place | None, Look] = {}
+        self._wider = WiderRun(own)
+        self._copies: dict[torch.dtype, Subject] = {}
         self.layout: Layout | None = None
         if not whole:
             self.layout = self._found_layout() if like is None else like.layout
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing but its attention hangs on the head count, which nobody knows of a module of the user's."""
+        return isinstance(self.own, Layer)
 
     @property
     def module(self) -> nn.Module:
@@ -115,26 +60,57 @@ class HeadRun:
         """What its one run returned first, as it lays that out."""
         if self.layout is None or None in self._looks:
             return first_tensor(self.look(None).run.returned).detach()
-        with torch.no_grad(), self.own.replaying(self.own.state()):
-            return first_tensor(self.own.plain()).detach()
+        try:
+            return self._plain(self.own)
+        except Exception as error:
+            raise self._explained(error) from error
+
+    @cached_property
+    def output_floor(self) -> float:
+        """The rounding error of the whole output, measured against the same computation in float64.
+
+        For numbers in float64 there is nothing finer: a run in float32 is measured, and scaled.
+        """
+        if self.layout is None:
+            return self.look(None).output_floor()
+        dtype = torch.float32 if self.nearest.dtype == "float64" else torch.float64
+        other: list[Tensor] = []
+        run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
+        return rounding_error(self.output, other[0]) * self.nearest.unit
+
+    def _plain(self, own: Subject) -> Tensor:
+        with torch.no_grad(), own.apart() as one:
+            return first_tensor(one.plain()).detach()
+
+    def _copy(self, dtype: torch.dtype) -> Subject:
+        """The whole subject in another dtype."""
+        if dtype not in self._copies:
+            self._copies[dtype] = in_dtype(self.label, self.own.copied, dtype)
+        return self._copies[dtype]
 
     def place_of(self, place: Place | None) -> Place | None:
         """Return None for a place that is all there is."""
         whole = place is None or self.layout is None or (not place.few and self.layout.rows <= ROWS)
         return None if whole else place
 
-    def at(self, place: Place | None) -> Subject:
-        """Return the subject at a place; None is all of it."""
-        if place is None or self.layout is None:
-            return self.own
-        return cut(self.own, self.layout, place.row, few=place.few)
-
     def look(self, place: Place | None) -> Look:
         """Return the stages at a place, all of them where the arguments are not cut."""
         place = self.place_of(place)
         if place not in self._looks:
-            self._looks[place] = Look(self.at(place))
+            own = self.own
+            if place is not None and self.layout is not None:
+                own = cut(own, self.layout, place.row, few=place.few)
+            look = Look(own, wider=self._wider, copied=lambda dtype: self._copy(dtype).with_arguments_of(own, dtype))
+            try:
+                _ = look.run
+            except Exception as error:
+                raise self._explained(error) from error
+            self._looks[place] = look
         return self._looks[place]
+
+    def _explained(self, error: Exception) -> BaseException:
+        """A target's error with how it was built; who calls the library sees their own."""
+        return explained(error, self.own, f" with num_heads {self.num_heads}") if self.own.label else error
 
     @property
     def nearest(self) -> Look:
@@ -144,23 +120,21 @@ class HeadRun:
     def forget(self) -> None:
         """Let go of what was looked at."""
         self._looks.clear()
+        self._copies.clear()
 
     @cached_property
     def by_query(self) -> Tensor | None:
         """The output as `batch query embed`; None where it has other axes."""
         look = self.nearest
-        (found, names), pattern = look.attentions[-1], own_axes(look.run).returned[0]
-        for stage in ("output", "concat"):
-            sizes = sizes_in(found, names, stage) if stage in found.stages else None
-            content = None if sizes is None else canonical(self.output, stage, pattern, sizes)
-            if content is not None:
-                return content
+        content = look.laid_out(self.output)
+        if content is not None:
+            return content
         # Of a model the output has features of its own, laid out as its attention is all the same.
-        weights, shape = look.get(len(look.attentions) - 1, "weights"), self.output.shape[:2]
+        weights = look.get(len(look.attentions) - 1, "weights")
         rows = None if weights is None else (weights.shape[0], weights.shape[2])
         if self.layout is not None and self.layout.batch == 0:
             rows = (self.layout.rows, self.layout.first.shape[1])
-        return self.output if shape == rows else None
+        return self.output if self.output.shape[:2] == rows else None
 
     def _found_layout(self) -> Layout | None:
         """How the arguments are laid out, as a run of a cut shows; None where that saves little, or cannot be."""
@@ -176,73 +150,6 @@ class HeadRun:
                 return layout
             self._looks.clear()
         return None
-
-
-class Noise:
-    """The rounding error of the baseline, measured against the same computation in float64.
-
-    For a baseline in float64 there is nothing finer: a run in float32 is measured against it, and scaled by the ratio
-    of the two dtypes' rounding steps.
-    """
-
-    def __init__(self, baseline: HeadRun) -> None:
-        self._baseline = baseline
-        self._swapped = environment_of(baseline.own).dtype == "float64"
-        self._dtype = torch.float32 if self._swapped else torch.float64
-        self._looks: dict[Place | None, Look] = {}
-
-    @cached_property
-    def _other(self) -> Subject:
-        """The whole subject in the dtype that is measured against."""
-        try:
-            return self._baseline.own.copied(self._dtype)
-        except (RuntimeError, TypeError) as error:
-            raise self._refused(error, "copied, and to measure rounding a copy is run in another dtype") from None
-
-    @property
-    def scale(self) -> float:
-        """What a measured error counts."""
-        return torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if self._swapped else 1.0
-
-    @cached_property
-    def of_output(self) -> float:
-        """Of the whole output."""
-        if self._baseline.layout is None:
-            exact = first_tensor(self._look(None).run.returned)
-        else:
-            with torch.no_grad():
-                exact = first_tensor(self._run(self._other.plain))
-        return rounding_error(self._baseline.output, exact) * self.scale
-
-    def of_stage(self, place: int, stage: str, where: Place | None, like: Tensor) -> float:
-        """Of a stage of an attention, in the form in which it is compared with `like`."""
-        mine, exact = self._baseline.look(where).get(place, stage), self._look(where).get(place, stage)
-        if mine is None or exact is None:
-            return 0.0
-        content, finer = (exact, mine) if self._swapped else (mine, exact)
-        return stage_noise(stage, content, finer, like) * self.scale
-
-    def _look(self, where: Place | None) -> Look:
-        where = self._baseline.place_of(where)
-        if where not in self._looks:
-            own = self._baseline.at(where)
-            other = self._other if where is None else self._other.with_arguments_of(own, self._dtype)
-            self._looks[where] = self._run(lambda: Look(other, self._baseline.look(where)))
-        return self._looks[where]
-
-    def _run(self, run: Callable[[], T]) -> T:
-        try:
-            return run()
-        except RuntimeError as error:
-            reason = "What it makes in its forward has a dtype of its own."
-            name = str(self._dtype).removeprefix("torch.")
-            raise self._refused(error, f"run in {name}, and rounding is measured by that", reason) from None
-
-    def _refused(self, error: Exception, what: str, why: str = "") -> Exception:
-        if is_out_of_memory(error):
-            return error
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return InputError(f"{self._baseline.label} cannot be {what}: {first}{f'. {why}' if why else ''}")
 
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:

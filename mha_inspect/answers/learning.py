@@ -101,11 +101,12 @@ class Learner:
             yield
 
     def loss(self) -> Tensor:
-        """Return mean((output - target)²) of one run, with its graph.
+        """Return mean((output - target)²) of one run, with its graph; each begins with the state that came in.
 
         Raises `InputError` where no gradient could come of it.
         """
-        output = first_tensor(self.own.module(*self.own.args, **self.own.kwargs))
+        own = self.own.fresh()
+        output = first_tensor(own.module(*own.args, **own.kwargs))
         if not output.requires_grad:
             raise InputError(
                 "There is no gradient: the output hangs on no parameter that learns (a forward under no_grad, whole "

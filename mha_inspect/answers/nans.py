@@ -23,10 +23,19 @@ def nans_in(own: Subject, before: State, seen: Run, *, kept: bool) -> tuple[str,
         return ("What is returned has NaN, and so has what came in.",)
     if any(_has_nan(tensor) for tensor in (*own.module.parameters(), *own.module.buffers())):
         return ("What is returned has NaN, and so have parameters or buffers.",)
-    if not kept:
+    again = seen if kept else once_more(own, before)
+    if again is None:
+        return ("What is returned has NaN; where it begins is not seen, for the module does not run a second time.",)
+    return (f"What is returned has NaN: {_beginning(again)}.",)
+
+
+def once_more(own: Subject, before: State) -> Run | None:
+    """Run it again from an earlier state, its tensors kept; None where it does not run a second time."""
+    try:
         with own.replaying(before):
-            seen = own.recorded(keep=True)
-    return (f"What is returned has NaN: {_beginning(seen)}.",)
+            return own.recorded(keep=True)
+    except Exception:  # whatever somebody's forward may raise that counts its calls, or keeps what came in
+        return None
 
 
 def _beginning(seen: Run) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..measure.weights import Weights, as_matrix
 from ..naming.parameters import Projection, indices_of, runs_of
 from ..reports.diff import ParameterPair, ParameterPlace
-from .side import SideRun
+from .side import Side
 
 _IN_ORDER = ("W_q", "b_q", "W_k", "b_k", "W_v", "b_v", "W_o", "b_o", "bias_k", "bias_v")
 
@@ -33,7 +33,7 @@ class _Held:
     is_matrix: bool
 
 
-def parameter_pairs(left: SideRun, right: SideRun) -> tuple[ParameterPair, ...]:
+def parameter_pairs(left: Side, right: Side) -> tuple[ParameterPair, ...]:
     """Return where each side keeps each matrix and bias, and how the one maps onto the other, in the formula's order.
 
     Empty for sides of several attentions, and where it cannot be told.

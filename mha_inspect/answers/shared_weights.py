@@ -17,7 +17,7 @@ from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
 from ..targets.layer_sides import LayerSide
 from ..targets.load import Layer
-from .side import SideRun
+from .side import Side
 
 _BIASES = ("b_q", "b_k", "b_v", "b_o")
 _OF_INPUT = ("W_q", "W_k", "W_v")
@@ -53,7 +53,7 @@ AS_THEY_ARE = Shared(
 )
 
 
-def share(left: SideRun, right: SideRun) -> Shared:
+def share(left: Side, right: Side) -> Shared:
     """Give both sides the same weights as far as that can be done, and say how it was done.
 
     Where names and shapes agree it is one state dict. Otherwise the weights of each attention are carried by head: into
@@ -61,43 +61,43 @@ def share(left: SideRun, right: SideRun) -> Shared:
     else as far as they fit.
     """
     # The coarser of two dtypes rounds the numbers: the finer one can hold them.
-    source, other = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.side.dtype)).eps)
-    if _agree(source.side.own.module, other.side.own.module):
-        _write(other, lambda: other.side.own.module.load_state_dict(source.side.own.module.state_dict()))
+    source, other = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
+    if _agree(source.own.module, other.own.module):
+        _write(other, lambda: other.own.module.load_state_dict(source.own.module.state_dict()))
         return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", (), None))
-    if isinstance(source.side.own, Layer):
+    if isinstance(source.own, Layer):
         source, other = other, source
     try:
         return _carried(source, other)
     except WeightsError as error:
-        sentence = f"not carried: each side has its own weights, as it was built from seed {left.side.own.seed}."
+        sentence = f"not carried: each side has its own weights, as it was built from seed {left.own.seed}."
         return Shared(SharedWeights(False, sentence, (str(error),), None), are_carried=False)
 
 
-def _carried(source: SideRun, other: SideRun) -> Shared:
+def _carried(source: Side, other: Side) -> Shared:
     given, own = _readable(source), _readable(other)
     if len(given) != len(own):
-        holds = "holds one" if isinstance(other.side.own, Layer) else f"has {len(own)}"
-        raise WeightsError(f"{source.side.label} has {len(given)} attentions, and {other.side.label} {holds}.")
+        holds = "holds one" if isinstance(other.own, Layer) else f"has {len(own)}"
+        raise WeightsError(f"{source.label} has {len(given)} attentions, and {other.label} {holds}.")
     whole = _all_or_none(given, own, other)
     if isinstance(whole, list):
         return _told(source, other, whole)
-    is_layer = isinstance(other.side.own, Layer)
+    is_layer = isinstance(other.own, Layer)
     if not is_layer or _has_other_sizes(own, whole):
         # What has no place for some numbers can still give its own to what has a place for all.
         back = _all_or_none(own, given, source)
         if isinstance(back, list):
             return _told(other, source, back)
     if _has_other_sizes(own, whole):
-        raise WeightsError(_why_not(whole, other.side.label, source.side.label))
+        raise WeightsError(_why_not(whole, other.label, source.label))
     found: list[Carried] = []
     _write(other, lambda: found.extend(carry(one, into) for one, into in zip(given, own, strict=True)))
     return _told(source, other, found)
 
 
-def _readable(run: SideRun) -> tuple[Weights, ...]:
+def _readable(run: Side) -> tuple[Weights, ...]:
     """The weights of each attention. Raises `WeightsError` that says what cannot be told."""
-    label = run.side.label
+    label = run.label
     if not run.weights:
         raise WeightsError(f"{label}: no attention was found in it.")
     for one in run.weights:
@@ -108,16 +108,16 @@ def _readable(run: SideRun) -> tuple[Weights, ...]:
     return run.weights
 
 
-def _all_or_none(given: Sequence[Weights], own: Sequence[Weights], run: SideRun) -> list[Carried] | LeftOut:
+def _all_or_none(given: Sequence[Weights], own: Sequence[Weights], run: Side) -> list[Carried] | LeftOut:
     """Carry all weights of all attentions into a side; where one has no place, none, and what that is."""
-    before = _copies(run.side.own.module)
+    before = _copies(run.own.module)
     found: list[Carried] = []
     for one, into in zip(given, own, strict=True):
         found.append(carry(one, into, partly=False))
         if not found[-1].whole:
-            _restore(run.side.own.module, before)
+            _restore(run.own.module, before)
             return found[-1].left_out[0]
-    if _differ(run.side.own.module, before):
+    if _differ(run.own.module, before):
         run.forget()
     return found
 
@@ -137,11 +137,11 @@ def _has_other_sizes(own: Sequence[Weights], left_out: LeftOut) -> bool:
     return not left_out.partly and any(left_out.part in one.projections for one in own)
 
 
-def _write(run: SideRun, write: Callable[[], object]) -> None:
+def _write(run: Side, write: Callable[[], object]) -> None:
     """Change the weights of a side; what was run with the same ones before stays."""
-    before = _copies(run.side.own.module)
+    before = _copies(run.own.module)
     write()
-    if _differ(run.side.own.module, before):
+    if _differ(run.own.module, before):
         run.forget()
 
 
@@ -162,30 +162,28 @@ def _agree(left: nn.Module, right: nn.Module) -> bool:
     return bool(mine) and {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in theirs.items()}
 
 
-def _told(source: SideRun, other: SideRun, found: Sequence[Carried]) -> Shared:
+def _told(source: Side, other: Side, found: Sequence[Carried]) -> Shared:
     """What was carried from one side into the other, in words."""
-    is_layer = isinstance(other.side.own, Layer)
+    is_layer = isinstance(other.own, Layer)
     pairs_of_both = list(zip(other.weights, found, strict=True))
-    lacking = tuple(
-        dict.fromkeys(said for own, one in pairs_of_both for said in _lacks(own, one, other, source.side.label))
-    )
+    lacking = tuple(dict.fromkeys(said for own, one in pairs_of_both for said in _lacks(own, one, other, source.label)))
     rest = (*_rest(source), *(() if is_layer else _rest(other)))
     left_out = (*lacking, *rest)
     if is_layer:
-        how = f"read off the products of {source.side.label} and loaded into {other.side.label}"
+        how = f"read off the products of {source.label} and loaded into {other.label}"
         how += ", as far as it holds them" if left_out else ""
     else:
-        how = f"read off the products of {source.side.label} and written into the parameters of {other.side.label}"
+        how = f"read off the products of {source.label} and written into the parameters of {other.label}"
         how += ", the identity for W_o" if any("W_o" in one.filled for one in found) else ""
         how += ", as far as they fit" if lacking else ""
     report = SharedWeights(not left_out, f"{how}.", left_out, None)
     sliced = next((own for own in (_slices(*pair, other) for pair in pairs_of_both) if own), None)
-    return Shared(report, poorer=(other.side.name,) if lacking else (), sliced=sliced)
+    return Shared(report, poorer=(other.name,) if lacking else (), sliced=sliced)
 
 
-def _lacks(own: Weights, found: Carried, run: SideRun, source: str) -> Iterator[str]:
+def _lacks(own: Weights, found: Carried, run: Side, source: str) -> Iterator[str]:
     """A sentence for each thing that an attention has no place for."""
-    label = run.side.label
+    label = run.label
     out = {one.part: one for one in found.left_out}
     lost = [part for part in PARTS if part in out and part not in own.projections]
     told: set[str] = set()
@@ -226,25 +224,25 @@ def _width_of(projection: Projection) -> int | None:
     return inner[0] if inner is not None and inner[0] < projection.shape[-1] else None
 
 
-def _slices(own: Weights, found: Carried, run: SideRun) -> Sliced | None:
+def _slices(own: Weights, found: Carried, run: Side) -> Sliced | None:
     partly = [one.part for one in found.left_out if one.partly and one.part in _OF_INPUT]
     width = _width_of(own.projections[partly[0]]) if partly else None
-    return None if width is None else Sliced(run.side.name, own.projections[partly[0]].shape[-1], width)
+    return None if width is None else Sliced(run.name, own.projections[partly[0]].shape[-1], width)
 
 
-def _rest(run: SideRun) -> tuple[str, ...]:
+def _rest(run: Side) -> tuple[str, ...]:
     """A sentence where a module has parameters that belong to no projection of an attention."""
     held = {name for one in run.weights for own in one.projections.values() for name in own.parameters}
-    others = [(name, p.numel()) for name, p in run.side.own.module.named_parameters() if name not in held]
+    others = [(name, p.numel()) for name, p in run.own.module.named_parameters() if name not in held]
     if not others:
         return ()
     first = others[0][0] + (f" and {len(others) - 1} more" if len(others) > 1 else "")
     total = sum(numel for _, numel in others)
-    label = run.side.label
+    label = run.label
     return (f"{label}: {first}, {total:,} numbers that project nothing for an attention, stay as they were built.",)
 
 
-def share_drawn(left: SideRun, right: SideRun, planned: tuple[LayerSide, LayerSide], finer: str) -> Shared:
+def share_drawn(left: Side, right: Side, planned: tuple[LayerSide, LayerSide], finer: str) -> Shared:
     """Draw weights for two layers, all that one or the other has a place for, and give each what it can hold.
 
     Key and value heads are as many as both can repeat from. Raises `WeightsError` where key/value heads are shared and
@@ -274,10 +272,10 @@ def share_drawn(left: SideRun, right: SideRun, planned: tuple[LayerSide, LayerSi
     poorer: list[SideName] = []
     sliced: list[Sliced] = []
     for run in (left, right):
-        found = _load(run, numbers, Weights(run.side.own.module, {}, heads[0], kv_heads))
+        found = _load(run, numbers, Weights(run.own.module, {}, heads[0], kv_heads))
         lacking = tuple(_lacks(run.weights[0], found, run, "the drawn weights"))
         left_out += [sentence for sentence in lacking if sentence not in left_out]
-        poorer += [run.side.name] if lacking else []
+        poorer += [run.name] if lacking else []
         sliced += filter(None, [_slices(run.weights[0], found, run)])
     if not left_out:
         return Shared(SharedWeights(True, "every number of the one is in the other.", (), None), are_drawn=True)
@@ -286,17 +284,17 @@ def share_drawn(left: SideRun, right: SideRun, planned: tuple[LayerSide, LayerSi
     return Shared(report, are_drawn=True, poorer=tuple(poorer), sliced=sliced[0] if len(sliced) == 1 else None)
 
 
-def _load(run: SideRun, numbers: Numbers, source: Weights) -> Carried:
+def _load(run: Side, numbers: Numbers, source: Weights) -> Carried:
     """Give a layer what it can hold of these numbers, in its own dtype and in the finer one of both."""
     (own,) = run.weights
     found: list[Carried] = []
     _write(run, lambda: found.append(carry(source, own, numbers)))
-    if run.side.finer is not None:
-        carry(source, replace(own, module=run.side.finer.module), numbers)
+    if run.finer is not None:
+        carry(source, replace(own, module=run.finer.module), numbers)
     return found[0]
 
 
-def in_the_fuller(shared: Shared, left: SideRun, right: SideRun) -> tuple[SideRun, SideRun, SideRun] | None:
+def in_the_fuller(shared: Shared, left: Side, right: Side) -> tuple[Side, Side, Side] | None:
     """Return the side with no place for some numbers, the other one, and a copy of that with all that the first has.
 
     None where no side is that one, or both are, or its numbers cannot be written there.
@@ -304,11 +302,10 @@ def in_the_fuller(shared: Shared, left: SideRun, right: SideRun) -> tuple[SideRu
     if len(shared.poorer) != 1:
         return None
     poorer, fuller = (left, right) if shared.poorer[0] == "left" else (right, left)
-    own = fuller.side.own
-    copied = replace(own, module=copy_module(own.module))
+    copied = copy_module(fuller.own.module)
     if len(poorer.weights) != len(fuller.weights):
         return None
     for one, into in zip(poorer.weights, fuller.weights, strict=True):
-        if not carry(one, replace(into, module=copied.module), partly=False).whole:
+        if not carry(one, replace(into, module=copied), partly=False).whole:
             return None
-    return poorer, fuller, SideRun(replace(fuller.side, own=copied), fuller.run.wider)
+    return poorer, fuller, fuller.with_module(copied)

@@ -23,8 +23,8 @@ _RUNS, _SECONDS = 11, 5.0
 
 def flops_of(own: Subject) -> tuple[StageFlops, ...]:
     """Return the floating-point operations of each stage that has products, of all attentions together."""
-    with torch.no_grad(), own.replaying(own.state()):
-        run = own.recorded()
+    with torch.no_grad(), own.apart() as one:
+        run = one.recorded()
     total = dict.fromkeys(STAGES, 0)
     for found, names in run.attentions:
         facts = StageFacts(run.graph, found, {stage: names.of_stage(stage) for stage in found.stages})
@@ -55,11 +55,11 @@ def compare_times(runs: Sequence[HeadRun]) -> Timing:
 def _milliseconds(own: Subject) -> float:
     """How long one run takes."""
     on_gpu = any(parameter.is_cuda for parameter in own.module.parameters())
-    with torch.no_grad(), own.replaying(own.state()), own.settings():
+    with torch.no_grad(), own.apart() as one, one.settings():
         if on_gpu:
             torch.cuda.synchronize()
         before = perf_counter()
-        own.module(*own.args, **own.kwargs)
+        one.module(*one.args, **one.kwargs)
         if on_gpu:
             torch.cuda.synchronize()
         return 1e3 * (perf_counter() - before)

@@ -27,7 +27,7 @@ from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proo
 from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows
-from .nans import nans_in
+from .nans import nans_in, once_more
 
 
 def trace(own: Subject, show: Show | None = None) -> Trace:
@@ -73,10 +73,8 @@ def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[Ma
     rows = fully_masked_rows(own, seen)
     if not any(rows):
         return ()
-    if not keep:
-        with own.replaying(before):
-            seen = replace(own.recorded(keep=True), wider=seen.wider)
-    return masked_rows(rows, seen)
+    again = seen if keep else once_more(own, before)
+    return () if again is None else masked_rows(rows, replace(again, wider=seen.wider))
 
 
 def _run(own: Subject, show: Show, keep: bool) -> Run:

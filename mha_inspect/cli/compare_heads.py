@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,13 +14,12 @@ from .collection import resume
 from .comparison import PANEL, FailIf, exit_code
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options, size
-from .picture import Drawn, averaged, require_drawable
+from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
 from .values import counts
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ..answers.head_runs import Counted
+    from ..pictures.stages import Attended
+    from ..record.subject import Subject
     from ..targets.call import Call
 
 app = typer.Typer(add_completion=False)
@@ -66,7 +66,7 @@ def compare_heads(
     ] = False,
     time: Annotated[bool, option("--time", PANEL, "Measure how long each head count takes.")] = False,
     picture: Annotated[
-        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.")
+        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.", envvar="")
     ] = False,
     fail_if: FailIf = None,
 ) -> ExitCode:
@@ -84,17 +84,24 @@ def compare_heads(
     from . import subject
     from .answer import give, prepare
 
+    picture = is_wanted(picture)
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)
     resume()
     from ..answers.compare_heads import compare_heads as compare
+    from ..targets.call import explained
 
+    seen: list[tuple[int, list[Attended]]] = []
     with subject.running(options):
         made = _made(target, options, compared)
-        report = compare(made, **extras)
-        drawn = Drawn((averaged(made),), printed=True) if picture else None
-    for note in made[0].own.notes:
+        own = made[0][1]
+        try:
+            report = compare(made, **extras, see=partial(keep_weights, seen) if picture else None)
+        except Exception as error:
+            raise explained(error, own) from error
+    drawn = Drawn(averaged(seen), printed=True) if picture else None
+    for note in own.notes:
         subject.tell(note)
     give(report, options, export, drawn)
     return exit_code(report.verdict, fail_if)
@@ -116,7 +123,7 @@ def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) 
     subject.check_target(text, options, "compare-heads")
     if not heads and "embed_dim" not in options.given:
         raise SpecError(
-            f"heads is empty, and {shown(text)} has sizes of its own: give the counts, as in --heads 1,2,4."
+            f"compare-heads builds {shown(text)} once for each number of heads: give them, as in --heads 1,2,4."
         )
     compared = chosen_counts(options, heads)
     subject.inputs(options)
@@ -127,40 +134,30 @@ def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) 
     return compared
 
 
-def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list[Counted]:
+def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
     """Build a layer or a target with each number of heads; all have the same input.
 
-    Raises:
-        MhaInspectError: it cannot be built or called as asked, or takes no number of heads.
-        TargetFailedError: its forward raised.
+    Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
     """
-    from ..answers.head_runs import Counted
     from . import subject
 
     if text is None:
         from ..targets.head_counts import layers_with_heads
 
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
-        layers = layers_with_heads(spec, compared, inputs, run, options.layer)
-        return [Counted(count, own, is_known=True) for count, own in layers]
-    from ..targets.call import try_once
+        return layers_with_heads(spec, compared, inputs, run, options.layer)
     from ..targets.load import subject_of
-    from ..targets.pairing import with_the_same
     from ..targets.room import Room
 
-    made: list[Counted] = []
-    first: tuple[Call, nn.Module] | None = None
+    made: list[tuple[int, Subject]] = []
+    call: Call | None = None
     room = Room(kept=True, exact=True)
     for count in compared:
         target = subject.load_target(text, subject.with_heads(options, count))
         subject.require_head_count(target, "compare-heads")
-        call = subject.call_of(target, options, room)
+        call = subject.call_of(target, options, room, call)
         room.exact = False  # rounding is measured of the baseline alone
-        call = call if first is None else with_the_same(call, target.module, *first)
-        first = first or (call, target.module)
-        own = subject_of(target, call, options.seed)
-        try_once(own, f" with num_heads {count}")
-        made.append(Counted(count, own))
+        made.append((count, subject_of(target, call, options.seed)))
     return made
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +25,7 @@ from .options import FORMS, Options, is_target, option, shares_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..answers.side import SideRun
+    from ..answers.side import Side
     from ..targets.call import Call
     from ..targets.target import Target
 
@@ -114,6 +116,9 @@ def diff(
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
 
+    Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, the same in
+    another order of heads, of q, k and v, or of rotary features, or different, and which heads changed most.
+
     A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
@@ -122,6 +127,8 @@ def diff(
         _Asked("left", left, left_set or (), left_module),
         _Asked("right", right, right_set or (), right_module),
     )
+    if _are_checkpoints(left, right):
+        return _of_checkpoints(options, asked, fail_if)
     if is_target(left) or is_target(right):
         return _of_targets(options, asked, fail_if)
     for one in asked:
@@ -147,6 +154,40 @@ def diff(
 
     resume()
     report = diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+    give(report, options, export)
+    return exit_code(report.verdict, fail_if)
+
+
+def _are_checkpoints(left: str, right: str) -> bool:
+    """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
+    from ..checkpoints.checkpoint import is_checkpoint
+
+    found = [text != "" and text not in LAYERS and is_checkpoint(text) for text in (left, right)]
+    if any(found) and not all(found):
+        file, other = (left, right) if found[0] else (right, left)
+        what = f"{shown(other)} is none" if other else "no other is named"
+        raise SpecError(
+            f"{shown(file)} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a module: "
+            f"`mha-inspect params {shown(file)} --like TARGET`."
+        )
+    return all(found)
+
+
+def _of_checkpoints(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | None) -> ExitCode:
+    """Diff two files of tensors."""
+    from .answer import give, prepare
+
+    left, right = asked
+    for one in asked:
+        if one.settings or one.path is not None:
+            flag = f"{one.name}-{'set' if one.settings else 'module'}"
+            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
+    options.require_of_use_to_a_file(left.text, "num_heads", "format", "export")
+    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
+    export = prepare(options)
+    from ..answers.checkpoint.diff import diff_of_checkpoints
+
+    report = diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
     give(report, options, export)
     return exit_code(report.verdict, fail_if)
 
@@ -186,9 +227,7 @@ def _of_targets(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | N
         runs = _runs(options, *asked)
         report = compare(*runs)
     said = dict.fromkeys(
-        sentence.replace("The forward", f"{run.side.own.label}.forward", 1)
-        for run in runs
-        for sentence in run.side.own.notes
+        sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
     )
     report = replace(report, notes=(*report.notes, *said))
     give(report, options, export)
@@ -207,6 +246,9 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=beside_layer)
             parse_settings(list(one.settings), one.flag)
+            own, _ = _options_of(options, one)
+            subject.inputs(own)
+            _require_numbers(own)
         else:
             find_layer(one.text)
             layer_settings(one.flag, one.settings)
@@ -219,11 +261,15 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
     subject.single_head_count(options, "diff")
     subject.inputs(options)
     subject.show(options)
+    _require_numbers(options)
+
+
+def _require_numbers(options: Options) -> None:
     if options.device == "meta":
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
 
-def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideRun]:
+def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
     """Build both sides, and run those that are targets.
 
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
@@ -249,21 +295,39 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[SideRun, SideR
 
 
 def _called(
-    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, SideRun] | None = None
+    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """A target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
+    options, settings = _options_of(options, one)
     if one.path is not None:
-        target = subject.load_target(one.text, options, one.settings, elsewhere=_taken_by(other))
+        target = subject.load_target(one.text, options, settings, elsewhere=_taken_by(other))
         return part_of(target, subject.call_of(target, options), one.path)
     fitted = beside is not None and other.path is not None
     sizes = _sizes(beside[1]) if beside is not None and fitted else None
-    target = subject.load_target(one.text, options, one.settings, sizes, _taken_by(other))
+    target = subject.load_target(one.text, options, settings, sizes, _taken_by(other))
     if beside is not None and fitted:
         target = with_arguments_of(target, beside[0])
     return target, subject.call_of(target, options, Room(kept=True, exact=True))
+
+
+_OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})
+"""Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
+
+
+def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
+    """Return the options as a target's side has them, and what is set of its own arguments."""
+    from ..targets.layer_sides import parse_settings, setting_of
+
+    ours = [text for text in one.settings if setting_of(text) in _OF_RUN]
+    changed = copy(options)
+    for name, value in parse_settings(one.flag, ours).items():
+        field = "train" if name == "training" else name
+        setattr(changed, field, ",".join(map(str, value)) if isinstance(value, tuple) else value)
+        changed.given, changed.typed = changed.given | {field}, changed.typed | {field}
+    return changed, [text for text in one.settings if text not in ours]
 
 
 def _taken_by(other: _Asked) -> frozenset[str]:
@@ -273,15 +337,15 @@ def _taken_by(other: _Asked) -> frozenset[str]:
     return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
 
 
-def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> SideRun:
+def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
     """A target, run. Raises `TargetFailedError` where its forward raises."""
-    from ..answers.side import Side, SideRun
+    from ..answers.side import Side
     from ..targets.call import explained
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
     own = subject_of(target, call, options.seed, options.grad)
-    run = SideRun(Side(asked.name, own, dict(parse_settings(list(asked.settings)))))
+    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
     try:
         _ = run.run
     except Exception as error:
@@ -289,9 +353,9 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
     return run
 
 
-def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: SideRun) -> SideRun:
+def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
-    from ..answers.side import Side, SideRun
+    from ..answers.side import Side
     from ..targets.layer_inputs import make_inputs
     from ..targets.layer_sides import parse_settings
     from ..targets.load import called_with
@@ -329,7 +393,7 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
     query, key, value = _each_once(laid_out, given)
     made = replace(made, query=query, key=key, value=value)
     own = called_with(kind.load().build(spec, run.device), spec, run, made, kind.name)
-    return SideRun(Side(asked.name, own, settings))
+    return Side(asked.name, own, settings)
 
 
 def _each_once(change: Callable[[Tensor], Tensor], given: Given) -> Given:
@@ -348,13 +412,13 @@ def _sequence_first(target: Target, options: Options) -> bool:
     return said is False
 
 
-def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
+def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
     """The sizes of the layer: the target's, but for those that somebody gave."""
     embed_dim, kdim, vdim = widths
     if "embed_dim" in options.typed and options.embed_dim != embed_dim:
         raise SpecError(
             f"embed_dim {options.embed_dim} contradicts {name}, which takes {embed_dim} features: diff gives both the "
-            f"same input. Drop --embed-dim, or give {name} another size: --{beside.side.name}-set NAME=VALUE."
+            f"same input. Drop --embed-dim, or give {name} another size: --{beside.name}-set NAME=VALUE."
         )
     found = _sizes(beside)
     sizes: dict[str, Any] = {"num_heads": subject.single_head_count(options, "diff"), "bias": options.bias}
@@ -373,17 +437,17 @@ def _spec(kind: LayerKind, options: Options, beside: SideRun, name: str, widths:
         kdim=kdim if kdim != embed_dim else None,
         vdim=vdim if vdim != embed_dim else None,
         training=options.train,
-        dtype=options.dtype if "dtype" in options.given else beside.side.dtype,
+        dtype=options.dtype if "dtype" in options.given else beside.dtype,
         seed=options.seed,
         **sizes,
     )
 
 
-def _sizes(run: SideRun) -> dict[str, Any]:
+def _sizes(run: Side) -> dict[str, Any]:
     """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
-    if not run.run.attentions:
+    if not run.attentions:
         return {}
-    found, names = run.run.attentions[0]
+    found, names = run.attentions[0]
     sizes: dict[str, Any] = {
         "num_heads": names.num_heads,
         "num_kv_heads": names.num_kv_heads,

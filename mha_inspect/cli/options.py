@@ -42,8 +42,9 @@ VARIABLES = (
 
 
 def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **settings: Any) -> Any:
-    """An option with its variable: `--embed-dim` also reads `MHA_INSPECT_EMBED_DIM`."""
+    """An option with its variable: `--embed-dim` also reads `MHA_INSPECT_EMBED_DIM`, where `envvar` says no other."""
     name = flags.split("/")[0].lstrip("-")
+    settings = {"envvar": f"MHA_INSPECT_{name.replace('-', '_').upper()}"} | settings
     if known:
         settings = {"parser": one_of(known), "metavar": "|".join(known)} | settings
         settings["autocompletion"] = completing(known)
@@ -51,7 +52,6 @@ def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **se
         flags,
         help=help,
         rich_help_panel=panel,
-        envvar=f"MHA_INSPECT_{name.replace('-', '_').upper()}",
         # The rule stands once at the top of the page; at each of forty options it would drown the page.
         show_envvar=False,
         **settings,
@@ -236,6 +236,16 @@ class Options:
                     f"{flag} {shown(getattr(self, name)[0])} is for a target, and {command} was given none. Name one, "
                     "as in mha-inspect trace path/to/file.py:Name."
                 )
+
+    def require_of_use_to_a_file(self, text: str, *used: str) -> None:
+        """Let it pass when nothing was typed but what a file of tensors has a use for.
+
+        Raises `SpecError` otherwise.
+        """
+        unused = sorted((self.typed & {*vars(Options)}) - {*used})
+        if unused:
+            flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
+            raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
 
 
 def is_target(text: str) -> bool:

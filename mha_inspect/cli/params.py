@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ExitCode, MhaInspectError, SpecError
+from ..layers.catalog import LAYERS
 from ..text import shown
 from .collection import resume
 from .help import GroupedCommand
 from .options import Options, TargetArgument, option, shares_options
-from .picture import Drawn, require_drawable
+from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
+    from ..record.subject import Subject
     from ..reports.params import ParamsReport
 
 app = typer.Typer(add_completion=False)
@@ -37,8 +40,24 @@ def params(
         bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
     ] = False,
     picture: Annotated[
-        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.")
+        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.", envvar="")
     ] = False,
+    like: Annotated[
+        str | None,
+        option(
+            "--like",
+            "Params",
+            "Hold a checkpoint against this TARGET, built without memory: what does not fit, and what tensors are for.",
+            metavar="TARGET",
+            show_default="what names tell",
+        ),
+    ] = None,
+    module: Annotated[
+        str | None,
+        option(
+            "--module", "Params", "Show, and read, the tensors of a checkpoint below this path alone.", metavar="PATH"
+        ),
+    ] = None,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
 
@@ -49,7 +68,8 @@ def params(
     trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
 
     TARGET may also be a checkpoint: a .safetensors, .pt, .pth or .bin file, an index of shards, or a folder of a model.
-    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes.
+    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes. With --like it
+    is held against a module, which is run without memory, and --stats, --values and --picture read the tensors.
     """
     from ..checkpoints.checkpoint import is_checkpoint
     from . import subject
@@ -57,7 +77,13 @@ def params(
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
     if is_file:
-        _check_checkpoint(str(target), options)
+        _check_checkpoint(str(target), options, like)
+    elif like is not None or module is not None:
+        raise SpecError(
+            f"--{'like' if like is not None else 'module'} is for a checkpoint, and "
+            f"{'none was named' if target is None else f'{shown(target)} is none'}. As in mha-inspect params "
+            "model.safetensors --like hf:gpt2."
+        )
     elif target is not None:
         subject.check_target(target, options, "params", many_heads=True)
         if len(heads) > 1:
@@ -70,12 +96,13 @@ def params(
     subject.show(options)
     from .answer import give, prepare
 
+    picture = is_wanted(picture)
     if picture:
         require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
 
     if is_file:
-        report = _of_checkpoint(str(target), options, per_head, picture)
+        report = _of_checkpoint(str(target), options, like, per_head=per_head, norms=picture, module=module or "")
         give(report, options, export, _drawn(report))
         return ExitCode.OK
     resume()
@@ -94,23 +121,43 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
-_OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
-"""Options that a checkpoint has a use for."""
+_OF_CHECKPOINT = ("num_heads", "format", "export", "stats", "values", "precision", "edge_items")
+"""Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 
 
-def _check_checkpoint(text: str, options: Options) -> None:
-    unused = sorted((options.typed & {*vars(Options)}) - _OF_CHECKPOINT)
-    if unused:
-        flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
-        raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
-
-
-def _of_checkpoint(text: str, options: Options, per_head: bool, picture: bool) -> ParamsReport:
-    from ..answers.checkpoint import params_of_checkpoint
+def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
+    """Look at what can be judged before a file is read. Raises `MhaInspectError` where an option is of no use."""
     from . import subject
 
-    count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
-    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats, norms=picture)
+    if like is not None:
+        if like in LAYERS:
+            subject.check(None, options, "params")
+        else:
+            subject.check_target(like, options, "params")
+        return
+    options.require_of_use_to_a_file(text, *_OF_CHECKPOINT)
+
+
+def _of_checkpoint(text: str, options: Options, like: str | None, **asked: Any) -> ParamsReport:
+    from ..answers.checkpoint.params import params_of_checkpoint
+    from . import subject
+
+    asked |= {"show": subject.show(options) if options.stats or options.values else None}
+    if like is None:
+        count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
+        return params_of_checkpoint(Path(text), num_heads=count, **asked)
+    with subject.running(options):
+        return params_of_checkpoint(Path(text), like=_on_meta(like, options), **asked)
+
+
+def _on_meta(text: str, options: Options) -> Subject:
+    """Build a target, or a layer by its name, with its arguments and without memory."""
+    from . import subject
+
+    there = copy(options)
+    there.device = "meta"
+    there.layer = text if text in LAYERS else options.layer
+    return subject.load(None if text in LAYERS else text, there)
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:

@@ -19,7 +19,7 @@ from .options import Options, option, size
 from .screen import columns, in_color
 
 if TYPE_CHECKING:
-    from ..answers.head_runs import Counted
+    from ..answers.look import Look
     from ..pictures.colour import Depth
     from ..pictures.grid import Picture
     from ..pictures.stages import Attended
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PANEL = "Picture"
 _DRAWN = (".png", ".svg", ".html")
+_VARIABLE = "MHA_INSPECT_PICTURE"
 _MOST_TOKENS = 1 << 20
 """Bytes of a file of tokens."""
 
@@ -67,6 +68,19 @@ TextOption = Annotated[
         show_default="none",
     ),
 ]
+
+
+def is_wanted(flag: bool) -> bool:
+    """Whether a picture is asked for that has no stage to choose: by its flag, or by a variable that names one.
+
+    Raises `SpecError` where the variable says neither yes nor no, and no stage.
+    """
+    said = os.environ.get(_VARIABLE, "").strip().lower()
+    if said in (*STAGES, "true", "1", "yes", "on", "t", "y"):
+        return True
+    if said not in ("", "false", "0", "no", "off", "f", "n"):
+        raise SpecError(f"{_VARIABLE} {shown(said)} is no stage, and neither true nor false: write one of these.")
+    return flag
 
 
 @dataclass(frozen=True)
@@ -218,28 +232,26 @@ def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Dr
     return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
 
 
-def averaged(counted: "Sequence[Counted]") -> "Picture":
-    """Return the weights of each head count, averaged over the heads: of the first attention, where there are several.
-
-    Each subject is run once more, and that leaves no trace.
-    """
-    import torch
-
-    from ..naming.canonical import contents_of
-    from ..pictures.heads import counts_picture
+def keep_weights(seen: "list[tuple[int, list[Attended]]]", count: int, look: "Look") -> None:
+    """Note the weights of each attention of a look at a head count, and where a mask is."""
     from ..pictures.stages import Attended
 
-    counts = []
-    for one in counted:
-        count, own = one.num_heads, one.own
-        with torch.no_grad(), own.replaying(own.state()):
-            run = own.recorded(keep=True)
-        run = replace(run, wider=own.wider_run(run))
-        if not run.attentions:
-            raise SpecError("the weights cannot be drawn: no attention was found.")
-        several = f"attention 1 of {len(run.attentions)}" if len(run.attentions) > 1 else ""
-        counts.append((count, Attended(several, count, count, partial(contents_of, run, *run.attentions[0]))))
-    return counts_picture(counts)
+    several = len(look.attentions) > 1
+    attended = []
+    for place in range(len(look.attentions)):
+        found = {stage: look.get(place, stage) for stage in ("scores", "masked_scores", "weights")}
+        held = {stage: tensor for stage, tensor in found.items() if tensor is not None}
+        name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
+        attended.append(Attended(name, count, count, lambda held=held: held))  # type: ignore[misc]
+    seen.append((count, attended))
+
+
+def averaged(seen: "Sequence[tuple[int, Sequence[Attended]]]") -> "tuple[Picture, ...]":
+    """Return for each attention the weights of each head count, averaged over the heads."""
+    from ..pictures.heads import counts_picture
+
+    shared = min(len(attended) for _, attended in seen)
+    return tuple(counts_picture([(count, attended[place]) for count, attended in seen]) for place in range(shared))
 
 
 def _shows(one: "Attended") -> bool:

@@ -297,11 +297,11 @@ def asked(options: Options) -> Asked:
     return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
 
 
-def call_of(target: Target, options: Options, room: Room | None = None) -> Call:
+def call_of(target: Target, options: Options, room: Room | None = None, like: Call | None = None) -> Call:
     """Make the arguments of a target's forward, as `targets.load.call_target` does."""
     from ..targets.load import call_target
 
-    return call_target(target, asked(options), room)
+    return call_target(target, asked(options), room, like=like)
 
 
 def tell(note: str) -> None:

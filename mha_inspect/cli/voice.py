@@ -17,6 +17,7 @@ OPTIONS_OF_ONE_COMMAND = {
     "--tokens": "trace",
     "--text": "trace",
     "--per-head": "params",
+    "--like": "params",
     "--heads": "compare-heads",
     "--pairwise": "compare-heads",
     "--gradients": "compare-heads",

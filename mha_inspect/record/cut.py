@@ -15,6 +15,8 @@ ROWS, POSITIONS = 3, 32
 """Sequences and positions that are left: more than one sequence, for a size of one leaves no trace in a view."""
 _WORTH_IT = 4
 """A cut that leaves more than this share of all positions saves too little."""
+_MANY = 256
+"""Positions of all sequences together, below which the whole is looked at as quickly as a part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +54,8 @@ def layouts_of(own: Subject) -> Iterator[Layout]:
         layout = Layout(batch, length, rows, frozenset(), first)
         lengths = frozenset(tensor.shape[length] for tensor in tensors if layout.is_laid_out_so(tensor))
         left = min(rows, ROWS) * min(first.shape[length], POSITIONS)
-        if left * _WORTH_IT <= rows * first.shape[length] and not (batch is not None and rows in lengths):
+        every = rows * first.shape[length]
+        if every >= _MANY and left * _WORTH_IT <= every and not (batch is not None and rows in lengths):
             yield replace(layout, lengths=lengths)
 
 

@@ -130,6 +130,10 @@ class Attention:
         query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
+    def without_batch(self, do: Do) -> Attention:
+        """The same without a batch of one."""
+        return self.with_tensors(lambda own: own if len(own.shape) < 4 else do(_A.squeeze.dim, own, 0))
+
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operation by their names in its schema, defaults included."""

@@ -91,10 +91,12 @@ class Replay:
         same = site is last_site
         if not same:
             place = place_of_site(site)
-        if same and mark == last_mark:
+        if same and (mark == last_mark or self._follows_kernel(known)):
             call = self._calls[-1]
         else:
             call = self._calls[-1] + 1 if self._calls else 0
+            if same and kernel is not None:
+                self._take_in_what_leads_here(call)
             self._last = site, mark, place
         self._calls.append(call)
         if mark < 0:
@@ -105,6 +107,18 @@ class Replay:
         self._ops.append(
             Op(index, known.name, plain_args, plain_kwargs, read, wrote, kind, known.pointwise, *place, call, kernel)
         )
+
+    def _follows_kernel(self, known: About) -> bool:
+        """Return whether an operation takes off what the call to the kernel before it has put on: a batch of one."""
+        return known.base_name == "squeeze" and self._ops[-1].kernel is not None
+
+    def _take_in_what_leads_here(self, call: int) -> None:
+        """Count the operations just before a kernel that the same call in Python makes of inputs without a batch."""
+        asked = self._calls[-1]
+        for index in reversed(range(len(self._ops))):
+            if self._calls[index] != asked or self._ops[index].base_name != "unsqueeze":
+                return
+            self._calls[index] = call
 
     def ops(self) -> tuple[Op, ...]:
         """Return the operations up to here."""

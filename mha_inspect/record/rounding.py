@@ -84,7 +84,7 @@ def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[f
 def size_of(tensor: Tensor) -> float:
     """Return ‖tensor‖ over its finite elements, summed in float64."""
     total = 0.0
-    for part, _ in _parts(tensor, tensor):
+    for part, _ in parts(tensor, tensor):
         norm = float(torch.linalg.vector_norm(part.double()))
         if not math.isfinite(norm):
             norm = float(torch.linalg.vector_norm(part.double().masked_fill(~part.isfinite(), 0.0)))
@@ -103,7 +103,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         return True
     bits = _BITS.get(left.element_size(), torch.uint8)  # complex numbers of 16 bytes: byte by byte
     one, other = (side.detach().flatten().view(bits) for side in (left, right))
-    return all(int(bound) == 0 for pair in _parts(one, other) for bound in torch.aminmax(pair[0] - pair[1]))
+    return all(int(bound) == 0 for pair in parts(one, other) for bound in torch.aminmax(pair[0] - pair[1]))
 
 
 def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterator[tuple[Tensor, float]]:
@@ -114,7 +114,7 @@ def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterat
     """
     if left is right or not left.numel():
         return
-    for one, other in _parts(left, right):
+    for one, other in parts(left, right):
         difference = _wide(one) - _wide(other)
         largest = _largest(difference)
         if not math.isfinite(largest):
@@ -137,7 +137,7 @@ def _wide(numbers: Tensor) -> Tensor:
     return numbers.float() if numbers.is_floating_point() else numbers.double()
 
 
-def _parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same elements of two tensors of one shape, detached: a part at a time on the CPU; elsewhere, where each
     look is waited for, all at once. Each pair has one shape again, of fewer rows or dimensions."""
     if left.device != right.device or left.device.type == "mps":  # mps has no float64: it hands its numbers over

@@ -121,6 +121,12 @@ def _unsqueeze(x: Sketch, place: int) -> Sketch:
     return replace(x, shape=tuple(shape), strides=tuple(strides))
 
 
+def _squeeze(x: Sketch, place: int) -> Sketch:
+    shape, strides = list(x.shape), list(x.strides)
+    del shape[place], strides[place]
+    return replace(x, shape=tuple(shape), strides=tuple(strides))
+
+
 def _view(x: Sketch, shape: Sequence[int]) -> Sketch:
     """A view to a shape that merges, or splits, dimensions that run over memory as one."""
     strides: list[int] = []
@@ -169,6 +175,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _A.transpose.int: _transpose,
     _A.expand.default: _expand,
     _A.unsqueeze.default: _unsqueeze,
+    _A.squeeze.dim: _squeeze,
     _A.view.default: _view,
     _A._unsafe_view.default: _view,
     _A.split.Tensor: _split,

@@ -156,6 +156,13 @@ class Subject:
         args, kwargs = changed((self.args, self.kwargs), _fresh)
         return replace(self, module=module, args=args, kwargs=kwargs)
 
+    @contextmanager
+    def apart(self) -> Iterator[Subject]:
+        """Yield it with copies of what a run may change, as that is now: no run of those leaves a trace."""
+        own = self.fresh()
+        with own.replaying(own.state()):
+            yield own
+
     def with_arguments_of(self, other: Subject, dtype: torch.dtype) -> Subject:
         """Return this module with the arguments of another subject, cast to a dtype."""
         device = next((p.device for p in self.module.parameters() if p.device.type == "cpu"), None)

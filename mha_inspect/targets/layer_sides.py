@@ -37,8 +37,7 @@ def parse_settings(flag: str, texts: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for text in texts:
         typed, equals, value = text.partition("=")
-        name = typed.strip().replace("-", "_").lower()
-        name = _OTHER_WORDS.get(name, name)
+        name = setting_of(text)
         if not equals:
             raise SpecError(f"{flag} {shown(text)} has no value: write KEY=VALUE, as in {flag} dtype=bfloat16.")
         if name not in SETTINGS:
@@ -47,6 +46,12 @@ def parse_settings(flag: str, texts: Sequence[str]) -> dict[str, Any]:
             raise SpecError(f"{flag} gives {name} twice, {settings[name]} and {shown(value)}: give it once.")
         settings[name] = _read(flag, name, value.strip())
     return settings
+
+
+def setting_of(text: str) -> str:
+    """Return the name in a `KEY=VALUE` text as settings have it."""
+    name = text.partition("=")[0].strip().replace("-", "_").lower()
+    return _OTHER_WORDS.get(name, name)
 
 
 def _read(flag: str, name: str, value: str) -> Any:

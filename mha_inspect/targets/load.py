@@ -155,10 +155,17 @@ def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     )
 
 
-def call_target(target: Target, asked: Asked, room: Room | None = None, *, may_fail: bool = False) -> Call:
+def call_target(
+    target: Target, asked: Asked, room: Room | None = None, *, may_fail: bool = False, like: Call | None = None
+) -> Call:
     """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
 
-    With `may_fail` a forward that raises in that call is left to raise again, where it is recorded.
+    Args:
+        target: what is called.
+        asked: what was asked for its inputs.
+        room: what its run has to fit into.
+        may_fail: whether a forward that raises in that call is left to raise again, where it is recorded.
+        like: the arguments of the same forward of another module, built alike: they are taken as they are.
 
     Raises:
         InputError: it has no forward, an argument is needed that nothing tells, or a file does not fit.
@@ -172,7 +179,7 @@ def call_target(target: Target, asked: Asked, room: Room | None = None, *, may_f
     lazy = any(map(is_lazy, module.parameters()))
     if room is not None and not lazy:
         room.require(plan_call(target, asked))
-    call = make_call(target, asked)
+    call = like or make_call(target, asked)
     if lazy:
         own = subject_of(target, call, asked.seed)
         try:

@@ -65,27 +65,23 @@ def probe(
     """Run the module once, and say what its arguments turned out to be.
 
     Args:
-        module: left as it was: its buffers and every generator are put back.
+        module: left as it was, with its buffers and every generator.
         args: of its forward; kwargs as well.
         kwargs: of its forward.
         named: the tensors among them that are asked about, by name.
         whole: whether to run to the end also when all of them are known.
     """
-    own = Subject(module, args, dict(kwargs))
-    before = own.state()
     watch = _Watch(named, whole=whole)
     error: Exception | None = None
     try:
-        with torch.no_grad(), watch:
-            module(*args, **kwargs)
+        with torch.no_grad(), Subject(module, args, dict(kwargs)).apart() as own, watch:
+            own.module(*own.args, **own.kwargs)
     except _EnoughError:
         pass
     except Exception as raised:
         if is_out_of_memory(raised):
             raise
         error = raised
-    finally:
-        before.restore()
     return Probed(watch.evidence, error)
 
 

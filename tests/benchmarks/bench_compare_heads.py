@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.compare_heads import compare_heads
-from mha_inspect.answers.head_runs import Counted
+from mha_inspect.record.subject import Subject
 from mha_inspect.targets.head_counts import layers_by_name, modules_with_heads
 
 _COUNTS = (1, 2, 4, 8, 16)
@@ -25,19 +25,18 @@ class _Target(nn.Module):
         return self.out(context.transpose(1, 2).flatten(2))
 
 
-def _layers() -> list[Counted]:
-    made = layers_by_name("torch", _COUNTS, {"embed_dim": 512, "batch": 8, "seq_len": 512})
-    return [Counted(count, own, is_known=True) for count, own in made]
+def _layers() -> list[tuple[int, Subject]]:
+    return layers_by_name("torch", _COUNTS, {"embed_dim": 512, "batch": 8, "seq_len": 512})
 
 
-def _targets() -> list[Counted]:
+def _targets() -> list[tuple[int, Subject]]:
     x = torch.randn(8, 512, 512, generator=torch.Generator().manual_seed(0))
-    return [Counted(count, own) for count, own in modules_with_heads(_Target, _COUNTS, (x,), {})]
+    return list(modules_with_heads(_Target, _COUNTS, (x,), {}))
 
 
 @pytest.mark.parametrize("made", [_layers, _targets])
 def test_compare_heads(side_by_side, made):
-    plain = [one.own for one in made()]
+    plain = [own for _, own in made()]
 
     def theirs() -> None:
         with torch.no_grad():

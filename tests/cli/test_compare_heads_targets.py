@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import jsonschema
@@ -82,6 +83,17 @@ class Drawing(Tutorial):
 class Blind(Tutorial):
     @torch.no_grad()
     def forward(self, x):
+        return super().forward(x)
+
+
+class Counting(Tutorial):
+    """Writes down each of its runs, and counts on from run to run, where a second one would fail."""
+
+    def forward(self, x):
+        assert not getattr(self, "position", 0)
+        self.position = x.shape[1]
+        with open(__file__ + ".runs", "a") as file:
+            print(self.heads, x.dtype, x.shape[1], file=file)
         return super().forward(x)
 
 
@@ -172,6 +184,31 @@ def test_the_baselines_weights_are_carried(invoke, mine):
     data = report_of(invoke, f"{mine}:Drawing", "--embed-dim", "22", "--heads", "1,2")
     assert data["counts"][1]["first_differing_stage"] == "scores"
     assert data["counts"][1]["reason"].startswith("q_proj, k_proj, v_proj and ")
+
+
+@pytest.mark.parametrize("length", [5, 300])
+def test_each_head_count_runs_once_from_the_state_that_came_in(invoke, mine, length):
+    """Once to see what it takes, each head count once, and in float64; of long inputs a few positions beside that."""
+    asked = ["--embed-dim", "48", "--heads", "1,2,4,8,16", "--batch", "2", "--seq-len", str(length)]
+    code, _, err = invoke("compare-heads", f"{mine}:Counting", *asked)
+    assert code == 0, err
+    runs = Counter(Path(mine + ".runs").read_text().splitlines())
+    few = Counter({run: number for run, number in runs.items() if not run.endswith(f" {length}")})
+    assert runs - few == {
+        f"1 torch.float32 {length}": 2,
+        f"1 torch.float64 {length}": 1,
+        **{f"{count} torch.float32 {length}": 1 for count in (2, 4, 8, 16)},
+    }
+    assert few.total() == (6 if length > 100 else 0)
+
+
+@pytest.mark.parametrize("asked", ["--gradients", "--steps 3", "--focus", "--time", "--picture"])
+def test_what_counts_on_from_run_to_run_is_compared_in_every_way(invoke, mine, asked):
+    code, out, err = invoke(
+        "compare-heads", f"{mine}:Counting", "--embed-dim", "22", "--heads", "1,2", *asked.split(), *SIZES
+    )
+    assert code == 0, err
+    assert "Yes: with the same weights" in out
 
 
 def test_torchs_own_layers_under_their_own_names(invoke):

@@ -351,9 +351,23 @@ def test_dtypes_fail_if_and_one_head_count_more(invoke, mine):
     assert data["weights"]["whole"] is True
 
 
+def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke, mine):
+    data = report_of(invoke, mine, "mine:Packed mine:Packed --left-set dtype=bfloat16")
+    assert [data[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
+    assert (data["verdict"], data["noise"]) == ("same", {"dtype": "bfloat16", "sides": ["left"]})
+    assert data["left"]["settings"] == {"dtype": "bfloat16"}
+    data = report_of(invoke, mine, "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set causal=true")
+    assert (data["verdict"], data["first_differing_stage"]) == ("differs", "weights")
+    alike = report_of(invoke, mine, "torch.nn:MultiheadAttention torch --left-set causal=true --right-set causal=true")
+    assert alike["verdict"] == "same"
+
+
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
+        ("mine:Packed mine:Packed --left-set device=meta", 2, "no numbers"),
+        ("mine:Packed torch --left-set dtype=float12", 2, "must be one of float32"),
+        ("mine:Packed torch --left-set causal=true", 2, "Packed.forward takes no mask"),
         ("mine:Pakced torch", 2, "has no Pakced"),
         ("mine:Packed trch", 2, "Did you mean torch?"),
         ("mine:Packed torch --layer bert", 2, "two layers"),

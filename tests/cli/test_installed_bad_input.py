@@ -1,53 +1,14 @@
-"""Every kind of bad input once through the installed program, each in a process of its own.
-
-To import torch takes longer than all that these lines do: one interpreter imports it, and forks for each line into the
-script that is installed.
-"""
+"""Every kind of bad input once through the installed program, each in a process of its own."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="a process that has imported torch may be forked on Linux"
-)
-
-FORK_FOR_EACH = """
-import json, os, runpy, sys
-import torch, mha_inspect.answers.trace, mha_inspect.cli.app, mha_inspect.cli.diff, mha_inspect.cli.trace
-script, lines = json.load(sys.stdin)
-codes = []
-for number, (line, before) in enumerate(lines):
-    pid = os.fork()
-    if pid == 0:
-        for descriptor, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
-        exec(before)
-        sys.argv = [*script, *line][-len(line) - 1 :]
-        code = "the script has not left"
-        try:
-            if len(script) == 1:
-                runpy.run_path(script[0], run_name="__main__")
-            else:
-                runpy.run_module("mha_inspect", run_name="__main__", alter_sys=True)
-        except SystemExit as leaving:
-            code = leaving.code
-        sys.stdout.flush()
-        # To take torch down takes longer than the line.
-        os._exit(code if isinstance(code, int) else 99)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-print(json.dumps(codes))
-"""
 
 FILES = {
     "broken.py": "import absent_library\n",
@@ -75,11 +36,12 @@ TENSORS = {
 }
 SIZES = "--embed-dim 22 --num-heads 2 --batch 3 --seq-len 5"
 NO_BFLOAT16 = """
+import torch
 def cannot(*_, **__):
     raise RuntimeError("\\"softmax_lastdim_kernel_impl\\" not implemented for 'BFloat16'")
 torch.Tensor.softmax = cannot
 """
-NO_CUDA = "torch.cuda.is_available = lambda: False"
+NO_CUDA = "import torch; torch.cuda.is_available = lambda: False"
 NO_TRANSFORMERS = """
 import importlib.util
 found = importlib.util.find_spec
@@ -145,61 +107,33 @@ if importlib.util.find_spec("transformers"):
     }
 
 
-def run_all(
-    cases: dict[str, Case], entry_point: list[str], folder: Path, env: dict[str, str]
-) -> dict[str, tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each line."""
-    lines = [(case.line.split(), case.before) for case in cases.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", FORK_FOR_EACH],
-        input=json.dumps([entry_point if len(entry_point) == 1 else [sys.executable, "mha_inspect"], lines]),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=env,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    texts = [
-        [(folder / f"{n}.{name}").read_text(encoding="utf-8") for name in ("out", "err")] for n in range(len(lines))
-    ]
-    return {name: (code, *text) for name, code, text in zip(cases, json.loads(done.stdout), texts, strict=True)}
-
-
 @pytest.fixture(scope="module")
-def answers(
-    entry_point: list[str], environment: Callable[..., dict[str, str]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[int, str, str]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad_input")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     for name, tensor in TENSORS.items():
         np.save(folder / name, tensor) if name.endswith("npy") else torch.save(tensor, folder / name)
-    return run_all(CASES, entry_point, folder, environment(PYTHONUTF8="1"))
+    return folder
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_is_answered_in_a_line_or_two(answers, name):
-    code, out, err = answers[name]
-    assert (code, out) == (CASES[name].code, ""), err
+def test_each_is_answered_in_a_line_or_two(program, folder, name):
+    case = CASES[name]
+    code, out, err = program(*case.line.split(), cwd=folder, before=case.before)
+    assert (code, out) == (case.code, ""), err
     assert err.startswith("mha-inspect: ")
     assert err.count("\n") <= 2
     assert "Traceback" not in err
-    assert [part for part in CASES[name].said if part not in err] == [], err
+    assert [part for part in case.said if part not in err] == [], err
 
 
-def test_a_file_that_was_there_is_kept_when_there_is_no_room(entry_point, environment, tmp_path):
+def test_a_file_that_was_there_is_kept_when_there_is_no_room(program, tmp_path):
     (tmp_path / "report.json").write_text("before")
     line = "trace --embed-dim 6 --num-heads 2 --seq-len 3 --stats --export report.json"
-    ((code, _, err),) = run_all(
-        {"full": Case(line, (), LITTLE_ROOM)},
-        entry_point,
-        tmp_path,
-        environment(PYTHONUTF8="1"),
-    ).values()
+    code, _, err = program(*line.split(), cwd=tmp_path, before=LITTLE_ROOM)
     assert code == 2
     assert "report.json could not be written: File too large. The file that was there is as it was." in err
     assert (tmp_path / "report.json").read_text() == "before"
-    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "0.out", "0.err"}
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -95,3 +95,24 @@ def test_compare_heads_draws_targets_and_no_json(invoke):
     out = invoke(*line.split()).out
     assert out.index("↓ 1 head\n") < out.index("↓ 2 heads\n")
     assert "has no pictures" in invoke(*line.split(), "--format", "json").err
+
+
+def test_each_attention_of_each_head_count_is_drawn(invoke):
+    line = "compare-heads torch.nn:TransformerDecoderLayer --embed-dim 8 --heads 1,2 --seq-len 4 --key-len 3 --picture"
+    out = invoke(*line.split()).out
+    assert re.findall(r"averaged over the heads, of (attention \d of \d)", out) == [
+        "attention 1 of 2",
+        "attention 2 of 2",
+    ]
+
+
+@pytest.mark.parametrize("command", ["params", "compare-heads"])
+def test_a_variable_that_names_a_stage_for_trace_asks_for_the_picture_that_there_is(invoke, monkeypatch, command):
+    line = (command, "--embed-dim", "12", "--num-heads", "3")
+    drawn, plain = invoke(*line, "--picture").out, invoke(*line).out
+    for said, out in (("weights", drawn), ("true", drawn), ("false", plain)):
+        monkeypatch.setenv("MHA_INSPECT_PICTURE", said)
+        assert invoke(*line).out == out
+    monkeypatch.setenv("MHA_INSPECT_PICTURE", "sideways")
+    assert (invoke(*line).code, invoke(*line).out) == (2, "")
+    assert "MHA_INSPECT_PICTURE sideways is no stage" in invoke(*line).err

@@ -44,6 +44,31 @@ def test_a_picture_of_one_head(seen):
             assert abs(low + (read[row][column] + 0.5) * (high - low) / len(RAMP) - number) <= (high - low) / len(RAMP)
 
 
+class Loop(nn.Module):
+    """One head after the other, each with projections of its own; keeps the weights of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(15, 5) for _ in range(3)) for _ in range(3))
+
+    def forward(self, x):
+        self.weights, contexts = [], []
+        for q, k, v in zip(self.q, self.k, self.v, strict=True):
+            self.weights.append((q(x) @ k(x).mT / 5**0.5).softmax(-1))
+            contexts.append(self.weights[-1] @ v(x))
+        return torch.cat(contexts, -1)
+
+
+def test_every_head_of_a_loop_is_drawn():
+    module = Loop()
+    seen = mha_inspect.trace(module, torch.randn(2, 7, 15), keep=True)
+    drawn = seen.attentions[0].attended().picture("weights", batch_row=1)
+    assert drawn.panels == ("head 0", "head 1", "head 2")
+    for panel, weights in zip(drawn.values, module.weights, strict=True):
+        np.testing.assert_array_equal(panel, weights[1].detach().numpy())
+    assert "head 2" in seen.attentions[0].weights.picture(width=80, color=False)
+
+
 def test_what_was_not_kept_or_is_not_there(seen):
     with pytest.raises(ValueError, match="trace with keep=True"):
         mha_inspect.trace(nn.MultiheadAttention(4, 2), *[torch.randn(3, 4)] * 3).attentions[0].weights.picture()

@@ -1,0 +1,254 @@
+"""A run of a subject that is compared with others: its stages in canonical axes, and how much each is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, MhaInspectError
+from ..graph.attention import Attention
+from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
+from ..naming.axes import AxisNames
+from ..naming.canonical import canonical, content_of, own_axes, sizes_in
+from ..naming.stages import CANONICAL_AXES, STAGES
+from ..record.arguments import first_tensor
+from ..record.rounding import rounding_error
+from ..record.subject import Run, Subject
+from ..targets.memory import is_out_of_memory
+from ..text import first_line
+from .kernels import drops_at_random
+from .trace import environment_of, layer_of
+
+_STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+"""Rounding of float64 in units of float32's."""
+_OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
+
+Rows = list[tuple[int, int]]
+"""(batch, query) of queries whose every key is masked."""
+
+
+class WiderRun:
+    """The run of a subject in which no size is one, which axes are named after: made once, however often it runs."""
+
+    def __init__(self, own: Subject) -> None:
+        self._own, self._made = own, False
+        self._run: Run | None = None
+
+    def beside(self, seen: Run) -> Run:
+        """Return a run with it."""
+        if not self._made:
+            with torch.no_grad():
+                self._run, self._made = self._own.wider_run(seen), True
+        return replace(seen, wider=self._run)
+
+
+class Look:
+    """A subject, run with its tensors kept; and once more in float64 where its rounding is asked for.
+
+    Every run begins with what the module keeps from run to run as it was at first, and leaves no trace.
+    """
+
+    def __init__(
+        self,
+        own: Subject,
+        *,
+        wider: WiderRun | None = None,
+        copied: Callable[[torch.dtype], Subject] | None = None,
+        like: Look | None = None,
+    ) -> None:
+        """Take what is to be run.
+
+        Args:
+            own: the subject.
+            wider: what its axes are named after; a run of its own by default.
+            copied: makes the same in another dtype.
+            like: a look at the same in another dtype: the axes are called as there.
+        """
+        self.own, self._like = own, like
+        self._wider = wider or WiderRun(own)
+        self._copied = copied or own.copied
+        self._contents: dict[tuple[int, str], Tensor | None] = {}
+
+    @property
+    def label(self) -> str:
+        """What sentences call it."""
+        return layer_of(self.own).name
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its numbers."""
+        return environment_of(self.own).dtype or "float32"
+
+    @cached_property
+    def run(self) -> Run:
+        """The run, with every tensor kept."""
+        with torch.no_grad(), self.own.apart() as own:
+            seen = own.recorded(keep=True)
+        return self._wider.beside(seen)
+
+    def forget(self) -> None:
+        """Let go of what was run: the weights are others now."""
+        self._contents.clear()
+        for name in ("run", "attentions", "output", "exact", "_measured"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
+        """Each attention with the names of its axes."""
+        if self._like is not None and _steps(self._like.run) == _steps(self.run):
+            return self._like.attentions
+        return self.run.attentions
+
+    def get(self, place: int, stage: str) -> Tensor | None:
+        """Return a stage of an attention in canonical axes; None where it has none, or an axis has no name."""
+        if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
+            return None
+        if (place, stage) not in self._contents:
+            self._contents[place, stage] = content_of(self.run, *self.attentions[place], stage)
+        return self._contents[place, stage]
+
+    @property
+    def unnamed(self) -> tuple[str, ...]:
+        """The stages that there are, and that cannot be brought into canonical axes."""
+        missing = {
+            stage
+            for place, (found, _) in enumerate(self.attentions)
+            for stage in found.stages
+            if self.get(place, stage) is None
+        }
+        return tuple(stage for stage in STAGES if stage in missing)
+
+    def masked_queries(self, place: int) -> Rows:
+        """Return the queries of an attention to which no key is left in at least one head."""
+        scores = self.get(place, "masked_scores")
+        if scores is None:
+            return []
+        rows = (scores < BLOCKED_BELOW).all(dim=-1).any(dim=1)
+        return [(int(batch), int(query)) for batch, query in rows.nonzero().tolist()]
+
+    # -- what is returned ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the forward returns first, in canonical axes where they are known."""
+        output = first_tensor(self.run.returned).detach()
+        content = self.laid_out(output)
+        return output if content is None else content
+
+    def laid_out(self, output: Tensor) -> Tensor | None:
+        """Return what a run like this one gave as `batch query embed`; None where its axes are not known."""
+        pattern = next(iter(own_axes(self.run).returned), "")
+        if not self.attentions or (len(pattern.split()) != output.dim() and "(" not in pattern):
+            return None
+        found, names = self.attentions[-1]
+        for stage in ("output", "concat"):
+            sizes = sizes_in(found, names, stage) if stage in found.stages else {}
+            sizes = {**sizes, "heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
+            content = canonical(output, stage, pattern, sizes)
+            if content is not None:
+                return content
+        return None
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """How many sequences and queries the output has; None where it is not `batch query` and one more."""
+        weights = self.get(len(self.attentions) - 1, "weights") if self.attentions else None
+        if weights is None or self.output.shape[:2] != (weights.shape[0], weights.shape[2]):
+            return None
+        return weights.shape[0], weights.shape[2]
+
+    # -- rounding -----------------------------------------------------------------------------------------------------
+
+    @property
+    def drops(self) -> bool:
+        """Whether it draws random numbers, as a module in training does."""
+        return self.own.module.training and drops_at_random(self.run)
+
+    @property
+    def unit(self) -> float:
+        """What a measured error counts: that of float64 is measured in float32, and is less."""
+        return _STEP if self.dtype == "float64" else 1.0
+
+    @cached_property
+    def exact(self) -> Look:
+        """The same in float64: itself where it is, and draws nothing."""
+        return self if self.dtype == "float64" and not self.drops else self._in(torch.float64)
+
+    @cached_property
+    def _measured(self) -> Look:
+        """The run whose rounding is measured: this one, but for float64, and where elements are drawn."""
+        if self.dtype == "float64":
+            return self._in(torch.float32)
+        return self._in(getattr(torch, self.dtype)) if self.drops else self
+
+    def _in(self, dtype: torch.dtype) -> Look:
+        """Run a copy in another dtype; in eval mode where it would draw other elements in it."""
+        other = Look(in_dtype(self.label, self._copied, dtype), wider=self._wider, like=self)
+        if self.drops:
+            other.own.module.eval()
+        run_in_dtype(self.label, dtype, lambda: other.run)
+        return other
+
+    def floor(self, place: int, stage: str, like: Tensor, rows: Rows | None = None) -> float:
+        """Measure the rounding error of a stage without these queries, in the form in which it is compared with `like`.
+
+        A query whose every key is masked has no result that rounding could be measured against.
+        """
+        found = [one.get(place, stage) for one in (self._measured, self.exact)]
+        if found[0] is None or found[1] is None:
+            return 0.0
+        content, exact = (without(stage, tensor, rows or []) for tensor in found if tensor is not None)
+        return stage_noise(stage, content, exact, like) * self.unit
+
+    def output_floor(self, rows: Rows | None = None) -> float:
+        """Measure the rounding error of the output without these queries."""
+        output, exact = self._measured.output, self.exact.output
+        if rows and self.rows is not None:
+            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
+        return rounding_error(output, exact) * self.unit
+
+
+def _steps(run: Run) -> list[tuple[str, ...]]:
+    """Return which operation made which tensor out of which, whatever their sizes."""
+    return [(op.name, *(str(t.id) for t in (*op.inputs, *op.outputs))) for op in run.recording.ops]
+
+
+def in_dtype(label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.dtype) -> Subject:
+    """Return a copy in another dtype. Raises `InputError` where it cannot be copied."""
+    try:
+        return copied(dtype)
+    except (RuntimeError, TypeError) as error:
+        raise _refused(error, label, "copied, and to measure rounding a copy is run in another dtype") from None
+
+
+def run_in_dtype(label: str, dtype: torch.dtype, run: Callable[[], object]) -> None:
+    """Run a copy in another dtype. Raises `InputError` where that cannot be."""
+    try:
+        run()
+    except Exception as error:
+        name = str(dtype).removeprefix("torch.")
+        why = " What it makes in its forward has a dtype of its own." if isinstance(error, RuntimeError) else ""
+        raise _refused(error, label, f"run in {name}, and rounding is measured by that", why) from None
+
+
+def _refused(error: Exception, label: str, what: str, why: str = "") -> Exception:
+    if is_out_of_memory(error) or isinstance(error, MhaInspectError):
+        return error
+    first = first_line(error)
+    return InputError(f"{label} cannot be {what}: {first}{'.' * (bool(why) and not first.endswith('.'))}{why}")
+
+
+def without(stage: str, content: Tensor, rows: Rows) -> Tensor:
+    """Return the stage, in canonical axes, with zeros for these queries, those of them that it has."""
+    if stage in _OF_KEYS or not rows:
+        return content
+    cleared = content.clone()
+    by_query = cleared.transpose(1, 2) if "heads" in CANONICAL_AXES[stage].split() else cleared
+    for batch, query in rows:
+        if batch < by_query.shape[0] and query < by_query.shape[1]:
+            by_query[batch, query] = 0
+    return cleared
