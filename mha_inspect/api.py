@@ -476,8 +476,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._kept: tuple[_Kept, ...] = ()
 
     def __enter__(self) -> recording:
-        self._recorder.__enter__()
-        self._recorder.boundary = sys._getframe(1)
+        self._recorder.start(sys._getframe(1))
         return self
 
     def __exit__(

@@ -139,7 +139,7 @@ def report(
         returns=_returns(seen, axes, content),
         proof=proof_of(seen) if proof is None else proof,
         masked_rows=masked,
-        notes=_of_rows(seen),
+        notes=(*_of_rows(seen), *seen.recording.notes),
         products=_products(seen),
         ops=_op_lines(seen, axes) if show.ops else None,
     )

@@ -161,6 +161,8 @@ class Recording:
     """TensorRef id to the index of the operation that made it; one that came from outside is not in it."""
     fast_path_refusals: tuple[str, ...] = ()
     """Why torch's multi-head attention did not take its fast path, in its own words, one a module; else empty."""
+    notes: tuple[str, ...] = ()
+    """What of the run cannot be seen, as sentences."""
     kernels: tuple[Kernel, ...] = ()
     """Every fused kernel that ran, in order."""
     scalars: dict[int, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from inspect import CO_GENERATOR
 from itertools import count
 from threading import get_ident
 from types import FrameType
@@ -22,6 +23,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
+from ..text import plural
 from .arguments import tensors_in
 from .ops import RESULT, Kind, Named, Recording, TensorRef
 from .replay import Replay, uncollected
@@ -34,7 +36,7 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
-_RUNNING: ContextVar[tuple[object, ...]] = ContextVar("recorders that were entered", default=())
+_RUNNING: ContextVar[tuple[_Block, ...]] = ContextVar("blocks that were entered", default=())
 """torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
 _NUMBERS, _MARKS = count(), count(2)
 
@@ -62,6 +64,37 @@ def take_off(mode: TorchDispatchMode) -> None:
         dispatch._pop_mode()
     for other in above:
         dispatch._push_mode(other)
+
+
+class _Block:
+    """The code that a recorder was entered around."""
+
+    __slots__ = ("frame", "is_generator", "within")
+
+    def __init__(self, frame: FrameType, running: tuple[_Block, ...]) -> None:
+        self.frame: FrameType | None = frame
+        """The frame that it stands in: whatever called that one did not ask for the operations. None at the end."""
+        self.is_generator = bool(frame.f_code.co_flags & CO_GENERATOR)
+        self.within = _around(frame, running)
+        """The blocks that it was entered in."""
+
+    def asks(self, frame: FrameType | None, running: tuple[_Block, ...]) -> bool:
+        """Return whether what a frame asks for belongs to this block.
+
+        A generator that has stood still in its block is recorded with whoever goes on, as somebody's context manager
+        is; but not where that is a block of its own that this one was not entered in, as another generator's.
+        """
+        around = _around(frame, running)
+        return self in around or all(block in self.within for block in around)
+
+
+def _around(frame: FrameType | None, blocks: tuple[_Block, ...]) -> tuple[_Block, ...]:
+    """Return the blocks whose frames are beneath a frame, or are it."""
+    frames = set()
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    return tuple(block for block in blocks if block.frame in frames)
 
 
 class _Mark:
@@ -99,6 +132,7 @@ class Recorder(TorchDispatchMode):
         self._parameters: list[Named] = []
         self._buffers: list[Named] = []
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
+        self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
         self._kept: dict[int, dict[Any, list[torch.Tensor]]] = {}
         self._last_site: Site = []
@@ -107,12 +141,10 @@ class Recorder(TorchDispatchMode):
         """The name of the mark in the frame of each call of a module."""
         self._calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
         """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
-        self._token = object()
+        self._block: _Block | None = None
+        """None while it is not on."""
         self._thread: int | None = None
-        """The thread that entered it; None while it is not on."""
-        self._closed = False
-        self.boundary: FrameType | None = None
-        """The frame that the block stands in: whatever called that one did not ask for the operations."""
+        """The thread that entered it last."""
         self._asking: FrameType | None = None
         """The frame that asked for what is running, where that is not the one that torch came from: a composite
         operation that is taken apart, a kernel that is opened."""
@@ -124,26 +156,38 @@ class Recorder(TorchDispatchMode):
             self._learn(root)
 
     def __enter__(self) -> Recorder:
-        """Start to record what this thread and context run. Raises `RecordingError` where it is on already."""
-        if self._thread is not None:
-            raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
-        self.boundary = sys._getframe(1)
-        self._thread, self._closed = get_ident(), False
-        _RUNNING.set((*_RUNNING.get(), self._token))
-        put_on(self)
+        self.start(sys._getframe(1))
         return self
+
+    def start(self, frame: FrameType) -> None:
+        """Start to record what this thread and context run, in a block that stands in a frame.
+
+        Raises `RecordingError` where it is on already.
+        """
+        if self._block is not None:
+            raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
+        running = _RUNNING.get()
+        self._block, self._thread = _Block(frame, running), get_ident()
+        _RUNNING.set((*running, self._block))
+        put_on(self)
 
     def __exit__(self, *exc: Any) -> None:
         """Stop to record. Raises `RecordingError` in a thread that did not enter it; nothing more is recorded then."""
-        self.boundary, self._closed = None, True
-        if self._thread != get_ident():
+        block = self._block
+        if block is not None:
+            block.frame = None
+        if block is None or self._thread != get_ident():
             raise RecordingError(
                 "this recording was not entered in the thread that leaves it: torch records by thread. "
                 "Enter and leave it in one thread, around what runs there."
             )
-        self._thread = None
-        _RUNNING.set(tuple(token for token in _RUNNING.get() if token is not self._token))
+        self._block = None
+        _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not block))
         take_off(self)
+
+    @property
+    def _boundary(self) -> FrameType | None:
+        return None if self._block is None else self._block.frame
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
@@ -151,9 +195,10 @@ class Recorder(TorchDispatchMode):
         parameters: dict[int, tuple[str, Look]] = {}
         buffers: dict[int, tuple[str, Look]] = {}
         for path, module in root.named_modules():
-            _require_eager(module, path)
             if self._path(module) is None:
                 self._paths[id(module)] = ref(module), path
+                if _is_compiled(module):
+                    self._compiled.append(path)
             start = f"{path}." if path else ""
             for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in own.items():
@@ -181,6 +226,7 @@ class Recorder(TorchDispatchMode):
             outputs=outputs,
             producers=replay.producers,
             fast_path_refusals=tuple(self._refusals.values()),
+            notes=_of_compiled(self._compiled),
             values=replay.release(),
         )
 
@@ -203,8 +249,11 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
-        if self._closed or (self._token not in _RUNNING.get() and get_ident() == self._thread):
-            return func(*args, **kwargs) if kwargs else func(*args)  # another task's, or after the end
+        block, running = self._block, _RUNNING.get()
+        if block is None or block.frame is None or (block not in running and get_ident() == self._thread):
+            return func(*args, **kwargs) if kwargs else func(*args)  # after the end; another task
+        if block.is_generator and len(running) > 1 and not block.asks(sys._getframe(1), running):
+            return func(*args, **kwargs) if kwargs else func(*args)  # another generator's
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = about(func)
@@ -333,7 +382,7 @@ class Recorder(TorchDispatchMode):
 
     def _site(self, frame: FrameType | None) -> Site:
         """Return where Python stands: the same list as last time where it stands there still."""
-        boundary, calls = self.boundary, self._calls
+        boundary, calls = self._boundary, self._calls
         site: Site = []
         add = site.append
         attention = None
@@ -405,7 +454,7 @@ class Recorder(TorchDispatchMode):
     def _outermost(self, frame: FrameType | None) -> nn.Module:
         """Return the module whose call, of those that are running, began first."""
         found = None
-        while frame is not None and frame is not self.boundary:
+        while frame is not None and frame is not self._boundary:
             found = frame if frame.f_code is _MODULE_CALL else found
             frame = frame.f_back
         assert found is not None
@@ -413,21 +462,18 @@ class Recorder(TorchDispatchMode):
         return module
 
 
-def _require_eager(module: nn.Module, path: str) -> None:
-    """Refuse code that is no longer Python: what runs is not what the lines say, and no line asks for it.
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether what runs of a module are kernels that were fused from its lines (torch.compile)."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
-    Raises `RecordingError`.
-    """
-    name = f"module {path}" if path else "the module"
-    if isinstance(module, torch.jit.ScriptModule):
-        raise RecordingError(
-            f"{name} is scripted (torch.jit): its operations come from no line of Python. "
-            "Record the module that it was made from."
-        )
-    whole = "_orig_mod" in module._modules
-    if whole or vars(module).get("_compiled_call_impl") is not None:
-        way_out = "its ._orig_mod" if whole else "it before .compile()"
-        raise RecordingError(
-            f"{name} is compiled (torch.compile): what runs are kernels that were fused from its lines. "
-            f"Record {way_out}."
-        )
+
+def _of_compiled(paths: Sequence[str]) -> tuple[str, ...]:
+    """Say what is not seen of modules that are compiled."""
+    if not paths:
+        return ()
+    first = f"Module {paths[0]}" if paths[0] else "The module"
+    others = f" and {plural(len(paths) - 1, 'other')} are" if len(paths) > 1 else " is"
+    return (
+        f"{first}{others} compiled (torch.compile): what a kernel does that was fused from many lines is not seen. "
+        "Call what was compiled, its ._orig_mod, or run it before .compile(), to see all of it.",
+    )

@@ -14,8 +14,7 @@ from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.ops import Recording
 from mha_inspect.reports.params import HeadSlice
-
-from ..recorded import record_opened
+from tests.recorded import record_opened
 
 
 @dataclass(frozen=True)
