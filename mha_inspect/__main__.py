@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 def main() -> int:
     """Run the command line of this process; the exit code."""
-    from .cli.collection import end, hold
-    from .cli.interrupt import leave_on_interrupt
+    from .cli.process import end_collection, hold_collection, leave_on_interrupt
 
-    hold()
+    hold_collection()
     with leave_on_interrupt():
         code = run()
-    end()
+    end_collection()
     return code
 
 
@@ -25,7 +24,7 @@ def run(args: Sequence[str] | None = None) -> int:
     try:
         return int(command().run(args) or 0)
     except (Exception, KeyboardInterrupt) as error:
-        from .cli.failure import explain
+        from .cli.messages import explain
 
         return explain(error)
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.record.recorder import Recorder
 
+from .built import trace_module
 from .recorded import record
 
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))

@@ -227,6 +227,7 @@ class Recorder(TorchDispatchMode):
             producers=replay.producers,
             fast_path_refusals=tuple(self._refusals.values()),
             notes=_of_compiled(self._compiled),
+            constants=replay.constants(one.tensor.id for one in (*self._inputs, *self._parameters, *self._buffers)),
             values=replay.release(),
         )
 
