@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.record.copying import copy_module
+from mha_inspect.record.arguments import copy_module
 
 
 class Holding(nn.Module):
