@@ -454,3 +454,19 @@ class Pick(nn.Module):
 class OneHead(Heads):
     def forward(self, x: Tensor) -> Tensor:
         return self.o((self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ self.v(x))
+
+
+class Lowered(Heads):
+    """A causal mask that takes much off the scores where a key is barred, as Keras does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        scores, allowed = self.scores(q, k), torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return self.joined(torch.where(allowed, scores, scores - 1e9).softmax(-1), v)
+
+
+class Bare(nn.Module):
+    """No projection at all: what comes in meets itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT * WIDTH**-0.5).softmax(-1) @ x

@@ -54,6 +54,14 @@ def test_causal_is_told_where_heads_are_folded_into_the_queries() -> None:
     assert attention(claims.OneKeyHead).kind == ("self", "causal", "grouped")
 
 
+def test_causal_is_told_where_the_mask_lowers_the_scores() -> None:
+    assert attention(claims.Lowered).kind == ("self", "causal")
+
+
+def test_what_meets_itself_without_projections_is_self_attention() -> None:
+    assert attention(claims.Bare).kind == ("self",)
+
+
 def test_a_band_of_windows_is_not_causal() -> None:
     assert attention(claims.Near, 16).kind == ("self",)
 
