@@ -470,3 +470,13 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT * WIDTH**-0.5).softmax(-1) @ x
+
+
+class BothWays(Heads):
+    """Two sides attend to each other by one product, each with values of its own: the second of what the first gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x[:, :3], x[:, 3:]
+        scores = self.scores(self.split(self.q(left)), self.split(self.k(right)))
+        left = self.joined(scores.softmax(-1), self.split(self.v(right)))
+        return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))

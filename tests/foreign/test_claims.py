@@ -26,6 +26,13 @@ def test_softmaxes_that_assign_are_no_attention(kind: type[torch.nn.Module]) -> 
     assert not trace(kind(), torch.randn(2, 7, claims.WIDTH)).attentions
 
 
+def test_two_sides_that_attend_to_each_other_are_two_attentions() -> None:
+    first, second = trace(claims.BothWays(), torch.randn(2, 7, claims.WIDTH)).attentions
+    assert [axes(one, "weights") for one in (first, second)] == ["batch heads query key"] * 2
+    weights = [stage.shape for one in (first, second) for stage in one.stages if stage.name == "weights"]
+    assert weights == [(2, claims.HEADS, 3, 4), (2, claims.HEADS, 4, 3)]
+
+
 @pytest.mark.parametrize(
     ("kind", "scores"), [(claims.OverQueries, "batch heads query key"), (claims.Slots, "batch key query")]
 )
