@@ -100,8 +100,7 @@ class LiveStage(_Shows):
 
         Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
         """
-        from .cli.picture import colours
-        from .cli.screen import columns, in_color
+        from .cli.screen import colours, columns, in_color
         from .pictures.terminal import draw
 
         drawn = self._picture(head, batch_row, tokens)
@@ -289,20 +288,32 @@ def params(
     *args: Any,
     show: Show | None = None,
     per_head: bool = False,
+    like: nn.Module | None = None,
+    num_heads: int | None = None,
     **kwargs: Any,
 ) -> LiveReport:
     """Every parameter tensor of a module, or of a checkpoint by its path, in a report that prints itself.
 
     With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
     W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
+
+    A checkpoint is told by the names and shapes of its tensors. `like` is the module that it belongs to: what is
+    missing or does not fit is listed, and with arguments what tensors are for is read off a run of that. `num_heads` is
+    the number of heads of a checkpoint, where nothing in it tells.
+
+    Raises `InputError` where a file cannot be read, `UnsafeFileError` where that would run code.
     """
     from .answers.params import params as report_of
 
     if isinstance(module, (str, PathLike)):
-        from .answers.checkpoint import params_of_checkpoint
+        from .answers.checkpoint.params import params_of_checkpoint
 
-        return LiveReport(params_of_checkpoint(Path(module), per_head=per_head, stats=show is not None and show.stats))
+        against = Subject(like, args, kwargs) if like is not None and (args or kwargs) else like
+        found = params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
+        return LiveReport(found)
     _require_module(module, "params")
+    if like is not None or num_heads is not None:
+        raise TypeError("like and num_heads are for a checkpoint: mha_inspect.params(path, like=module).")
     own = Subject(module, args, kwargs)
     return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
 
@@ -360,16 +371,37 @@ def compare_heads(
     return LiveReport(report_of(list(made), **asked))
 
 
-def diff(left: nn.Module, right: nn.Module, *args: Any, same_weights: bool = False, **kwargs: Any) -> LiveReport:
+def diff(
+    left: nn.Module | str | PathLike[str],
+    right: nn.Module | str | PathLike[str],
+    *args: Any,
+    same_weights: bool = False,
+    num_heads: int | None = None,
+    **kwargs: Any,
+) -> LiveReport:
     """Where two modules part ways: both run on the same arguments, and compared stage by stage in canonical axes.
 
     Each keeps the weights that it has, as when a port is checked. With `same_weights` those of the one are carried into
     a copy of the other, however each packs them. Neither module is changed.
 
-    Raises `InputError` where a side cannot be run in float64, against which rounding is measured.
+    Two checkpoints, by their paths, are compared tensor by tensor and head by head; `num_heads` is their number of
+    heads where nothing in them tells.
+
+    Raises `InputError` where a side cannot be run in float64, against which rounding is measured, or a file cannot be
+    read.
     """
+    if isinstance(left, (str, PathLike)) and isinstance(right, (str, PathLike)):
+        from .answers.checkpoint.diff import diff_of_checkpoints
+
+        if args or kwargs or same_weights:
+            raise TypeError("two checkpoints are compared without a call: mha_inspect.diff(path, path).")
+        return LiveReport(diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads))
+    if num_heads is not None:
+        raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
     _require_module(left, "diff")
     _require_module(right, "diff")
+    assert isinstance(left, nn.Module)
+    assert isinstance(right, nn.Module)
     from .answers.diff import diff as report_of
     from .answers.side import Side
 

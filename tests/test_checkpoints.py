@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,26 +14,16 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.checkpoint import params_of_checkpoint
+from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.checkpoints.content import content_of
 from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFileError
+from mha_inspect.record.subject import Subject
 from mha_inspect.render import to_text
 from mha_inspect.targets.files import read_tensors
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 
-from .fuzz.files import safetensors
-
-
-def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a .safetensors file by hand, in float32."""
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        own = tensor.detach().contiguous().numpy().tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(own)]}
-        data += own
-    path.write_bytes(safetensors(header, data))
-    return path
+from .checkpoints import saved
 
 
 def roles(report: Any) -> dict[str, tuple[str, str]]:
@@ -77,6 +68,72 @@ def test_head_by_head_is_told_by_the_config(tmp_path):
     ]
 
 
+PACKED = {
+    "falcon": {"new_decoder_architecture": True, "num_attention_heads": 4, "num_kv_heads": 2, "num_hidden_layers": 1},
+    "gpt_neox": {"num_attention_heads": 4, "num_hidden_layers": 1},
+    "bloom": {"n_head": 4, "n_layer": 1},
+    "gpt2": {"n_head": 4, "n_layer": 1},
+    "gpt_bigcode": {"n_head": 4, "n_layer": 1},
+    "deberta": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "intermediate_size": 30},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 10},
+    "mpt": {"n_heads": 4, "n_layers": 1, "d_model": 32},
+    "bert": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
+    "t5": {"num_heads": 4, "num_layers": 1, "d_model": 32, "d_kv": 8, "d_ff": 30},
+    "clip_text_model": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
+    "deepseek_v3": {
+        **{"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 1, "q_lora_rank": 10},
+        **{"kv_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 8},
+        **{"intermediate_size": 30, "moe_intermediate_size": 8},
+    },
+}
+"""Types of Hugging Face models that pack or name their projections in ways of their own."""
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_names_tell_what_the_run_of_the_model_tells(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "n_embd": 32} | PACKED[kind]
+    config = transformers.CONFIG_MAPPING[kind](vocab_size=60, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    ids = torch.randint(3, 50, (2, 7))
+    given = {"decoder_input_ids": ids} if kind == "t5" else {}
+    run = mha_inspect.params(model, ids, per_head=True, **given).report
+    saved(tmp_path / "model.safetensors", model.state_dict(), json.loads(config.to_json_string(use_diff=False)))
+    found = params_of_checkpoint(tmp_path, per_head=True)
+    expected = roles(run)
+    # The rank of a projection on the way to the queries is a number in what the run tells, and a word in names.
+    assert {n: text for n, (text, _) in roles(found).items()} == {n: text for n, (text, _) in expected.items()}
+    heads = {p.name: p.heads for p in run.parameters if p.heads and p.name in expected}
+    assert {p.name: p.heads for p in found.parameters if p.heads} == heads
+    assert {own.num_heads for own in found.stored_attentions} == {3 if kind == "deepseek_v3" else 4}
+
+
+def test_a_matrix_for_each_head_as_transformerlens_has_it(tmp_path):
+    named = {f"blocks.0.attn.W_{n}": torch.zeros(3, 12, 5) for n in "QKV"}
+    named |= {"blocks.0.attn.W_O": torch.zeros(3, 5, 12), "blocks.0.attn.b_Q": torch.zeros(3, 5)}
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named))
+    (attention,) = report.stored_attentions
+    assert (attention.num_heads, attention.head_dim) == (3, 5)
+    assert roles(report)["blocks.0.attn.W_Q"] == ("W_q: a matrix for each head", "heads embed head_dim")
+    assert roles(report)["blocks.0.attn.W_O"] == ("W_o: a matrix for each head", "heads head_dim embed")
+    assert roles(report)["blocks.0.attn.b_Q"] == ("b_q", "heads head_dim")
+
+
+def test_the_head_count_of_the_configuration_that_fits(tmp_path):
+    """A text tower and a picture tower have their own, and their widths tell which is whose."""
+    named = {f"vision.layers.0.{n}_proj.weight": torch.zeros(24, 24) for n in "qkvo"}
+    named |= {f"text.layers.0.{n}_proj.weight": torch.zeros(36, 36) for n in "qkvo"}
+    towers = {
+        "text_config": {"hidden_size": 36, "num_attention_heads": 12},
+        "vision_config": {"hidden_size": 24, "num_attention_heads": 3},
+    }
+    saved(tmp_path / "x.safetensors", named, towers)
+    found = {own.module: own.num_heads for own in params_of_checkpoint(tmp_path).stored_attentions}
+    assert found == {"text.layers.0": 12, "vision.layers.0": 3}
+
+
 def test_head_counts_that_the_shapes_allow(tmp_path):
     def file(**more: torch.Tensor) -> Path:
         q, k = torch.zeros(30, 13), torch.zeros(10, 13)
@@ -97,7 +154,7 @@ def test_what_a_training_script_saves(tmp_path):
     model = nn.Sequential(nn.MultiheadAttention(14, 2))
     wrapped = {f"module.{name}": own for name, own in model.state_dict().items()}
     torch.save({"epoch": 3, "optimizer": {"state": {0: {"m": torch.zeros(3)}}}, "model": wrapped}, tmp_path / "x.pt")
-    report = params_of_checkpoint(tmp_path / "x.pt", stats=True)
+    report = params_of_checkpoint(tmp_path / "x.pt", show=Show(stats=True))
     assert {p.name for p in report.parameters} == set(model.state_dict())
     assert [own.module for own in report.stored_attentions] == ["0"]
     for parameter in report.parameters:
@@ -203,6 +260,139 @@ def test_what_is_no_checkpoint(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def attention_layers(tmp_path: Path, **changed: torch.Tensor) -> Any:
+    torch.manual_seed(0)
+    named = {f"a.{n}_proj.weight": torch.randn(24, 24).pow(3) for n in "qkvo"} | {
+        f"a.{k}": v for k, v in changed.items()
+    }
+    return params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=4, norms=True)
+
+
+def test_twin_heads(tmp_path):
+    w = torch.randn(24, 24)
+    w[6:12] = w[18:24]
+    assert (
+        "W_q of a: heads 1, 3 are twins: they hold the same numbers."
+        in attention_layers(tmp_path, **{"q_proj.weight": w}).notes
+    )
+    assert not [note for note in attention_layers(tmp_path).notes if "twins" in note]
+
+
+@pytest.mark.parametrize("kind", ["Linear", "MultiheadAttention", "normal", "trained"])
+def test_what_never_learned_is_told(tmp_path, kind):
+    torch.manual_seed(0)
+    if kind == "MultiheadAttention":
+        named = dict(nn.MultiheadAttention(64, 4).state_dict())
+    else:
+        named = {f"{n}_proj.weight": nn.Linear(64, 64).weight for n in "qkvo"}
+    if kind == "normal":
+        named = {name: torch.randn(64, 64) * 0.02 for name in named}
+    if kind == "trained":
+        # What a few steps do to the numbers of one matrix is enough.
+        named["k_proj.weight"] = named["k_proj.weight"] + 0.02 * torch.randn(64, 64)
+    notes = " ".join(params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=4, norms=True).notes)
+    assert ("never trained" in notes) is (kind != "trained")
+
+
+def test_one_module_alone_is_read(tmp_path):
+    named = {f"layers.{i}.{n}_proj.weight": torch.zeros(8, 8) for i in range(3) for n in "qkvo"}
+    path = saved(tmp_path / "x.safetensors", named)
+    os.truncate(path, path.stat().st_size - 8 * 8 * 4 * 8)  # the other layers cannot be read
+    with pytest.raises(InputError):
+        params_of_checkpoint(path)
+    path = saved(path, named)
+    report = params_of_checkpoint(path, module="layers.1", show=Show(stats=True), num_heads=2)
+    assert {p.name for p in report.parameters} == {f"layers.1.{n}_proj.weight" for n in "qkvo"}
+    assert [own.module for own in report.stored_attentions] == ["layers.1"]
+    assert "Those of layers.1 alone: 4 of 12 tensors." in report.notes
+    with pytest.raises(SpecError, match=r"Did you mean layers\.2"):
+        params_of_checkpoint(path, module="layer.2")
+
+
+def test_a_file_against_a_module(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 3, batch_first=True), "head": nn.Linear(12, 7)})
+    state = dict(model.state_dict())
+    del state["attn.out_proj.bias"]
+    state |= {"head.weight": torch.zeros(8, 12), "more": torch.zeros(3)}
+    path = saved(tmp_path / "x.safetensors", {f"model.{name}": own for name, own in state.items()})
+    report = mha_inspect.params(path, like=model).report.like
+    assert (report.prefix, report.matching) == ("model.", 4)
+    assert [(one.name, one.shape) for one in report.missing] == [("attn.out_proj.bias", (12,))]
+    assert [(one.name, one.shape) for one in report.unexpected] == [("model.more", (3,))]
+    assert [(one.name, one.shape, one.expected) for one in report.wrong_shape] == [
+        ("model.head.weight", (8, 12), (7, 12))
+    ]
+    with pytest.raises(InputError, match="No name of ParameterDict is among those of the file"):
+        mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
+
+
+def test_roles_from_the_run_of_a_module(tmp_path):
+    """Names that tell nothing, and a packing that only the forward knows."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 36), nn.Linear(12, 12)
+
+        def forward(self, x):
+            q, k, v = self.first(x).unflatten(-1, (3, 3, 4)).permute(3, 0, 2, 1, 4)
+            weights = (q @ k.mT / 2).softmax(-1)
+            return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+    model = Own()
+    path = saved(tmp_path / "x.safetensors", model.state_dict())
+    report = mha_inspect.params(path, torch.zeros(2, 5, 12), like=model, per_head=True).report
+    assert roles(report)["first.weight"][0] == "W_q, W_k, W_v head by head: 4 rows of q, 4 of k, 4 of v each"
+    heads = {p.name: p.heads for p in report.parameters}
+    assert [(s.part, s.rows) for s in heads["first.weight"] if s.head == 2] == [
+        ("W_q", (24, 28)),
+        ("W_k", (28, 32)),
+        ("W_v", (32, 36)),
+    ]
+    (attention,) = report.stored_attentions
+    assert (attention.num_heads, attention.fits) == (3, (1, 2, 3, 4, 6, 12))
+    norms = params_of_checkpoint(path, like=Subject(model, (torch.zeros(2, 5, 12),), {}), norms=True).head_norms
+    rows = model.first.weight.detach().double().unflatten(0, (3, 3, 4))
+    assert {own.part: own.norms for own in norms}["W_k"] == pytest.approx(rows[:, 1].flatten(1).norm(dim=1).tolist())
+
+
+def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
+    pytest.importorskip("transformers")
+    shapes = ["--set", "n_layer=1", "--set", "n_embd=12", "--set", "n_head=3", "--set", "vocab_size=50"]
+    named = {"transformer.h.0.attn.c_attn.weight": torch.zeros(12, 36), "transformer.wte.weight": torch.zeros(51, 12)}
+    path = saved(tmp_path / "x.safetensors", named)
+    code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes, "--format", "json")
+    assert code == 0, err
+    like = json.loads(out)["like"]
+    assert like["matching"] == 1
+    assert [one["name"] for one in like["wrong_shape"]] == ["transformer.wte.weight"]
+    code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes)
+    assert "W_q, W_k, W_v side by side: columns 0–11, 12–23, 24–35" in out
+    assert "wrong shape" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["params", "--like", "torch"], "--like is for a checkpoint, and none was named"),
+        (["params", "torch.nn:Linear", "--module", "x"], "--module is for a checkpoint, and torch.nn:Linear is none"),
+        (["params", "{}", "--like", "nothing"], "is not a target"),
+        (["diff", "{}", "torch"], "is a checkpoint, and torch is none"),
+        (["diff", "{}"], "is a checkpoint, and no other is named"),
+        (["diff", "{}", "{}", "--seq-len", "3"], "--seq-len cannot change"),
+        (["diff", "{}", "{}", "--left-set", "a=3"], "--left-set cannot change"),
+        (["diff", "{}", "{}", "--num-heads", "5"], "num_heads 5 does not fit"),
+    ],
+)
+def test_what_a_checkpoint_is_no_answer_to(invoke, tmp_path, line, said):
+    path = saved(tmp_path / "x.safetensors", {f"{n}_proj.weight": torch.zeros(8, 8) for n in "qkvo"})
+    code, out, err = invoke(*(word.replace("{}", str(path)) for word in line))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
 def test_norms_of_heads_are_those_of_the_numbers(tmp_path):
     q, k, v = (torch.randn(30, 13) for _ in range(3))
     q[5:10] = 0
@@ -212,6 +402,6 @@ def test_norms_of_heads_are_those_of_the_numbers(tmp_path):
     by_part = {own.part: own.norms for own in report.head_norms}
     assert by_part["W_k"] == pytest.approx(k.double().unflatten(0, (6, 5)).flatten(1).norm(dim=1).tolist())
     notes = " ".join(report.notes)
-    assert "W_q of a: heads 1 are zero: dead." in notes
-    assert "W_v of a: heads 5 are not finite" in notes
+    assert "W_q of a: head 1 is zero: dead." in notes
+    assert "W_v of a: head 5 is not finite" in notes
     assert all(parameter.heads is None for parameter in report.parameters)

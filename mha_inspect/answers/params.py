@@ -174,7 +174,7 @@ def _by_kind(module: nn.Module, per_head: bool) -> _Known:
     known = _Known(table)
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(part, nn.MultiheadAttention):
+        if isinstance(part, nn.MultiheadAttention) and type(part).forward is nn.MultiheadAttention.forward:
             seen = _of_torchs_layer(part, per_head and part is module)
             roles = seen.roles
             known = replace(known, proof=seen.proof) if part is module else known

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..graph.attention import Attention
 from ..measure.statistics import stats_of, values_of
@@ -39,11 +38,6 @@ def trace(own: Subject, show: Show | None = None) -> Trace:
     """
     show = show or Show()
     return traced(own, show, keep=show.stats or show.values)[0]
-
-
-def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
-    """Trace a module on these arguments, as `trace` does."""
-    return trace(Subject(module, args, kwargs), show)
 
 
 def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:

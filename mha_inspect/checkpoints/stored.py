@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -55,6 +55,11 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor, with every element that a stride of 0 repeats."""
         return (self.numel * BITS[self.dtype] + 7) // 8
+
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        """Return some of its rows."""
+        offset = None if self.offset is None else self.offset + start * self.strides[0] * BITS[self.dtype] // 8
+        return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
 
     @property
     def span(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,101 +13,70 @@ import typer
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS, LayerKind, find_layer
 from ..layers.settings import check_settings, spec_for
-from ..reports.diff import SideName
+from ..reports.diff import DiffReport, SideName
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from ..text import shown
 from . import subject
-from .collection import resume
-from .comparison import PANEL, FailIf, exit_code
-from .help import GroupedCommand
-from .options import FORMS, Options, is_target, option, shares_options
+from .completion import names_in_file
+from .options import FORMS, NUMBERS, FailIf, Options, command, is_target, option
+from .output import give, prepare
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..answers.side import Side
+    from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..targets.call import Call
     from ..targets.target import Target
 
     Given = tuple[Tensor, Tensor, Tensor]
 
-app = typer.Typer(add_completion=False)
-
-EPILOG = """Examples:
-
-mha-inspect diff torch fold-heads --embed-dim 512 --num-heads 8
-
-mha-inspect diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16"""
-
+PANEL = "Comparison"
 USUAL = ("torch", "per-head")
 """What is compared where nothing is named: what is called a split, and one matrix for each head."""
 
 
 def _names(incomplete: str) -> list[str]:
-    return [name for name in LAYERS if name.startswith(incomplete)]
+    return [name for name in LAYERS if name.startswith(incomplete)] or names_in_file(incomplete)
 
 
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+def _side(help: str, default: str) -> Any:
+    return typer.Argument(help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
+
+
+def _own(side: SideName, what: str, help: str, metavar: str, **settings: Any) -> Any:
+    return option(f"--{side}-{what}", PANEL, help.format(side=side), metavar=metavar, **settings)
+
+
+_SET = "A setting, or an argument, of the {side} side alone; again for another."
+_MODULE = "The {side} side is this module of its target, called as the target calls it."
+
+
+@command(
+    "diff torch fold-heads --embed-dim 512 --num-heads 8",
+    "diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16",
+    without=NUMBERS,
+)
 def diff(
     options: Options,
     left: Annotated[
         str,
-        typer.Argument(
-            metavar="[LEFT]",
-            help=f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.",
-            autocompletion=_names,
-            rich_help_panel=PANEL,
-            show_default="--layer",
+        _side(
+            f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
         ),
     ] = "",
     right: Annotated[
         str,
-        typer.Argument(
-            metavar="[RIGHT]",
-            help="Another layer, or another module of your own.",
-            autocompletion=_names,
-            rich_help_panel=PANEL,
-            show_default="LEFT under other settings, or else per-head; --layer beside a module of your own",
+        _side(
+            "Another layer, or another module of your own.",
+            "LEFT under other settings, or else per-head; --layer beside a module of your own",
         ),
     ] = "",
-    left_set: Annotated[
-        list[str] | None,
-        option(
-            "--left-set",
-            PANEL,
-            "A setting, or an argument, of the left side alone; again for another.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    right_set: Annotated[
-        list[str] | None,
-        option(
-            "--right-set",
-            PANEL,
-            "A setting, or an argument, of the right side alone; again for another.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    left_module: Annotated[
-        str | None,
-        option(
-            "--left-module",
-            PANEL,
-            "The left side is this module of its target, called as the target calls it.",
-            metavar="PATH",
-            show_default="the whole target",
-        ),
-    ] = None,
+    left_set: Annotated[list[str] | None, _own("left", "set", _SET, "KEY=VALUE")] = None,
+    right_set: Annotated[list[str] | None, _own("right", "set", _SET, "KEY=VALUE")] = None,
+    left_module: Annotated[str | None, _own("left", "module", _MODULE, "PATH", show_default="the whole target")] = None,
     right_module: Annotated[
-        str | None,
-        option(
-            "--right-module",
-            PANEL,
-            "The right side is this module of its target.",
-            metavar="PATH",
-            show_default="the whole target",
-        ),
+        str | None, _own("right", "module", _MODULE, "PATH", show_default="the whole target")
     ] = None,
     fail_if: FailIf = None,
 ) -> ExitCode:
@@ -114,6 +84,9 @@ def diff(
 
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
+
+    Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, the same in
+    another order of heads, of q, k and v, or of rotary features, or different, and which heads changed most.
 
     A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
@@ -123,33 +96,35 @@ def diff(
         _Asked("left", left, left_set or (), left_module),
         _Asked("right", right, right_set or (), right_module),
     )
-    if is_target(left) or is_target(right):
-        return _of_targets(options, asked, fail_if)
-    for one in asked:
-        if one.path is not None:
-            raise SpecError(
-                f"--{one.name}-module {shown(one.path)} names a module of a target, and that side is a layer. Drop it."
-            )
-    options.require_no_target_settings("trace")
-    from ..targets.layer_sides import make_sides, parse_settings
-
-    ours, theirs = (parse_settings(one.flag, one.settings) for one in asked)
-    first, second = chosen_layers(options, left, right, several_settings=bool(ours or theirs))
-    # The layer whose sizes are checked here is the one that both are, or else one that takes any.
-    options.layer = first if first == second and first in LAYERS else "torch"
-    spec = subject.attention(options, subject.single_head_count(options, "diff"))
-    inputs, run = subject.inputs(options), subject.run(options)
-    make_sides(first, second, spec, inputs, run, ours, theirs)
-    subject.show(options)
-    from .answer import give, prepare
-
+    compared: Callable[[], DiffReport | CheckpointDiffReport]
+    around = subject.running
+    if _are_checkpoints(left, right):
+        compared, around = _checkpoints(options, *asked), subject.waiting
+    elif is_target(left) or is_target(right):
+        compared = _targets(options, asked)
+    else:
+        compared = _layers(options, *asked)
     export = prepare(options)
-    from ..answers.diff import diff_layers
-
-    resume()
-    report = diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+    named = " with ".join(one.text for one in asked if one.text) or options.layer
+    with around(options, f"comparing {named}"):
+        report = compared()
     give(report, options, export)
-    return exit_code(report.verdict, fail_if)
+    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+
+
+def _are_checkpoints(left: str, right: str) -> bool:
+    """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
+    from ..checkpoints.checkpoint import is_checkpoint
+
+    found = [text != "" and text not in LAYERS and is_checkpoint(text) for text in (left, right)]
+    if any(found) and not all(found):
+        file, other = (left, right) if found[0] else (right, left)
+        what = f"{shown(other)} is none" if other else "no other is named"
+        raise SpecError(
+            f"{shown(file)} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a module: "
+            f"`mha-inspect params {shown(file)} --like TARGET`."
+        )
+    return all(found)
 
 
 @dataclass(frozen=True)
@@ -167,44 +142,73 @@ class _Asked:
         """What gives it settings of its own."""
         return f"--{self.name}-set"
 
-
-def _of_targets(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | None) -> ExitCode:
-    """Diff two sides, at least one of them a target; one that is not named is --layer, or the target under other
-    settings."""
-    from .answer import give, prepare
-
-    left, right = asked
-    named = bool(left.text and right.text)
-    again = bool(left.settings or right.settings or right.path)
-    beside = left.text if again and "layer" not in options.typed else options.layer
-    asked = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
-    _check(options, asked, beside_layer=not named)
-    export = prepare(options)
-    resume()
-    from ..answers.diff import diff as compare
-
-    with subject.running(options):
-        runs = _runs(options, *asked)
-        report = compare(*runs)
-    said = dict.fromkeys(
-        sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
-    )
-    report = replace(report, notes=(*report.notes, *said))
-    give(report, options, export)
-    return exit_code(report.verdict, fail_if)
+    def require_no_module(self) -> None:
+        """Raise `SpecError` where a module is named of what is a layer."""
+        if self.path is not None:
+            raise SpecError(
+                f"--{self.name}-module {shown(self.path)} names a module of a target, and that side is a layer. "
+                "Drop it."
+            )
 
 
-def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool) -> None:
-    """Look at everything that can be judged before torch is imported.
+def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], CheckpointDiffReport]:
+    """Return what diffs two files of tensors, once everything is judged as in `_layers`."""
+    for one in (left, right):
+        if one.settings or one.path is not None:
+            flag = f"{one.name}-{'set' if one.settings else 'module'}"
+            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
+    options.require_of_use_to_a_file(left.text, "num_heads")
+    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
+
+    def compared() -> CheckpointDiffReport:
+        from ..answers.checkpoint.diff import diff_of_checkpoints
+
+        return diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
+
+    return compared
+
+
+def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:
+    """Return what diffs two layers, once everything is judged that can be before torch is imported.
 
     Raises `MhaInspectError` when a side is none that there is, or options contradict it.
+    """
+    from ..targets.layer_sides import make_sides, parse_settings
+
+    left.require_no_module()
+    right.require_no_module()
+    options.require_no_target_settings("diff")
+    ours, theirs = (parse_settings(one.flag, one.settings) for one in (left, right))
+    first, second = chosen_layers(options, left.text, right.text, several_settings=bool(ours or theirs))
+    # The layer whose sizes are checked here is the one that both are, or else one that takes any.
+    options.layer = first if first == second and first in LAYERS else "torch"
+    spec = subject.attention(options, subject.single_head_count(options, "diff"))
+    inputs, run = subject.inputs(options), subject.run(options)
+    make_sides(first, second, spec, inputs, run, ours, theirs)
+
+    def compared() -> DiffReport:
+        from ..answers.diff import diff_layers
+
+        return diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+
+    return compared
+
+
+def _targets(options: Options, asked: tuple[_Asked, _Asked]) -> Callable[[], DiffReport]:
+    """Return what diffs two sides, at least one of them a target, once everything is judged as in `_layers`.
+
+    A side that is not named is --layer, or the target under other settings.
     """
     from ..targets.layer_sides import parse_settings as layer_settings
     from ..targets.values import parse_settings
 
-    for one in asked:
+    left, right = asked
+    again = bool(left.settings or right.settings or right.path)
+    beside = left.text if again and "layer" not in options.typed else options.layer
+    sides = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
+    for one in sides:
         if is_target(one.text):
-            subject.check_target(one.text, options, "diff", beside_layer=beside_layer)
+            subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
             parse_settings(list(one.settings), one.flag)
             own, _ = _options_of(options, one)
             subject.inputs(own)
@@ -212,16 +216,22 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
         else:
             find_layer(one.text)
             layer_settings(one.flag, one.settings)
-    for one in asked:
-        if one.path is not None and not is_target(one.text):
-            raise SpecError(
-                f"--{one.name}-module {shown(one.path)} names a module of a target, and that side is the layer "
-                f"{one.text}. Drop it."
-            )
+            one.require_no_module()
     subject.single_head_count(options, "diff")
     subject.inputs(options)
-    subject.show(options)
     _require_numbers(options)
+
+    def compared() -> DiffReport:
+        from ..answers.diff import diff as report_of
+
+        runs = _runs(options, *sides)
+        report = report_of(*runs)
+        said = dict.fromkeys(
+            sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
+        )
+        return replace(report, notes=(*report.notes, *said))
+
+    return compared
 
 
 def _require_numbers(options: Options) -> None:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import ExitCode, MhaInspectError, SpecError
+from ..layers.catalog import LAYERS
 from ..text import shown
-from .collection import resume
-from .help import GroupedCommand
-from .options import Options, TargetArgument, option, shares_options
+from . import subject
+from .options import Options, TargetArgument, command, option
+from .output import give, prepare
 from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
+    from ..record.subject import Subject
     from ..reports.params import ParamsReport
 
-app = typer.Typer(add_completion=False)
 
-EPILOG = """Examples:
-
-mha-inspect params --embed-dim 512 --num-heads 8 --per-head
-
-mha-inspect params --embed-dim 512 --num-heads 1,2,4,8"""
-
-
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+@command(
+    "params --embed-dim 512 --num-heads 8 --per-head",
+    "params --embed-dim 512 --num-heads 1,2,4,8",
+    without=("grad", "need_weights", "average_weights", "ops"),
+)
 def params(
     options: Options,
     target: TargetArgument = None,
@@ -39,6 +35,22 @@ def params(
     picture: Annotated[
         bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.", envvar="")
     ] = False,
+    like: Annotated[
+        str | None,
+        option(
+            "--like",
+            "Params",
+            "Hold a checkpoint against this TARGET, built without memory: what does not fit, and what tensors are for.",
+            metavar="TARGET",
+            show_default="what names tell",
+        ),
+    ] = None,
+    module: Annotated[
+        str | None,
+        option(
+            "--module", "Params", "Show, and read, the tensors of a checkpoint below this path alone.", metavar="PATH"
+        ),
+    ] = None,
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
 
@@ -49,15 +61,21 @@ def params(
     trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
 
     TARGET may also be a checkpoint: a .safetensors, .pt, .pth or .bin file, an index of shards, or a folder of a model.
-    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes.
+    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes. With --like it
+    is held against a module, which is run without memory, and --stats, --values and --picture read the tensors.
     """
     from ..checkpoints.checkpoint import is_checkpoint
-    from . import subject
 
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
     if is_file:
-        _check_checkpoint(str(target), options)
+        _check_checkpoint(str(target), options, like)
+    elif like is not None or module is not None:
+        raise SpecError(
+            f"--{'like' if like is not None else 'module'} is for a checkpoint, and "
+            f"{'none was named' if target is None else f'{shown(target)} is none'}. As in mha-inspect params "
+            "model.safetensors --like hf:gpt2."
+        )
     elif target is not None:
         subject.check_target(target, options, "params", many_heads=True)
         if len(heads) > 1:
@@ -67,21 +85,18 @@ def params(
         for count in heads:
             subject.attention(options, count)
         subject.inputs(options)
-    subject.show(options)
-    from .answer import give, prepare
-
     picture = is_wanted(picture)
+    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
     export = prepare(options, draws=picture)
 
     if is_file:
-        report = _of_checkpoint(str(target), options, per_head, picture)
-        give(report, options, export, _drawn(report))
-        return ExitCode.OK
-    resume()
-    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
-    report = _of_layer(options, heads, asked) if target is None else _of_target(target, options, heads, asked)
+        report = _of_checkpoint(str(target), options, like, per_head=per_head, norms=picture, module=module or "")
+    elif target is None:
+        report = _of_layer(options, heads, asked)
+    else:
+        report = _of_target(target, options, heads, asked)
     give(report, options, export, _drawn(report))
     return ExitCode.OK
 
@@ -95,32 +110,48 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
-_OF_CHECKPOINT = frozenset({"num_heads", "format", "export", "stats"})
-"""Options that a checkpoint has a use for."""
+_OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
+"""Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 
 
-def _check_checkpoint(text: str, options: Options) -> None:
-    unused = sorted((options.typed & {*vars(Options)}) - _OF_CHECKPOINT)
-    if unused:
-        flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
-        raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
+def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
+    """Look at what can be judged before a file is read. Raises `MhaInspectError` where an option is of no use."""
+    if like is not None:
+        if like in LAYERS:
+            subject.check(None, options, "params")
+        else:
+            subject.check_target(like, options, "params")
+        return
+    options.require_of_use_to_a_file(text, *_OF_CHECKPOINT)
 
 
-def _of_checkpoint(text: str, options: Options, per_head: bool, picture: bool) -> ParamsReport:
-    from ..answers.checkpoint import params_of_checkpoint
-    from . import subject
+def _of_checkpoint(text: str, options: Options, like: str | None, **asked: Any) -> ParamsReport:
+    from ..answers.checkpoint.params import params_of_checkpoint
 
-    count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
-    return params_of_checkpoint(Path(text), num_heads=count, per_head=per_head, stats=options.stats, norms=picture)
+    asked |= {"show": subject.show(options) if options.stats or options.values else None}
+    if like is None:
+        count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
+        with subject.waiting(options, f"reading {text}"):
+            return params_of_checkpoint(Path(text), num_heads=count, **asked)
+    with subject.running(options, f"reading {text}"):
+        return params_of_checkpoint(Path(text), like=_on_meta(like, options), **asked)
+
+
+def _on_meta(text: str, options: Options) -> Subject:
+    """Build a target, or a layer by its name, with its arguments and without memory."""
+    there = copy(options)
+    there.device = "meta"
+    there.layer = text if text in LAYERS else options.layer
+    return subject.load(None if text in LAYERS else text, there)
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
-    from ..answers.params import layers_for_params, params
-    from . import subject
+    with subject.running(options, f"reading {options.layer}"):
+        from ..answers.params import layers_for_params, params
 
-    spec, run = subject.attention(options, heads[0]), subject.run(options)
-    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
-    return params(first, beside=others, **asked)
+        spec, run = subject.attention(options, heads[0]), subject.run(options)
+        first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
+        return params(first, beside=others, **asked)
 
 
 def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
@@ -130,16 +161,15 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
 
     Raises `MhaInspectError` where it cannot be built, or inputs were asked for that are of no use.
     """
-    from torch.nn.parameter import is_lazy
-
-    from ..answers.params import params
-    from ..record.subject import Subject
-    from ..targets.call import explained
-    from ..targets.load import subject_of
-    from . import subject
-
     many, why = len(heads) > 1, ""
-    with subject.running(options):
+    with subject.running(options, f"reading {text}"):
+        from torch.nn.parameter import is_lazy
+
+        from ..answers.params import params
+        from ..record.subject import Subject
+        from ..targets.call import explained
+        from ..targets.load import subject_of
+
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, one) for one in each]
         first = targets[0]
@@ -158,6 +188,5 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
             own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(own, called=False, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
-    for note in first.notes:
-        subject.tell(note)
+    subject.tell(first.notes, options)
     return replace(report, notes=(*report.notes, *filter(None, [why])))

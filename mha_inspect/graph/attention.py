@@ -12,7 +12,7 @@ from functools import cached_property
 from math import isclose, prod
 
 from ..record.ops import Op, Recording, TensorRef
-from .dimensions import Axis
+from .dimensions import Axis, wide
 from .found import Attention, Mixing
 from .loops import merge_branches
 from .pairing import Meeting, mixing_of, moved_for, score_product, softmaxed_side, value_product
@@ -279,7 +279,7 @@ class _Finder:
         """Whether a projection makes positions, and no features."""
         mixing = mixing_of(self.graph, op) if positions else None
         dim = () if mixing is None else self.graph.dimensions.of(op.output)[mixing.place]
-        given = {axis for axis in dim if axis.size > 1}
+        given = set(wide(dim))
         return bool(given) and given <= positions
 
     def _adds(self, op: Op) -> bool:

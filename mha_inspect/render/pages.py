@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports.check import CheckReport
+from ..reports.checkpoint_diff import CheckpointDiffReport
 from ..reports.compare_heads import CompareHeadsReport
 from ..reports.diff import DiffReport
 from ..reports.layers import LayersReport
 from ..reports.params import ParamsReport
 from ..reports.trace import Trace
 from .check import check_page
+from .checkpoint_diff import checkpoint_diff_page
 from .compare_heads import compare_heads_page
 from .diff import diff_page
 from .layers import layers_page
@@ -35,6 +37,7 @@ KINDS: dict[type, Kind] = {
     ParamsReport: Kind("params", params_page),
     CompareHeadsReport: Kind("compare-heads", compare_heads_page),
     DiffReport: Kind("diff", diff_page),
+    CheckpointDiffReport: Kind("diff-checkpoints", checkpoint_diff_page),
     CheckReport: Kind("check", check_page),
     LayersReport: Kind("layers", layers_page),
 }

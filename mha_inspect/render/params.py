@@ -10,13 +10,14 @@ from .. import text
 from ..reports.params import (
     HeadCountColumn,
     HeadSlice,
+    LikeModule,
     Parameter,
     ParametersTotal,
     ParamsReport,
     PerHeadProof,
     StoredAttention,
 )
-from .page import LONGEST, Cell, Column, Page, Paragraph, Section, Table, table
+from .page import LONGEST, Block, Cell, Column, Page, Paragraph, Section, Table, table
 from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
 
 PARAMETER_COLUMNS = (
@@ -42,7 +43,10 @@ def params_page(report: ParamsReport) -> Page:
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters = report.parameters
     if report.stored_attentions:
-        yield Section((_attentions(report.stored_attentions),), "attentions", "by the names of their tensors")
+        by = "by the names of their tensors" if report.like is None else f"by the run of {report.like.module}"
+        yield Section((_attentions(report.stored_attentions),), "attentions", by)
+    if report.like is not None:
+        yield Section(tuple(_fit(report.like)), "fit", f"against {report.like.module}")
     rows = [(p.name, p) for p in parameters] if report.stored_attentions is None else _folded(parameters)
     yield Section(
         (
@@ -66,6 +70,42 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield Section(notes(report.notes))
 
 
+def _fit(like: LikeModule) -> Iterator[Block]:
+    """Yield how a checkpoint fits a module: a line, and a row for all that does not."""
+    counts = [(str(like.matching), "of the same name and shape")]
+    counts += [
+        (str(len(own)), f"only in {where}")
+        for own, where in ((like.missing, like.module), (like.unexpected, "the file"))
+        if own
+    ]
+    counts += [(str(len(like.wrong_shape)), "of another shape")] if like.wrong_shape else []
+    yield Paragraph(
+        ", ".join(f"{number} {what}" for number, what in counts), "good" if len(counts) == 1 else "warn", "tensors"
+    )
+    if like.prefix:
+        inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
+        yield Paragraph(
+            f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.", label="names"
+        )
+    rows: list[tuple[str, str, str, str]] = []
+    for what, own in (("missing", like.missing), ("unexpected", like.unexpected)):
+        groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for one in own:
+            groups.setdefault((alike(one.name), one.shape), []).append(one.name)
+        for (_, shape), names in groups.items():
+            sizes = text.shape(shape)
+            rows.append((what, times(names), *(("", sizes) if what == "missing" else (sizes, ""))))
+    rows += [("wrong shape", one.name, text.shape(one.shape), text.shape(one.expected)) for one in like.wrong_shape]
+    if rows:
+        columns = (Column("what"), Column("name", tone="strong"), Column("in the file"), Column(f"in {like.module}"))
+        yield table(columns, rows)
+
+
+def times(names: Sequence[str]) -> str:
+    """Return names that differ in their numbers alone as one, with how many they are."""
+    return _spanned(names) + (f" ×{len(names)}" if len(names) > 1 else "")
+
+
 def _spanned(names: Sequence[str]) -> str:
     """Return names that differ in their numbers alone as one: `layers.0–31.self_attn`."""
     if len(names) == 1:
@@ -77,7 +117,7 @@ def _spanned(names: Sequence[str]) -> str:
     )
 
 
-def _alike(name: str) -> str:
+def alike(name: str) -> str:
     """Return what names have in common that differ in their numbers alone, where those can be reckoned with."""
     return re.sub(r"\d{1,9}", "0", name) if len(name) < LONGEST and name.isascii() else name
 
@@ -87,10 +127,10 @@ def _folded(parameters: Sequence[Parameter]) -> list[tuple[str, Parameter]]:
     groups: dict[tuple[object, ...], list[Parameter]] = {}
     for p in parameters:
         apart = p.name if p.stats is not None or p.heads is not None else ""
-        groups.setdefault((_alike(p.name), p.shape, p.axes, p.dtype, p.role, apart), []).append(p)
+        groups.setdefault((alike(p.name), p.shape, p.axes, p.dtype, p.role, apart), []).append(p)
     rows = []
     for own in groups.values():
-        name = _spanned([p.name for p in own]) + (f" ×{len(own)}" if len(own) > 1 else "")
+        name = times([p.name for p in own])
         whole = [sum(getattr(p, part) for p in own) for part in ("numel", "nbytes", "share")]
         rows.append((name, replace(own[0], numel=whole[0], nbytes=whole[1], share=whole[2])))
     return rows
@@ -106,13 +146,13 @@ def _attentions(attentions: Sequence[StoredAttention]) -> Table:
     )
     groups: dict[tuple[object, ...], list[StoredAttention]] = {}
     for own in attentions:
-        groups.setdefault((_alike(own.module), own.num_heads, own.num_kv_heads, own.head_dim, own.fits), []).append(own)
+        groups.setdefault((alike(own.module), own.num_heads, own.num_kv_heads, own.head_dim, own.fits), []).append(own)
     rows = []
-    for alike in groups.values():
-        first, times = alike[0], f" ×{len(alike)}" if len(alike) > 1 else ""
+    for same in groups.values():
+        first = same[0]
         numbers = ["?" if n is None else str(n) for n in (first.num_heads, first.num_kv_heads, first.head_dim)]
-        module = _spanned([own.module for own in alike]) or "the whole file"
-        rows.append((module + times, *numbers, ", ".join(map(str, first.fits))))
+        module = times([own.module for own in same]) or "the whole file"
+        rows.append((module, *numbers, ", ".join(map(str, first.fits))))
     return table(columns, rows)
 
 

@@ -99,7 +99,43 @@ class StoredAttention:
     num_kv_heads: int | None
     head_dim: int | None
     fits: tuple[int, ...]
-    """Numbers of heads that the shapes allow, where nothing tells which: the file loads with any of them."""
+    """Numbers of heads that the shapes allow, where nothing in the file tells which: it loads with any of them."""
+
+
+@dataclass(frozen=True)
+class StoredName:
+    """A tensor that a checkpoint has and a module has not, or the other way round."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WrongShape:
+    """A tensor of a checkpoint that a module has in another shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In the file."""
+    expected: tuple[int, ...]
+    """In the module."""
+
+
+@dataclass(frozen=True)
+class LikeModule:
+    """How a checkpoint fits a module."""
+
+    module: str
+    """What the module is called."""
+    prefix: str
+    """What stands before the names in the file and not in the module; after a minus sign the other way round."""
+    matching: int
+    """Tensors of the same name and shape."""
+    missing: tuple[StoredName, ...]
+    """What the module has and the file has not."""
+    unexpected: tuple[StoredName, ...]
+    """What the file has and the module has not."""
+    wrong_shape: tuple[WrongShape, ...]
 
 
 @dataclass(frozen=True)
@@ -121,3 +157,5 @@ class ParamsReport:
     """How large each head's part of each matrix is, when asked for."""
     stored_attentions: tuple[StoredAttention, ...] | None = None
     """Those of a checkpoint."""
+    like: LikeModule | None = None
+    """How a checkpoint fits the module that it was held against."""

@@ -114,7 +114,7 @@ def test_from_a_folder_that_is_gone(entry_point, environment, tmp_path):
 WRITES = """
 import os, sys, time
 from pathlib import Path
-from mha_inspect.cli.interrupt import leave_on_interrupt
+from mha_inspect.cli.process import leave_on_interrupt
 from mha_inspect.cli import export
 if sys.argv[2] == "named":
     export.os.O_TMPFILE = 0  # a system that has no files without a name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mha_inspect.answers.checkpoint import params_of_checkpoint
+from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.render import to_text
 from mha_inspect.targets.files import read_tensors
+from mha_inspect.targets.spec import Show
 
 from .contract import acts_on_a_terminal, in_time, require_answer, require_message
 from .files import any_file
@@ -41,7 +42,7 @@ def test_checkpoints(try_all, tmp_path):
         path.write_bytes(data)
         try:
             with in_time():
-                report = params_of_checkpoint(path, per_head=True, stats=True, norms=True)
+                report = params_of_checkpoint(path, per_head=True, show=Show(stats=True), norms=True)
                 for format in ("plain", "json"):
                     assert acts_on_a_terminal(to_text(report, format)) == []
         except MhaInspectError as error:

@@ -33,6 +33,7 @@ from mha_inspect.reports.params import (
     PerHeadProof,
 )
 
+from .checkpoint_samples import CHECKPOINT, CHECKPOINT_DIFF
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF, SAME_DIFF
 from .trace_samples import (
     EMPTY_TRACE,
@@ -278,4 +279,6 @@ REPORTS = {
     "diff-masked": MASKED_DIFF,
     "diff-same": SAME_DIFF,
     "layers": LAYERS,
+    "params-checkpoint": CHECKPOINT,
+    "diff-checkpoints": CHECKPOINT_DIFF,
 }

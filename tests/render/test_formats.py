@@ -158,8 +158,7 @@ def test_exports_fetch_nothing(name, format):
 def test_svg_is_well_formed_and_holds_the_text(name):
     root = ElementTree.fromstring(to_text(REPORTS[name], "svg"))
     text = "".join(root.itertext()).replace("\xa0", " ")
-    layer = getattr(REPORTS[name], "layer", None)
-    assert (f"layer {layer.name}" if layer else kind_of(REPORTS[name]).page(REPORTS[name]).title) in text
+    assert kind_of(REPORTS[name]).page(REPORTS[name]).title in text
 
 
 def test_the_proof_is_the_last_line():

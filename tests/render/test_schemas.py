@@ -18,6 +18,7 @@ from mha_inspect.reports.common import Stats, Values
 from mha_inspect.reports.json import to_data
 from mha_inspect.schemas import commands, load_schema
 
+from .checkpoint_samples import CHECKPOINT_DIFF
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF
 from .samples import COMPARE, FULL_PARAMS, LEARNING_COMPARE, ONE_KEY_COMPARE, REPORTS
 from .schemas import schemas_of_reports
@@ -97,6 +98,7 @@ FULL = {
     ),
     "diff": replace(DIFF, masked_rows=MASKED_DIFF.masked_rows, elsewhere=MASKED_DIFF.elsewhere),
     "layers": LAYERS,
+    "diff-checkpoints": CHECKPOINT_DIFF,
 }
 
 
@@ -165,6 +167,8 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
         (MASKED_DIFF, "masked_rows.0.left_output", "NaN"),
         (MASKED_DIFF, "output.times_noise", "inf"),
         (LAYERS, "layers.0.formula", 4),
+        (CHECKPOINT_DIFF, "tensors.0.verdict", "same"),
+        (CHECKPOINT_DIFF, "parts.0.order", [-1]),
     ],
 )
 def test_a_wrong_value_is_noticed(report, path, wrong):

@@ -15,6 +15,7 @@ from .screen import columns, in_color, is_terminal
 if TYPE_CHECKING:
     from ..render import Format
     from ..reports.check import CheckReport
+    from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..reports.compare_heads import CompareHeadsReport
     from ..reports.diff import DiffReport
     from ..reports.layers import LayersReport
@@ -59,7 +60,7 @@ def prepare(options: Options, *, draws: bool = False, prints: bool = True) -> Ta
 
 
 def give(
-    report: Trace | CheckReport | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
+    report: Trace | CheckReport | CheckpointDiffReport | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
     options: Options,
     target: Target | None,
     drawn: Drawn | None = None,
