@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..graph.dimensions import Axis, Dim, Dimensions, size_of, wide
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..graph.found import Attention
 
 Group = tuple[str, Dim]
@@ -86,7 +86,8 @@ class Roles:
             return False
         lost = not {a for dim in self._dimensions.of(stages["q_proj"])[1:] for a in dim} & {*query, *self.head_dim}
         width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
-        return lost and shapes[0] == (batch, length, width) and heads * head_dim == width
+        packed = sum(op is self._found.projections["query"] for op in self._found.projections.values())
+        return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""
@@ -202,7 +203,7 @@ class Roles:
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
         cut_from, _ = atom.origins.get(atom.size, ((), 0))
-        return 1 < atom.size < _size(self.heads) and bool(set(resolve(cut_from)) & whole)
+        return 1 < atom.size < size_of(self.heads) and bool(set(resolve(cut_from)) & whole)
 
     def _picked(self, side: str) -> Dim:
         """Heads of a projection of keys or values, where those that meet the queries were picked from them."""
