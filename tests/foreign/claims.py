@@ -520,3 +520,15 @@ class SharedKeys(Heads):
         weights = (torch.einsum("bgind,bgmd->bginm", q, k) * HEAD_DIM**-0.5).softmax(-1)
         made = torch.einsum("bginm,bgmd->bgind", weights, v).flatten(1, 2)
         return self.o(made.transpose(1, 2).flatten(2))
+
+
+class PackedForLearned(Heads):
+    """Learned queries by head, and keys and values that one projection gives: they are not the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents, self.kv = nn.Parameter(torch.randn(HEADS, 5, HEAD_DIM)), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)

@@ -164,6 +164,10 @@ def test_learned_queries_have_a_matrix() -> None:
     assert roles["q.weight"].startswith("W_q")
 
 
+def test_keys_and_values_of_one_projection_are_not_the_same_features() -> None:
+    assert attention(claims.PackedForLearned).num_heads == claims.HEADS
+
+
 def test_keys_that_were_unfolded_are_of_the_same_input() -> None:
     (found,) = trace(claims.Unfolded(), torch.randn(2, claims.WIDTH, 4, 6)).attentions
     assert found.kind == ("self",)
