@@ -138,6 +138,7 @@ class _Finder:
             weights_path=ahead.path,
             projections=projections,
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
+            along={name: tuple(op for op in end.path if graph.is_projection(op)) for name, end in ends.items()},
         )
 
     def with_own_outputs(self, found: list[Attention]) -> list[Attention]:

@@ -221,6 +221,8 @@ class AxisNames:
             return
         place, run = left[0]
         name = missing[0]
+        if name in ("embed", *_OWN_WIDTH.values()) and run != (0, len(dims[place])):
+            return
         known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
         if name in known and _size(dims[place], run) != known[name]:
             return

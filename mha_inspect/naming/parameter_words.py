@@ -17,6 +17,7 @@ _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
     "norm": "scales the {made} after their projection",
     "before": "a projection to something narrower, on the way to the {made}",
+    "beside": "another projection that the {made} are made of",
     "scale before": "scales what is on the way to the {made}, before they are projected",
     "along": "makes other positions of those of the {made}, after their projection",
     "learned": "the {made} themselves: learned, the same for every input",
@@ -68,9 +69,9 @@ def roles_of(run: Run) -> dict[str, ParameterRole]:
 
 
 def _merged(roles: list[ParameterRole]) -> ParameterRole:
-    """One role of a parameter that several attentions share."""
-    texts = list(dict.fromkeys(role.text for role in roles))
-    return roles[0] if len(texts) == 1 else replace(roles[0], text="; ".join(texts))
+    """One role of a parameter that several attentions share: the one that tells most, in the words of all."""
+    texts = dict.fromkeys(role.text for role in roles)
+    return replace(max(roles, key=lambda role: len(role.heads)), text="; ".join(texts))
 
 
 class _OfAttention:
@@ -119,7 +120,10 @@ class _OfAttention:
         projection, op = self._found.projections.get(SIDES[part.letter]), part.operation
         late = projection is None or op is None or op.index > projection.index
         if part.kind == "before" and op is not None:
-            return "along" if late and projection is not None else part.kind
+            if op in self._found.along.get(SIDES[part.letter], ()):
+                return "along"
+            narrower = op in self._found.earlier.get(SIDES[part.letter], ())
+            return part.kind if narrower or projection is None else "beside"
         return part.kind if part.kind not in ("norm", "before") else "norm" if late else "scale before"
 
     def _behind(self, tensors: Iterable[TensorRef], through: Callable[[Op], bool]) -> list[str]:

@@ -69,7 +69,7 @@ class Roles:
         if dims and "query" in projections:
             op = projections["query"]
             # Features that were moved before they were projected stand elsewhere than last.
-            summed = {atom for read in op.inputs for atom in self._dimensions.of(read)[-1:][0] if atom.size > 1}
+            summed = set(wide(*(dim for read in op.inputs for dim in self._dimensions.of(read)[-1:])))
             moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
             last = 1 if op.base_name == "convolution" and len(dims) > 2 else -1
             del dims[moved[0] if len(moved) == 1 else last]
@@ -188,7 +188,8 @@ class Roles:
         if not self._found.branches or concat is None or not concat.shape:
             return ()
         known = {*self.value_dim, *self.heads}
-        return tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+        counted = tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+        return counted if size_of(counted) in (1, len(self._found.branches)) else ()
 
     @property
     def kv_heads(self) -> Dim:

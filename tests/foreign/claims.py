@@ -359,6 +359,46 @@ class OneNumber(Heads):
         return self.joined((self.scores(q, k) + torch.zeros(1, 1)).softmax(-1), v)
 
 
+class OverFeatures(Heads):
+    """Features attend to features, over all positions, as in XCiT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(made).mT for made in (self.q(x), self.k(x), self.v(x)))
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+        return self.o(((q @ k.mT * 3).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+class ProjectedLength(Heads):
+    """Fewer keys than positions, made by a product along the sequence after their projection, as in Linformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Parameter(torch.randn(7, 3) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (torch.einsum("bnd,nk->bkd", made, self.along) for made in (self.k(x), self.v(x)))
+        return self.joined(self.scores(self.split(self.q(x)), self.split(k)).softmax(-1), self.split(v))
+
+
+class Means(Heads):
+    """Keys and values are sums of two positions, divided by two: means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (self.split(made).unflatten(2, (-1, 2)).sum(3) / 2 for made in (self.k(x), self.v(x)))
+        return self.joined((self.split(self.q(x)) * HEAD_DIM**-0.5 @ k.mT).softmax(-1), v)
+
+
+class SharedKeys(Heads):
+    """Two query heads for each key head, by an einsum that has both of them as axes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.split(self.q(x)).unflatten(1, (HEADS // 2, 2))
+        k, v = (self.split(made)[:, : HEADS // 2] for made in (self.k(x), self.v(x)))
+        weights = (torch.einsum("bgind,bgmd->bginm", q, k) * HEAD_DIM**-0.5).softmax(-1)
+        made = torch.einsum("bginm,bgmd->bgind", weights, v).flatten(1, 2)
+        return self.o(made.transpose(1, 2).flatten(2))
+
+
 class PackedKeys(nn.Module):
     """Four query heads and two of keys and values out of one matrix, the latter repeated one after the other."""
 
@@ -456,6 +496,33 @@ class OneHead(Heads):
         return self.o((self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ self.v(x))
 
 
+class PooledQueries(Heads):
+    """Fewer queries: the largest of two positions, feature by feature, after their projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(made(x)) for made in (self.q, self.k, self.v))
+        return self.joined(self.scores(q.unflatten(2, (2, -1)).amax(2), k).softmax(-1), v)
+
+
+class ProjectedTwice(Heads):
+    """A second projection is added to the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x) + self.more(x.cumsum(1)), self.v(x)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Plain(nn.Module):
+    """Attention of what comes in to itself, without any projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
+
+
 class Lowered(Heads):
     """A causal mask that takes much off the scores where a key is barred, as Keras does."""
 
@@ -463,13 +530,6 @@ class Lowered(Heads):
         q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
         scores, allowed = self.scores(q, k), torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         return self.joined(torch.where(allowed, scores, scores - 1e9).softmax(-1), v)
-
-
-class Bare(nn.Module):
-    """No projection at all: what comes in meets itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.mT * WIDTH**-0.5).softmax(-1) @ x
 
 
 class BothWays(Heads):
@@ -480,46 +540,6 @@ class BothWays(Heads):
         scores = self.scores(self.split(self.q(left)), self.split(self.k(right)))
         left = self.joined(scores.softmax(-1), self.split(self.v(right)))
         return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))
-
-
-class OverFeatures(Heads):
-    """Features attend to features, over all positions, as in XCiT."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(made).mT for made in (self.q(x), self.k(x), self.v(x)))
-        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
-        return self.o(((q @ k.mT * 3).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
-
-
-class ProjectedLength(Heads):
-    """Fewer keys than positions, made by a product along the sequence after their projection, as in Linformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.along = nn.Parameter(torch.randn(7, 3) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = (torch.einsum("bnd,nk->bkd", made, self.along) for made in (self.k(x), self.v(x)))
-        return self.joined(self.scores(self.split(self.q(x)), self.split(k)).softmax(-1), self.split(v))
-
-
-class Means(Heads):
-    """Keys and values are sums of two positions, divided by two: means."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = (self.split(made).unflatten(2, (-1, 2)).sum(3) / 2 for made in (self.k(x), self.v(x)))
-        return self.joined((self.split(self.q(x)) * HEAD_DIM**-0.5 @ k.mT).softmax(-1), v)
-
-
-class SharedKeys(Heads):
-    """Two query heads for each key head, by an einsum that has both of them as axes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.split(self.q(x)).unflatten(1, (HEADS // 2, 2))
-        k, v = (self.split(made)[:, : HEADS // 2] for made in (self.k(x), self.v(x)))
-        weights = (torch.einsum("bgind,bgmd->bginm", q, k) * HEAD_DIM**-0.5).softmax(-1)
-        made = torch.einsum("bginm,bgmd->bgind", weights, v).flatten(1, 2)
-        return self.o(made.transpose(1, 2).flatten(2))
 
 
 class PackedForLearned(Heads):
