@@ -10,11 +10,11 @@ from itertools import combinations
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..measure.stage_difference import compare_stage, distances, size_of
+from ..measure.stage_difference import compare_stage
 from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
 from ..naming.stages import STAGES
-from ..record.rounding import judge
+from ..record.rounding import distances, judge, size_of
 from ..record.subject import Subject
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..measure.stage_difference import distances
 from ..measure.weights import PARTS, Weights, weights_of
-from ..record.arguments import tensors_in
-from ..record.copying import copy_module
-from ..record.rounding import first_tensor, judge, rounding_error
+from ..record.arguments import copy_module, first_tensor, tensors_in
+from ..record.rounding import distances, judge, rounding_error
 from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..targets.memory import is_out_of_memory

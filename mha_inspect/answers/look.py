@@ -15,7 +15,8 @@ from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
-from ..record.rounding import first_tensor, rounding_error
+from ..record.arguments import first_tensor
+from ..record.rounding import rounding_error
 from ..record.subject import Run, Subject
 from ..targets.memory import is_out_of_memory
 from ..text import first_line

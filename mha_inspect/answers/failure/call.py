@@ -33,8 +33,7 @@ from torch.overrides import resolve_name
 from ...record.arguments import tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
-from ...record.run import AttemptRecorder
-from ...record.source import place_of
+from ...record.site import place_of
 from .operand import Operand
 from .site import (
     ATTENTION_FORWARDS,
@@ -136,7 +135,7 @@ class Reading:
     """The arguments that were made in the expression itself, and what the recording calls them."""
 
 
-def read_call(error: BaseException, recorder: AttemptRecorder, recording: Recording, *, in_block: bool) -> Reading:
+def read_call(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
     """Read the call that raised off the error that came out of a recorded run.
 
     Args:
@@ -169,7 +168,7 @@ def _dispatched(error: BaseException) -> Call | None:
     return Call(str(found[-1]["func"]), tuple(found[-1]["args"]), found[-1]["kwargs"] or {}) if found else None
 
 
-def _read(error: BaseException, recorder: AttemptRecorder, recording: Recording, *, in_block: bool) -> Reading:
+def _read(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
     for frame, tb in entries_of_calls(error, in_block=in_block):
         if frame.f_code in ATTENTION_FORWARDS:
             return Reading(None, told=True)  # its arguments are those of the module's call
@@ -197,7 +196,7 @@ def _raises(entry: Entry) -> bool:
 class _Expression:
     """Works out an expression from the variables of a frame."""
 
-    def __init__(self, frame: FrameType, line: str, recorder: AttemptRecorder, ops: tuple[Op, ...]) -> None:
+    def __init__(self, frame: FrameType, line: str, recorder: Recorder, ops: tuple[Op, ...]) -> None:
         self._frame, self._line, self._recorder, self._ops = frame, line, recorder, ops
         self._root: ast.AST | None = None
         self._given: list[tuple[torch.Tensor, TensorRef]] = []
@@ -212,7 +211,7 @@ class _Expression:
         """
         if node is None:
             return None
-        self._root, noted = node, AttemptRecorder()
+        self._root, noted = node, Recorder()
         with noted:
             try:
                 call = self._call(node)
@@ -447,7 +446,7 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def _made(call: Call, noted: AttemptRecorder, ops: tuple[Op, ...]) -> Iterator[tuple[torch.Tensor, TensorRef]]:
+def _made(call: Call, noted: Recorder, ops: tuple[Op, ...]) -> Iterator[tuple[torch.Tensor, TensorRef]]:
     """Yield the tensors among the arguments that were made on the way to the call, by what made them in the run.
 
     What was worked out here ran there as well, right before the call: the last operations that are alike are the same.
