@@ -188,7 +188,7 @@ def times(number: float) -> str:
 
 def multiple(number: float | None) -> str:
     """Return a multiple as a sentence has it; None, where there is nothing to be a multiple of, is infinitely many."""
-    return "infinitely many" if number is None or number >= 1e15 else times(number)
+    return "infinitely many" if number is None or number == float("inf") else times(number)
 
 
 def percent(share: float) -> str:
