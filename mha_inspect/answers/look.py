@@ -166,7 +166,7 @@ class Look:
     @property
     def drops(self) -> bool:
         """Whether it draws random numbers, as a module in training does."""
-        return self.own.module.training and drops_at_random(self.run)
+        return drops_at_random(self.run)
 
     @property
     def unit(self) -> float:
@@ -191,6 +191,11 @@ class Look:
         if self.drops:
             other.own.module.eval()
         run_in_dtype(self.label, dtype, lambda: other.run)
+        if other.drops:
+            raise InputError(
+                f"{self.label} draws random numbers in its forward, and others in another dtype: how much is rounded "
+                "cannot be measured. Leave them out, or draw them outside of it and give them as an argument."
+            )
         return other
 
     def floor(self, place: int, stage: str, like: Tensor, rows: Rows | None = None) -> float:

@@ -154,7 +154,7 @@ class Subject:
         try:
             module = copy_module(self.module, shared)
         except Exception:  # whatever the copying of somebody's objects may raise
-            return self
+            module = self.module
         args, kwargs = changed((self.args, self.kwargs), _fresh)
         return replace(self, module=module, args=args, kwargs=kwargs)
 
@@ -196,13 +196,19 @@ class Subject:
 
 
 def _fresh(value: Any) -> Any:
-    """Return an argument, or a copy of one that is neither a tensor nor plain data: of a cache of keys, for one."""
-    if isinstance(value, (torch.Tensor, nn.Module, *_PLAIN)):
+    """Return an argument, or a copy of one that a run may change: of a tensor, of a cache of keys."""
+    if isinstance(value, (nn.Module, *_PLAIN)):
         return value
     try:
-        return copy.deepcopy(value)
+        return _copied_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     except Exception:  # whatever the copying of somebody's objects may raise
         return value
+
+
+def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that may be written to; itself where its elements share memory, which torch does not write to."""
+    overlaps = tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1
+    return tensor if tensor.is_meta or overlaps else tensor.detach().clone()
 
 
 def _elements(own: Subject) -> int:
