@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _files(path: Path) -> list[Path]:
     try:
         is_folder = os.path.isdir(path)
-        found = next((sorted(own) for place in _PLACES if (own := list(path.glob(place)))), []) if is_folder else [path]
+        names = sorted(os.listdir(path)) if is_folder else []
+        places = ([path / name for name in names if fnmatch(name, place)] for place in _PLACES)
+        found = next((own for own in places if own), []) if is_folder else [path]
     except OSError as error:
         raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None
     if not found:

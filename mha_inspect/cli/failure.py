@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import typer
 from typer._click.exceptions import ClickException
 
-from ..errors import ExitCode, MhaInspectError
+from ..errors import ExitCode, InputError, MhaInspectError
 from ..targets.memory import is_out_of_memory
-from ..text import message_of, shortened
+from ..text import message_of, printable, shortened
 
 _LONGEST = 1500
 
@@ -21,7 +23,7 @@ def explain(error: BaseException) -> ExitCode:
         # Typer's own options (--show-completion) leave with 1 when they cannot; here 1 is an answer.
         return ExitCode.USAGE if error.exit_code else ExitCode.OK
     if isinstance(error, OSError):
-        error = _of_stdout(error)
+        error = _of_file(error)
     if isinstance(error, MhaInspectError):
         if error.exit_code is not ExitCode.CLOSED_PIPE:
             say(str(error))
@@ -35,7 +37,9 @@ def explain(error: BaseException) -> ExitCode:
         say("interrupted.")
         return ExitCode.INTERRUPTED
     if is_out_of_memory(error):
-        say(f"out of memory: {_allocation(error)}. Try a smaller --batch or --seq-len, or --device meta for shapes.")
+        said = _allocation(error)
+        shapes = "" if said.startswith("Storage size") else ", or --device meta for shapes"
+        say(f"out of memory: {said}. Try a smaller --batch or --seq-len{shapes}.")
         return ExitCode.REFUSED
     return _fault(error)
 
@@ -50,15 +54,18 @@ def say(message: str) -> None:
 def _allocation(error: BaseException) -> str:
     """What was asked for, out of a message that begins with the line of C++ which asked."""
     text = message_of(error)
-    start = max(text.find("you tried to allocate"), text.find("Tried to allocate"), 0)
+    start = max(text.find("you tried to allocate"), text.find("Tried to allocate"), text.find("Storage size"), 0)
     return (text[start:].strip() or "an allocation failed").splitlines()[0].split(". ")[0].rstrip(".")
 
 
-def _of_stdout(error: OSError) -> BaseException:
-    """The error that stands for a stdout that took no more, when it is one: Typer prints help pages by itself."""
+def _of_file(error: OSError) -> BaseException:
+    """Return what an error of the system means: for stdout, to which Typer prints by itself, or for a user's file."""
     from .answer import unwritable
 
-    return unwritable(error) or error
+    ours = Path(__file__).parents[1]
+    if error.filename is None or ours in Path(os.fsdecode(error.filename)).parents:
+        return unwritable(error) or error
+    return InputError(f"{printable(error.filename, 200)} cannot be used: {error.strerror}. Name another one.")
 
 
 def _fault(error: BaseException) -> ExitCode:

@@ -12,6 +12,7 @@ import typer
 
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
+from ..layers.settings import check_settings
 from ..text import shown
 from .collection import resume
 from .help import GroupedCommand
@@ -91,15 +92,16 @@ def params(
     else:
         options.require_no_target_settings("params")
         for count in heads:
-            subject.attention(options, count)
-        subject.inputs(options)
+            spec = subject.attention(options, count)
+            check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
     subject.show(options)
     from .answer import give, prepare
 
     picture = is_wanted(picture)
     if picture:
         require_drawable(options, in_json=True)
-    export = prepare(options, draws=picture)
+    reads = picture or options.stats or options.values
+    export = prepare(options, draws=picture, computes=not is_file or reads or like is not None)
 
     if is_file:
         report = _of_checkpoint(str(target), options, like, per_head=per_head, norms=picture, module=module or "")
