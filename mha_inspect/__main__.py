@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 def main() -> int:
     """Run the command line of this process; the exit code."""
-    from .cli.collection import hold
-    from .cli.interrupt import leave_on_interrupt
+    from .cli.process import hold_collection, leave_on_interrupt
 
-    hold()
+    hold_collection()
     with leave_on_interrupt():
         return run()
 
@@ -23,7 +22,7 @@ def run(args: Sequence[str] | None = None) -> int:
     try:
         return int(command().run(args) or 0)
     except (Exception, KeyboardInterrupt) as error:
-        from .cli.failure import explain
+        from .cli.messages import explain
 
         return explain(error)
 

@@ -100,8 +100,7 @@ class LiveStage(_Shows):
 
         Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
         """
-        from .cli.picture import colours
-        from .cli.screen import columns, in_color
+        from .cli.screen import colours, columns, in_color
         from .pictures.terminal import draw
 
         drawn = self._picture(head, batch_row, tokens)

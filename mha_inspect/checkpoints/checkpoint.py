@@ -98,10 +98,10 @@ def _files(path: Path) -> list[Path]:
         raise InputError(f"{path_name(path)} has no file of tensors in it: {', '.join(SUFFIXES)}. Name another folder.")
     if not found[0].name.casefold().endswith(_INDEX):
         return found
-    names = _json(found[0]).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    weights = _json(found[0]).get("weight_map")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         raise InputError(f"{path_name(found[0])} is no index of shards: it has no weight_map. Name the files' folder.")
-    shards = sorted(set(names.values()))
+    shards = sorted(set(weights.values()))
     outside = next((name for name in shards if Path(name).name != name), None)
     if outside is not None:
         raise UnsafeFileError(f"{path_name(found[0])} names {shown(outside)}: shards lie beside their index alone.")

@@ -13,7 +13,8 @@ from typer.main import get_command
 
 from ..errors import ExitCode, MhaInspectError
 from ..text import did_you_mean, shown
-from .help import GroupedGroup
+from .completion import improve_scripts
+from .help import GroupedGroup, write_list
 
 PROGRAM = "mha-inspect"
 
@@ -52,8 +53,8 @@ class Commands(GroupedGroup):
         """Import a command's file; None where there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"{__package__}.{cmd_name.replace('-', '_')}")
-        return get_command(module.app)
+        name = cmd_name.replace("-", "_")
+        return get_command(getattr(import_module(f"{__package__}.{name}"), name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that was asked for.
@@ -70,8 +71,7 @@ class Commands(GroupedGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands without loading them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        write_list(ctx, formatter, "Commands", list(COMMANDS.items()))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Offer commands without loading them, then the options."""
@@ -82,6 +82,7 @@ class Commands(GroupedGroup):
 
     def run(self, args: Sequence[str] | None = None) -> Any:
         """Run the command and return what it returns; every error goes to the caller, who knows the exit codes."""
+        improve_scripts()
         if COMPLETE in os.environ:
             # Typer imports Rich to take its markup out of the help lines that some shells show; ours have none.
             vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
@@ -93,6 +94,7 @@ class Commands(GroupedGroup):
 app = typer.Typer(
     cls=Commands,
     epilog=EPILOG,
+    rich_markup_mode=None,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -108,7 +110,7 @@ def command() -> Commands:
 def _print_version(asked: bool) -> None:
     if asked:
         from .. import __version__
-        from .answer import write
+        from .output import write
 
         write(f"{PROGRAM} {__version__}\n")
         raise typer.Exit
@@ -118,7 +120,8 @@ def _print_version(asked: bool) -> None:
 def mha_inspect(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option("-V", "--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> ExitCode:
     """See inside attention layers: every shape, every parameter, and what the number of heads changes.
@@ -126,9 +129,7 @@ def mha_inspect(
     `mha-inspect COMMAND --help` has the options of each. All have defaults, and read MHA_INSPECT_<NAME> as well.
     """
     if ctx.invoked_subcommand is None:
-        from .answer import write
+        from .output import write
 
-        # On a terminal Rich prints the page itself and there is nothing left to write.
-        page = ctx.get_help()
-        write(page + "\n" if page else "")
+        write(ctx.get_help() + "\n")
     return ExitCode.OK

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import Annotated, Any
 
 from ..answers.check.intent import CHECKS, Intent
-from ..errors import ExitCode, SpecError
-from ..text import shown
-from .collection import resume
-from .help import GroupedCommand
-from .options import Options, TargetArgument, option, shares_options, size
-
-if TYPE_CHECKING:
-    from ..reports.check import CheckReport
-
-app = typer.Typer(add_completion=False)
-
-EPILOG = """Examples:
-
-mha-inspect check model.py:Attention --causal
-
-mha-inspect check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values"""
+from ..errors import ExitCode, MhaInspectError, SpecError
+from ..text import did_you_mean, shown
+from . import subject
+from .options import NUMBERS, Options, TargetArgument, command, option, size
+from .output import give, prepare, write
 
 PANEL = "Check"
 INTENT = "What is meant"
 _MEANINGS = ("keep", "ignore")
 
 
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+@command(
+    "check model.py:Attention --causal",
+    "check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values",
+    without=(*NUMBERS, "grad"),
+)
 def check(
     options: Options,
     target: TargetArgument = None,
-    window: Annotated[
-        int | None, size("--window", INTENT, "A position sees N, its own included.", show_default="not said")
-    ] = None,
+    window: Annotated[int | None, size("--window", INTENT, "A position sees N, its own included.")] = None,
     mask: Annotated[
         str | None,
         option(
@@ -44,7 +32,6 @@ def check(
             INTENT,
             "The argument that takes the padding mask, and what 1 or True means in it.",
             metavar="NAME=keep|ignore",
-            show_default="not said",
         ),
     ] = None,
     padding_side: Annotated[
@@ -53,30 +40,16 @@ def check(
     ] = None,
     cache: Annotated[
         str | None,
-        option(
-            "--cache",
-            INTENT,
-            "The argument that takes what the forward returned second.",
-            metavar="NAME",
-            show_default="not said",
-        ),
+        option("--cache", INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
     ] = None,
     batch_axis: Annotated[
         int | None, size("--batch-axis", INTENT, "The dimension that counts sequences.", show_default="0, if unsaid")
     ] = None,
     scale: Annotated[
-        str | None,
-        option("--scale", INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",), show_default="not said"),
+        str | None, option("--scale", INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",))
     ] = None,
     reference: Annotated[
-        str | None,
-        option(
-            "--reference",
-            INTENT,
-            "A trusted TARGET with the same arguments.",
-            metavar="TARGET",
-            show_default="none",
-        ),
+        str | None, option("--reference", INTENT, "A trusted TARGET with the same arguments.", metavar="TARGET")
     ] = None,
     only: Annotated[
         list[str] | None, option("--only", PANEL, "Make this check alone; again for another.", metavar="NAME")
@@ -98,17 +71,13 @@ def check(
     the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
     its code.
     """
-    from . import subject
-
     if list_checks:
-        from .answer import write
-
         width = max(map(len, CHECKS))
         write("".join(f"{name:{width}}  {holds}\n" for name, holds in CHECKS.items()))
         return ExitCode.OK
     for name in (*(only or ()), *(skip or ())):
         if name not in CHECKS:
-            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.")
+            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
     declared: dict[str, Any] = {
         "causal": True if options.causal else None,
         "window": window,
@@ -123,17 +92,29 @@ def check(
     subject.check(target, options, "check")
     if reference is not None:
         subject.check_target(reference, options, "check", beside_layer=True)
-    from .answer import give, prepare
-
     export = prepare(options)
-    resume()
-    report = _check(target, options, declared, reference, only or (), skip or (), evidence_only)
+    with subject.running(options, f"checking {target or options.layer}") as tick:
+        from ..answers.check.check import check as report_of
+        from ..targets.call import explained
+        from ..targets.room import Room
+
+        if target is not None and options.causal:
+            # What is meant, not a mask to be made: forwards that take one are given none.
+            options.causal = "causal" in options.typed and _takes_causal(target, options)
+        own = subject.load(target, options, Room(kept=True))
+        if reference is not None:
+            declared["reference"] = subject.load_target(reference, options).module
+        asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
+        try:
+            report = report_of(own, Intent(**declared), tick=tick, **asked)
+        except Exception as error:
+            raise explained(error, own) from error
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK
 
 
 def _meaning(mask: str | None) -> dict[str, str]:
-    """The intent that --mask tells. Raises `SpecError` where it is not NAME=keep or NAME=ignore."""
+    """Return the intent that --mask tells. Raises `SpecError` where it is not NAME=keep or NAME=ignore."""
     if mask is None:
         return {}
     name, sign, means = mask.partition("=")
@@ -145,41 +126,8 @@ def _meaning(mask: str | None) -> dict[str, str]:
     return {"padding": name, **({"padding_true": means} if means else {})}
 
 
-def _check(
-    target: str | None,
-    options: Options,
-    declared: dict[str, Any],
-    reference: str | None,
-    only: Any,
-    skip: Any,
-    evidence_only: bool,
-) -> CheckReport:
-    """Build what was asked for and check it. Raises `MhaInspectError` where it cannot be built, called or checked."""
-    from ..answers.check.check import check as answer
-    from ..targets.call import explained
-    from ..targets.room import Room
-    from . import subject
-    from .progress import Progress
-
-    if target is not None and options.causal:
-        # What is meant, not a mask to be made: forwards that take one are given none.
-        options.causal = "causal" in options.typed and _takes_causal(target, options)
-    with subject.running(options):
-        own = subject.load(target, options, Room(kept=True))
-        if reference is not None:
-            declared["reference"] = subject.load_target(reference, options).module
-        with Progress() as tick:
-            try:
-                return answer(own, Intent(**declared), only=only, skip=skip, evidence_only=evidence_only, tick=tick)
-            except Exception as error:
-                raise explained(error, own) from error
-
-
 def _takes_causal(target: str, options: Options) -> bool:
-    """Whether a target's constructor or forward takes --causal."""
-    from ..errors import MhaInspectError
-    from . import subject
-
+    """Return whether a target's constructor or forward takes --causal."""
     try:
         subject.load(target, options)
     except MhaInspectError:

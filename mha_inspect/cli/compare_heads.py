@@ -5,36 +5,29 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
-from ..text import shown
-from .collection import resume
-from .comparison import PANEL, FailIf, exit_code
-from .help import GroupedCommand
-from .options import Options, TargetArgument, option, shares_options, size
+from ..targets.spec import divisors
+from ..text import listed, shown
+from . import subject
+from .options import NUMBERS, FailIf, Options, TargetArgument, command, counts, option, size
+from .output import give, prepare
 from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
-from .values import counts
 
 if TYPE_CHECKING:
     from ..pictures.stages import Attended
     from ..record.subject import Subject
     from ..targets.call import Call
 
-app = typer.Typer(add_completion=False)
-
-EPILOG = """Examples:
-
-mha-inspect compare-heads --embed-dim 512 --heads 1,2,4,8,16
-
-mha-inspect compare-heads --embed-dim 512 --heads 1,8 --gradients --focus --fail-if differs"""
-
+PANEL = "Comparison"
 USUAL = (1, 2, 4, 8, 16)
 
 
-@app.command(name="compare-heads", cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+@command(
+    "compare-heads --embed-dim 512 --heads 1,2,4,8,16",
+    "compare-heads --embed-dim 512 --heads 1,8 --gradients --focus --fail-if differs",
+    without=(*NUMBERS, "grad"),
+)
 def compare_heads(
     options: Options,
     target: TargetArgument = None,
@@ -54,12 +47,7 @@ def compare_heads(
     ] = False,
     steps: Annotated[
         int | None,
-        size(
-            "--steps",
-            PANEL,
-            "Train each head count for N steps on the same task, and compare the weights.",
-            show_default="none",
-        ),
+        size("--steps", PANEL, "Train each head count for N steps on the same task, and compare the weights."),
     ] = None,
     focus: Annotated[
         bool, option("--focus", PANEL, "Measure what each head looks at; with --steps before training and after it.")
@@ -81,36 +69,30 @@ def compare_heads(
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
     extras |= {"time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
-    from . import subject
-    from .answer import give, prepare
-
     picture = is_wanted(picture)
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)
-    resume()
-    from ..answers.compare_heads import compare_heads as compare
-    from ..targets.call import explained
-
     seen: list[tuple[int, list[Attended]]] = []
-    with subject.running(options):
+    training = f", {steps} steps of training each" if steps else ""
+    with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads{training}"):
+        from ..answers.compare_heads import compare_heads as report_of
+        from ..targets.call import explained
+
         made = _made(target, options, compared)
         own = made[0][1]
         try:
-            report = compare(made, **extras, see=partial(keep_weights, seen) if picture else None)
+            report = report_of(made, **extras, see=partial(keep_weights, seen) if picture else None)
         except Exception as error:
             raise explained(error, own) from error
     drawn = Drawn(averaged(seen), printed=True) if picture else None
-    for note in own.notes:
-        subject.tell(note)
+    subject.tell(own.notes, options)
     give(report, options, export, drawn)
-    return exit_code(report.verdict, fail_if)
+    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 
 def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the head counts to compare. Raises `MhaInspectError` where none will do, before torch is imported."""
-    from . import subject
-
     if text is None:
         from ..layers.settings import check_settings
 
@@ -139,7 +121,6 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
 
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
     """
-    from . import subject
 
     if text is None:
         from ..targets.head_counts import layers_with_heads
@@ -169,9 +150,6 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
     Raises `SpecError` when fewer than two are left.
     """
-    from ..targets.spec import divisors
-    from . import subject
-
     named = subject.head_counts(options)
     if named == subject.head_counts(Options(layer=options.layer)):
         named = ()
@@ -191,7 +169,6 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
-    from ..targets.spec import divisors
 
     only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
     others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []

@@ -13,101 +13,68 @@ import typer
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS, LayerKind, find_layer
 from ..layers.settings import check_settings, spec_for
-from ..reports.diff import SideName
+from ..reports.diff import DiffReport, SideName
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from ..text import shown
 from . import subject
-from .collection import resume
-from .comparison import PANEL, FailIf, exit_code
-from .help import GroupedCommand
-from .options import FORMS, Options, is_target, option, shares_options
+from .completion import names_in_file
+from .options import FORMS, NUMBERS, FailIf, Options, command, is_target, option
+from .output import give, prepare
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..answers.side import Side
+    from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..targets.call import Call
+    from ..targets.inputs import Triple
     from ..targets.target import Target
 
-    Given = tuple[Tensor, Tensor, Tensor]
 
-app = typer.Typer(add_completion=False)
-
-EPILOG = """Examples:
-
-mha-inspect diff torch fold-heads --embed-dim 512 --num-heads 8
-
-mha-inspect diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16"""
-
+PANEL = "Comparison"
 USUAL = ("torch", "per-head")
 """What is compared where nothing is named: what is called a split, and one matrix for each head."""
 
 
 def _names(incomplete: str) -> list[str]:
-    return [name for name in LAYERS if name.startswith(incomplete)]
+    return [name for name in LAYERS if name.startswith(incomplete)] or names_in_file(incomplete)
 
 
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+def _side(help: str, default: str) -> Any:
+    return typer.Argument(help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
+
+
+def _own(side: SideName, what: str, help: str, metavar: str, **settings: Any) -> Any:
+    return option(f"--{side}-{what}", PANEL, help.format(side=side), metavar=metavar, **settings)
+
+
+_SET = "A setting, or an argument, of the {side} side alone; again for another."
+_MODULE = "The {side} side is this module of its target, called as the target calls it."
+
+
+@command(
+    "diff torch fold-heads --embed-dim 512 --num-heads 8",
+    "diff path/to/file.py:Attention torch --embed-dim 64 --right-set dtype=bfloat16",
+    without=NUMBERS,
+)
 def diff(
     options: Options,
     left: Annotated[
         str,
-        typer.Argument(
-            metavar="[LEFT]",
-            help=f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.",
-            autocompletion=_names,
-            rich_help_panel=PANEL,
-            show_default="--layer",
+        _side(
+            f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
         ),
     ] = "",
     right: Annotated[
         str,
-        typer.Argument(
-            metavar="[RIGHT]",
-            help="Another layer, or another module of your own.",
-            autocompletion=_names,
-            rich_help_panel=PANEL,
-            show_default="LEFT under other settings, or else per-head; --layer beside a module of your own",
+        _side(
+            "Another layer, or another module of your own.",
+            "LEFT under other settings, or else per-head; --layer beside a module of your own",
         ),
     ] = "",
-    left_set: Annotated[
-        list[str] | None,
-        option(
-            "--left-set",
-            PANEL,
-            "A setting, or an argument, of the left side alone; again for another.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    right_set: Annotated[
-        list[str] | None,
-        option(
-            "--right-set",
-            PANEL,
-            "A setting, or an argument, of the right side alone; again for another.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    left_module: Annotated[
-        str | None,
-        option(
-            "--left-module",
-            PANEL,
-            "The left side is this module of its target, called as the target calls it.",
-            metavar="PATH",
-            show_default="the whole target",
-        ),
-    ] = None,
+    left_set: Annotated[list[str] | None, _own("left", "set", _SET, "KEY=VALUE")] = None,
+    right_set: Annotated[list[str] | None, _own("right", "set", _SET, "KEY=VALUE")] = None,
+    left_module: Annotated[str | None, _own("left", "module", _MODULE, "PATH", show_default="the whole target")] = None,
     right_module: Annotated[
-        str | None,
-        option(
-            "--right-module",
-            PANEL,
-            "The right side is this module of its target.",
-            metavar="PATH",
-            show_default="the whole target",
-        ),
+        str | None, _own("right", "module", _MODULE, "PATH", show_default="the whole target")
     ] = None,
     fail_if: FailIf = None,
 ) -> ExitCode:
@@ -127,35 +94,20 @@ def diff(
         _Asked("left", left, left_set or (), left_module),
         _Asked("right", right, right_set or (), right_module),
     )
+    compared: Callable[[], DiffReport | CheckpointDiffReport]
+    around = subject.running
     if _are_checkpoints(left, right):
-        return _of_checkpoints(options, asked, fail_if)
-    if is_target(left) or is_target(right):
-        return _of_targets(options, asked, fail_if)
-    for one in asked:
-        if one.path is not None:
-            raise SpecError(
-                f"--{one.name}-module {shown(one.path)} names a module of a target, and that side is a layer. Drop it."
-            )
-    options.require_no_target_settings("trace")
-    from ..targets.layer_sides import make_sides, parse_settings
-
-    ours, theirs = (parse_settings(one.flag, one.settings) for one in asked)
-    first, second = chosen_layers(options, left, right, several_settings=bool(ours or theirs))
-    # The layer whose sizes are checked here is the one that both are, or else one that takes any.
-    options.layer = first if first == second and first in LAYERS else "torch"
-    spec = subject.attention(options, subject.single_head_count(options, "diff"))
-    inputs, run = subject.inputs(options), subject.run(options)
-    make_sides(first, second, spec, inputs, run, ours, theirs)
-    subject.show(options)
-    from .answer import give, prepare
-
+        compared, around = _checkpoints(options, *asked), subject.waiting
+    elif is_target(left) or is_target(right):
+        compared = _targets(options, asked)
+    else:
+        compared = _layers(options, *asked)
     export = prepare(options)
-    from ..answers.diff import diff_layers
-
-    resume()
-    report = diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+    named = " with ".join(one.text for one in asked if one.text) or options.layer
+    with around(options, f"comparing {named}"):
+        report = compared()
     give(report, options, export)
-    return exit_code(report.verdict, fail_if)
+    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 
 def _are_checkpoints(left: str, right: str) -> bool:
@@ -173,25 +125,6 @@ def _are_checkpoints(left: str, right: str) -> bool:
     return all(found)
 
 
-def _of_checkpoints(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | None) -> ExitCode:
-    """Diff two files of tensors."""
-    from .answer import give, prepare
-
-    left, right = asked
-    for one in asked:
-        if one.settings or one.path is not None:
-            flag = f"{one.name}-{'set' if one.settings else 'module'}"
-            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
-    options.require_of_use_to_a_file(left.text, "num_heads", "format", "export")
-    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
-    export = prepare(options)
-    from ..answers.checkpoint.diff import diff_of_checkpoints
-
-    report = diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
-    give(report, options, export)
-    return exit_code(report.verdict, fail_if)
-
-
 @dataclass(frozen=True)
 class _Asked:
     """What the command line says of one side."""
@@ -207,44 +140,73 @@ class _Asked:
         """What gives it settings of its own."""
         return f"--{self.name}-set"
 
-
-def _of_targets(options: Options, asked: tuple[_Asked, _Asked], fail_if: str | None) -> ExitCode:
-    """Diff two sides, at least one of them a target; one that is not named is --layer, or the target under other
-    settings."""
-    from .answer import give, prepare
-
-    left, right = asked
-    named = bool(left.text and right.text)
-    again = bool(left.settings or right.settings or right.path)
-    beside = left.text if again and "layer" not in options.typed else options.layer
-    asked = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
-    _check(options, asked, beside_layer=not named)
-    export = prepare(options)
-    resume()
-    from ..answers.diff import diff as compare
-
-    with subject.running(options):
-        runs = _runs(options, *asked)
-        report = compare(*runs)
-    said = dict.fromkeys(
-        sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
-    )
-    report = replace(report, notes=(*report.notes, *said))
-    give(report, options, export)
-    return exit_code(report.verdict, fail_if)
+    def require_no_module(self) -> None:
+        """Raise `SpecError` where a module is named of what is a layer."""
+        if self.path is not None:
+            raise SpecError(
+                f"--{self.name}-module {shown(self.path)} names a module of a target, and that side is a layer. "
+                "Drop it."
+            )
 
 
-def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool) -> None:
-    """Look at everything that can be judged before torch is imported.
+def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], CheckpointDiffReport]:
+    """Return what diffs two files of tensors, once everything is judged as in `_layers`."""
+    for one in (left, right):
+        if one.settings or one.path is not None:
+            flag = f"{one.name}-{'set' if one.settings else 'module'}"
+            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
+    options.require_of_use_to_a_file(left.text, "num_heads")
+    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
+
+    def compared() -> CheckpointDiffReport:
+        from ..answers.checkpoint.diff import diff_of_checkpoints
+
+        return diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
+
+    return compared
+
+
+def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:
+    """Return what diffs two layers, once everything is judged that can be before torch is imported.
 
     Raises `MhaInspectError` when a side is none that there is, or options contradict it.
+    """
+    from ..targets.layer_sides import make_sides, parse_settings
+
+    left.require_no_module()
+    right.require_no_module()
+    options.require_no_target_settings("diff")
+    ours, theirs = (parse_settings(one.flag, one.settings) for one in (left, right))
+    first, second = chosen_layers(options, left.text, right.text, several_settings=bool(ours or theirs))
+    # The layer whose sizes are checked here is the one that both are, or else one that takes any.
+    options.layer = first if first == second and first in LAYERS else "torch"
+    spec = subject.attention(options, subject.single_head_count(options, "diff"))
+    inputs, run = subject.inputs(options), subject.run(options)
+    make_sides(first, second, spec, inputs, run, ours, theirs)
+
+    def compared() -> DiffReport:
+        from ..answers.diff import diff_layers
+
+        return diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+
+    return compared
+
+
+def _targets(options: Options, asked: tuple[_Asked, _Asked]) -> Callable[[], DiffReport]:
+    """Return what diffs two sides, at least one of them a target, once everything is judged as in `_layers`.
+
+    A side that is not named is --layer, or the target under other settings.
     """
     from ..targets.layer_sides import parse_settings as layer_settings
     from ..targets.values import parse_settings
 
-    for one in asked:
+    left, right = asked
+    again = bool(left.settings or right.settings or right.path)
+    beside = left.text if again and "layer" not in options.typed else options.layer
+    sides = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
+    for one in sides:
         if is_target(one.text):
-            subject.check_target(one.text, options, "diff", beside_layer=beside_layer)
+            subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
             parse_settings(list(one.settings), one.flag)
             own, _ = _options_of(options, one)
             subject.inputs(own)
@@ -252,16 +214,22 @@ def _check(options: Options, asked: tuple[_Asked, _Asked], *, beside_layer: bool
         else:
             find_layer(one.text)
             layer_settings(one.flag, one.settings)
-    for one in asked:
-        if one.path is not None and not is_target(one.text):
-            raise SpecError(
-                f"--{one.name}-module {shown(one.path)} names a module of a target, and that side is the layer "
-                f"{one.text}. Drop it."
-            )
+            one.require_no_module()
     subject.single_head_count(options, "diff")
     subject.inputs(options)
-    subject.show(options)
     _require_numbers(options)
+
+    def compared() -> DiffReport:
+        from ..answers.diff import diff as report_of
+
+        runs = _runs(options, *sides)
+        report = report_of(*runs)
+        said = dict.fromkeys(
+            sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
+        )
+        return replace(report, notes=(*report.notes, *said))
+
+    return compared
 
 
 def _require_numbers(options: Options) -> None:
@@ -301,16 +269,28 @@ def _called(
     from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
-    options, settings = _options_of(options, one)
     if one.path is not None:
-        target = subject.load_target(one.text, options, settings, elsewhere=_taken_by(other))
+        target, options = _loaded(options, one, other)
         return part_of(target, subject.call_of(target, options), one.path)
     fitted = beside is not None and other.path is not None
     sizes = _sizes(beside[1]) if beside is not None and fitted else None
-    target = subject.load_target(one.text, options, settings, sizes, _taken_by(other))
+    target, options = _loaded(options, one, other, sizes)
     if beside is not None and fitted:
         target = with_arguments_of(target, beside[0])
     return target, subject.call_of(target, options, Room(kept=True, exact=True))
+
+
+def _loaded(
+    options: Options, one: _Asked, other: _Asked, sizes: dict[str, Any] | None = None
+) -> tuple[Target, Options]:
+    """Build a target, and return the options as it has them: what is set and none of its arguments may be of a run."""
+    try:
+        return subject.load_target(one.text, options, one.settings, sizes, _taken_by(other)), options
+    except SpecError:
+        own, settings = _options_of(options, one)
+        if len(settings) == len(one.settings):
+            raise
+        return subject.load_target(one.text, own, settings, sizes, _taken_by(other)), own
 
 
 _OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})
@@ -356,9 +336,8 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
 def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
     from ..answers.side import Side
-    from ..targets.layer_inputs import make_inputs
     from ..targets.layer_sides import parse_settings
-    from ..targets.load import called_with
+    from ..targets.load import load_layer
     from ..targets.pairing import layer_inputs
 
     kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
@@ -368,8 +347,8 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
 
     given = layer_inputs(target.module, call)
     unbatched = given[0].dim() == 2
-    if not unbatched and _sequence_first(target, options):
-        given = _each_once(lambda tensor: tensor.transpose(0, 1).contiguous(), given)
+    if not unbatched and not call.batch_first:
+        given = _turned(given)
     query, key, value = given
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
     spec = replace(_spec(kind, options, beside, target.name, widths), **of(AttentionSpec))
@@ -384,32 +363,15 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
     )
     inputs, run = replace(inputs, **of(InputSpec)), replace(subject.run(options), **of(RunSpec))
     check_settings(kind, spec, inputs, run)
-    made = make_inputs(spec, inputs, run)
-
-    def laid_out(tensor: Tensor) -> Tensor:
-        moved = tensor.to(device=made.query.device, dtype=made.query.dtype)
-        return moved if spec.batch_first or unbatched else moved.transpose(0, 1).contiguous()
-
-    query, key, value = _each_once(laid_out, given)
-    made = replace(made, query=query, key=key, value=value)
-    own = called_with(kind.load().build(spec, run.device), spec, run, made, kind.name)
-    return Side(asked.name, own, settings)
+    given = given if spec.batch_first or unbatched else _turned(given)
+    return Side(asked.name, load_layer(spec, inputs, run, kind.name, given=given), settings)
 
 
-def _each_once(change: Callable[[Tensor], Tensor], given: Given) -> Given:
-    """Change query, key and value, one that serves as several staying one."""
-    changed = {id(tensor): change(tensor) for tensor in {id(tensor): tensor for tensor in given}.values()}
+def _turned(given: Triple) -> Triple:
+    """Query, key and value with batch and length in each other's place, one that serves as several staying one."""
+    changed = {id(tensor): tensor.transpose(0, 1).contiguous() for tensor in given}
     query, key, value = (changed[id(tensor)] for tensor in given)
     return query, key, value
-
-
-def _sequence_first(target: Target, options: Options) -> bool:
-    """Whether the target takes `query batch embed`."""
-    owners = (getattr(module, "batch_first", None) for module in target.module.modules())
-    said = next((flag for flag in owners if isinstance(flag, bool)), None)
-    if "batch_first" in options.given:
-        said = options.batch_first
-    return said is False
 
 
 def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:

@@ -1,79 +1,61 @@
-"""Help pages: panels of Rich on a terminal, the same groups as plain text in a pipe, where Rich is not imported."""
+"""Help pages: the options in groups, commands before them, names never cut; bold on a terminal in colour."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal
+from typing import Any
 
+from typer import style
 from typer.core import TyperCommand, TyperGroup
 
-from .screen import in_color, is_terminal
+from .screen import in_color
 
 
-def write_groups(command: Any, ctx: Any, formatter: Any) -> None:
-    """Write the options under the panel that each belongs to, in the order in which the panels come."""
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for parameter in command.get_params(ctx):
-        record = parameter.get_help_record(ctx)
-        if record is not None:
-            panels.setdefault(parameter.rich_help_panel or "Options", []).append(record)
-    # What stands in no panel (--help) is the least of it: last.
-    for name in sorted(panels, key=lambda name: name == "Options"):
-        with formatter.section(name):
-            formatter.write_dl(panels[name])
-
-
-def write_examples(epilog: str | None, formatter: Any) -> None:
-    """Write the examples under the options, one a line, never wrapped: they are there to be copied."""
-    if epilog:
-        heading, *lines = epilog.split("\n\n")
-        formatter.write(f"\n{heading}\n" + "".join(f"  {line}\n" for line in lines))
-
-
-def markup_mode() -> Literal["rich"] | None:
-    """Return `rich` where there is a terminal to show panels, and have them drawn in colours that can be read."""
-    if not is_terminal(sys.stdout):
-        return None
-    from typer import rich_utils
-
-    if not in_color(sys.stdout):
-        rich_utils.COLOR_SYSTEM = None
-    for name, style in vars(rich_utils).copy().items():
-        if name.startswith("STYLE_") and "yellow" in str(style):  # pale on white
-            setattr(rich_utils, name, style.replace("yellow", "default"))
-    return "rich"
-
-
-class GroupedCommand(TyperCommand):
-    """A command whose help is grouped in a pipe as well."""
+class _Grouped:
+    """What the help of a command and of the whole program have in common."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help page, with Rich where there is a terminal to show it."""
-        self.rich_markup_mode = markup_mode()
-        super().format_help(ctx, formatter)
+        """Write the page; Typer takes the escapes out again where it thinks that there is no terminal."""
+        ctx.color = in_color(sys.stdout)
+        super().format_help(ctx, formatter)  # type: ignore[misc]  # of the class beside this one
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options by panel."""
-        write_groups(self, ctx, formatter)
+        """Write the options under the panel that each belongs to, in the order in which the panels come."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                name, said = record
+                said = said.replace("[default: (", "[default: ").replace(")]", "]")
+                panels.setdefault(parameter.rich_help_panel or "Options", []).append((name, said))
+        # What stands in no panel (--help) is the least of it: last.
+        for panel in sorted(panels, key=lambda panel: panel == "Options"):
+            write_list(ctx, formatter, panel, panels[panel])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples."""
-        write_examples(self.epilog, formatter)
+        """Write the examples under the options, one a line, never wrapped: they are there to be copied."""
+        heading, *lines = self.epilog.split("\n\n")  # type: ignore[attr-defined]
+        formatter.write(f"\n{_bold(heading, ctx)}\n" + "".join(f"  {line}\n" for line in lines))
 
 
-class GroupedGroup(TyperGroup):
-    """A group of commands with the same help pages."""
+def write_list(ctx: Any, formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
+    """Write names and what each is under a title."""
+    with formatter.section(_bold(title, ctx)):
+        formatter.write_dl([(_bold(name, ctx), said) for name, said in rows])
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help page, with Rich where there is a terminal to show it."""
-        self.rich_markup_mode = markup_mode()
-        super().format_help(ctx, formatter)
+
+def _bold(text: str, ctx: Any) -> str:
+    return style(text, bold=True) if ctx.color else text
+
+
+class GroupedCommand(_Grouped, TyperCommand):
+    """A command with its options in groups."""
+
+
+class GroupedGroup(_Grouped, TyperGroup):
+    """A group of commands, which stand before its options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands, then the options by panel."""
+        """Write the commands, then the options."""
         self.format_commands(ctx, formatter)
-        write_groups(self, ctx, formatter)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples."""
-        write_examples(self.epilog, formatter)
+        super().format_options(ctx, formatter)

@@ -1,11 +1,11 @@
-"""The options that every command shares, each defined once: the same words, defaults and variables everywhere."""
+"""The options that commands share, each declared once: the same words, defaults and variables everywhere."""
 
 # No `from __future__ import annotations` here: Typer reads these annotations at run time, and to compile forty strings
 # takes a noticeable part of a usage error.
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -14,42 +14,120 @@ from typer._click.globals import get_current_context
 
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS
-from ..text import shown
-from .values import completing, one_of, real_number, size_number, whole_number
+from ..text import did_you_mean, shown
+from . import screen
+from .completion import names_in_file
+from .help import GroupedCommand
 
-FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
-TargetArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[TARGET]",
-        help=f"A module of your own: {FORMS}. Importing it runs its code. "
-        "Without one, a layer is built from the options.",
-        show_default=False,
-        rich_help_panel="Target",
-    ),
-]
 if TYPE_CHECKING:
     from torch import Tensor
 
+FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
 FORMATS = ("table", "plain", "json")
+COLORS = ("auto", "always", "never")
+NUMBERS = ("ops", "stats", "values", "precision", "edge_items")
+"""What a report may hold beyond names, shapes and axes: for the commands that show stages or parameters."""
+OUTPUTS = ("format", "json", "export", "color", "quiet")
+"""Where a report goes, and how: for every command."""
 VARIABLES = (
     "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
     "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
 )
+LARGEST_SIZE = 2**40
+"""Far above any tensor that fits anywhere, and small enough to reckon with in no time."""
+
+
+def whole_number(typed: object) -> int:
+    """Return a whole number.
+
+    Raises `typer.BadParameter` otherwise.
+    """
+    try:
+        return int(str(typed))
+    except ValueError:
+        raise typer.BadParameter(f"{shown(typed)} is not a whole number: write digits only, as in 512.") from None
+
+
+def size_number(typed: object) -> int:
+    """Return a whole number that can be the size of something.
+
+    Raises `typer.BadParameter` otherwise.
+    """
+    number = whole_number(typed)
+    if number > LARGEST_SIZE:
+        raise typer.BadParameter(f"{shown(typed)} is more than a size can be: sizes go up to 2**40. Try 512.")
+    return number
+
+
+def real_number(typed: object) -> float:
+    """Return a number.
+
+    Raises `typer.BadParameter` otherwise.
+    """
+    try:
+        return float(str(typed))
+    except ValueError:
+        raise typer.BadParameter(f"{shown(typed)} is not a number: write it as in 0.1.") from None
+
+
+def one_of(known: Sequence[str]) -> Callable[[object], str]:
+    """Return a parser that takes one of these words and no other.
+
+    The parser raises `typer.BadParameter` with the nearest word.
+    """
+
+    def word(typed: object) -> str:
+        if str(typed) in known:
+            return str(typed)
+        raise typer.BadParameter(f"{shown(typed)} is not known: {', '.join(known)}.{did_you_mean(str(typed), known)}")
+
+    return word
+
+
+def completing(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a completer that offers these words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in known if word.startswith(incomplete)]
+
+    return complete
+
+
+def counts(name: str, typed: str) -> tuple[int, ...]:
+    """Return the numbers of a comma list, `1,2,4`; none of an empty text.
+
+    Raises `SpecError` that speaks of `name` when a part of it is not a whole number.
+    """
+    if not typed.strip():
+        return ()
+    try:
+        numbers = tuple(int(part) for part in typed.split(","))
+        if max(numbers) <= LARGEST_SIZE:
+            return numbers
+        raise SpecError(f"{name} {shown(typed)} is more than a size can be: sizes go up to 2**40. Try 8.")
+    except ValueError:
+        raise SpecError(
+            f"{name} {shown(typed)} is not a whole number or a list of them: "
+            f"write digits and commas only, as in --{name.replace('_', '-')} 1,2,4."
+        ) from None
 
 
 def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **settings: Any) -> Any:
-    """An option with its variable: `--embed-dim` also reads `MHA_INSPECT_EMBED_DIM`, where `envvar` says no other."""
-    name = flags.split("/")[0].lstrip("-")
+    """Return an option with its variable: `--embed-dim`, or `-e --embed-dim`, also reads `MHA_INSPECT_EMBED_DIM`.
+
+    `envvar` may name another variable.
+    """
+    names = flags.split()
+    name = names[-1].split("/")[0].lstrip("-")
     settings = {"envvar": f"MHA_INSPECT_{name.replace('-', '_').upper()}"} | settings
     if known:
         settings = {"parser": one_of(known), "metavar": "|".join(known)} | settings
         settings["autocompletion"] = completing(known)
     return typer.Option(
-        flags,
+        *names,
         help=help,
         rich_help_panel=panel,
         # The rule stands once at the top of the page; at each of forty options it would drown the page.
@@ -59,8 +137,36 @@ def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **se
 
 
 def size(flag: str, panel: str, help: str, **settings: Any) -> Any:
-    """An option that takes a whole number."""
+    """Return an option that takes a whole number."""
     return option(flag, panel, help, metavar="N", **{"parser": size_number, **settings})
+
+
+def _paint(asked: Literal["auto", "always", "never"]) -> str:
+    screen.asked_color = asked
+    return asked
+
+
+TargetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]",
+        help=f"A module of your own: {FORMS}. Importing it runs its code. "
+        "Without one, a layer is built from the options.",
+        show_default=False,
+        rich_help_panel="Target",
+        autocompletion=names_in_file,
+    ),
+]
+FailIf = Annotated[
+    str | None,
+    option(
+        "--fail-if",
+        "Comparison",
+        "Exit with code 1 when this is the verdict, for scripts.",
+        known=("differs", "same"),
+        show_default="never",
+    ),
+]
 
 
 class Options:
@@ -73,28 +179,17 @@ class Options:
     layer: Annotated[
         str,
         option(
-            "--layer",
-            LAYER,
-            f"The way that the attention is written: {', '.join(LAYERS)}.",
-            known=tuple(LAYERS),
-            metavar="NAME",
+            "--layer", LAYER, f"How attention is written: {', '.join(LAYERS)}.", known=tuple(LAYERS), metavar="NAME"
         ),
     ] = "torch"
     embed_dim: Annotated[int, size("--embed-dim", LAYER, "Width of the query and of the output.")] = 512
     num_heads: Annotated[
         str,
-        option(
-            "--num-heads",
-            LAYER,
-            "Number of attention heads: a list in params, the baseline in compare-heads.",
-            metavar="N",
-        ),
+        option("--num-heads", LAYER, "Attention heads: a list in params, the baseline in compare-heads.", metavar="N"),
     ] = "8"
     num_kv_heads: Annotated[
         int | None,
-        size(
-            "--num-kv-heads", LAYER, "Number of key and value heads, when heads share them.", show_default="num_heads"
-        ),
+        size("--num-kv-heads", LAYER, "Key and value heads, when heads share them.", show_default="num_heads"),
     ] = None
     head_dim: Annotated[
         int | None, size("--head-dim", LAYER, "Features of one head.", show_default="embed_dim / num_heads")
@@ -107,13 +202,7 @@ class Options:
     add_zero_attn: Annotated[bool, option("--add-zero-attn", LAYER, "Append one key and value of zeros.")] = False
     dropout: Annotated[
         float,
-        option(
-            "--dropout",
-            LAYER,
-            "Probability that a weight is dropped, with --train.",
-            parser=real_number,
-            metavar="P",
-        ),
+        option("--dropout", LAYER, "How likely a weight is dropped, with --train.", parser=real_number, metavar="P"),
     ] = 0.0
     batch_first: Annotated[
         bool, option("--batch-first/--seq-first", LAYER, "Inputs are batch seq embed, or seq batch embed.")
@@ -128,24 +217,13 @@ class Options:
     seq_len: Annotated[int, size("--seq-len", INPUT, "Length of the query.")] = 12
     key_len: Annotated[
         int | None,
-        size(
-            "--key-len",
-            INPUT,
-            "Length of key and value; another length makes it cross-attention.",
-            show_default="seq_len",
-        ),
+        size("--key-len", INPUT, "Length of key and value: another makes it cross-attention.", show_default="seq_len"),
     ] = None
     unbatched: Annotated[bool, option("--unbatched", INPUT, "Inputs without a batch dimension.")] = False
     causal: Annotated[bool, option("--causal", INPUT, "A query sees keys up to its own position only.")] = False
     padding: Annotated[
         str,
-        option(
-            "--padding",
-            INPUT,
-            "The last N keys of each row are padding; a comma list gives one number per row.",
-            metavar="N",
-            show_default="none",
-        ),
+        option("--padding", INPUT, "The last N keys are padding; a comma list has a number a row.", metavar="N"),
     ] = ""
     attn_mask: Annotated[
         Path | None,
@@ -154,7 +232,6 @@ class Options:
             INPUT,
             "A .pt or .npy file with a boolean (True: not allowed) or additive mask, 2-D or per head.",
             metavar="FILE",
-            show_default="none",
         ),
     ] = None
     input: Annotated[
@@ -194,27 +271,32 @@ class Options:
         ),
     ] = True
 
+    ops: Annotated[bool, option("--ops", OUTPUT, "List every operation that PyTorch dispatched.")] = False
+    stats: Annotated[bool, option("--stats", OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.")] = False
+    values: Annotated[bool, option("--values", OUTPUT, "Print the tensors.")] = False
+    precision: Annotated[int, size("--precision", OUTPUT, "Digits after the point, with --values.")] = 4
+    edge_items: Annotated[int, size("--edge-items", OUTPUT, "Elements at each edge, with --values.")] = 3
     format: Annotated[
         Literal["table", "plain", "json"] | None,
         option(
             "--format", OUTPUT, "How it is printed.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
         ),
     ] = None
+    json: Annotated[bool, option("--json", OUTPUT, "The same as --format json.")] = False
     export: Annotated[
         Path | None,
         option(
-            "--export",
+            "-o --export",
             OUTPUT,
             "Also write it to a file that ends in .txt, .json, .svg, .html, or .png for a picture.",
             metavar="FILE",
-            show_default="none",
         ),
     ] = None
-    ops: Annotated[bool, option("--ops", OUTPUT, "List every operation that PyTorch dispatched.")] = False
-    stats: Annotated[bool, option("--stats", OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.")] = False
-    values: Annotated[bool, option("--values", OUTPUT, "Print the tensors.")] = False
-    precision: Annotated[int, size("--precision", OUTPUT, "Digits after the point, with --values.")] = 4
-    edge_items: Annotated[int, size("--edge-items", OUTPUT, "Elements at each edge, with --values.")] = 3
+    color: Annotated[
+        str,
+        option("--color", OUTPUT, "Whether tables are in colour.", known=COLORS, is_eager=True, callback=_paint),
+    ] = "auto"
+    quiet: Annotated[bool, option("-q --quiet", OUTPUT, "Say nothing on stderr but what went wrong.")] = False
 
     def __init__(self, **values: Any) -> None:
         self.given: frozenset[str] = frozenset()
@@ -224,6 +306,25 @@ class Options:
         self.ids: Tensor | None = None
         """Ids of the tokens of a text, `batch seq`, that is the input of a target."""
         self.__dict__.update(values)
+
+    @classmethod
+    def parsed(cls, values: dict[str, Any]) -> "Options":
+        """Return the options as they were parsed, with who has set them.
+
+        Raises `SpecError` where two of them contradict each other.
+        """
+        options, context = cls(**values), get_current_context()
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        named = {name: source.name for name, source in sources.items() if source is not None}
+        options.given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
+        options.typed = frozenset(name for name in options.given if named[name] == "COMMANDLINE")
+        if options.json and options.format not in (None, "json"):
+            if {"json", "format"} <= options.typed:
+                raise SpecError(f"--json and --format {options.format} are two formats: drop one of them.")
+            options.json = "json" in options.typed
+        if options.json:
+            options.format = "json"
+        return options
 
     def require_no_target_settings(self, command: str) -> None:
         """Let it pass when nothing was set that only a target has a use for.
@@ -242,7 +343,7 @@ class Options:
 
         Raises `SpecError` otherwise.
         """
-        unused = sorted((self.typed & {*vars(Options)}) - {*used})
+        unused = sorted((self.typed & {*vars(Options)}) - {*used, *OUTPUTS})
         if unused:
             flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
             raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
@@ -263,45 +364,32 @@ def _shared() -> dict[str, inspect.Parameter]:
     }
 
 
-def _set_by_somebody() -> tuple[frozenset[str], frozenset[str]]:
-    """The options that were set at all, and those among them that were typed."""
-    context = get_current_context(silent=True)
-    if context is None:
-        return frozenset(), frozenset()
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    named = {name: source.name for name, source in sources.items() if source is not None}
-    given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
-    return given, frozenset(name for name in given if named[name] == "COMMANDLINE")
+def command(
+    *examples: str, only: Sequence[str] = (), without: Sequence[str] = ()
+) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
+    """Make a command of a function that takes an `Options` first: every shared option becomes a parameter of its own.
 
-
-def shares_options(command: Callable[..., ExitCode] | None = None, *, only: Sequence[str] = ()) -> Callable[..., Any]:
-    """A command that takes an `Options` first, as Typer wants it: every shared option a parameter of its own.
-
-    The command's own options come first in `--help`. With `only` it shares those that are named, and the others are at
-    their defaults.
+    The command's own options come first in `--help`. It shares `only` those that are named, or all `without` those that
+    it has no use for: these are at their defaults.
     """
-    if command is None:
-        return partial(shares_options, only=only)
-    # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option in it.
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    parameters = {p.name: p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own}
-    shared = {name: parameter for name, parameter in _shared().items() if not only or name in only}
-    parameters |= shared
 
-    def flat(**values: Any) -> ExitCode:
-        options = Options(**{name: values.pop(name) for name in shared})
-        options.given, options.typed = _set_by_somebody()
-        if "target" not in parameters and "left" not in parameters:
-            options.require_no_target_settings(command.__name__.replace("_", "-"))
-        return command(options, **values)
+    def made(function: Callable[..., ExitCode]) -> typer.Typer:
+        # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option.
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        shared = {name: p for name, p in _shared().items() if (not only or name in only) and name not in without}
+        parameters = {p.name: p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own} | shared
 
-    flat.__name__ = command.__name__
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    flat.__doc__ = "\n\n".join(
-        " ".join(paragraph.split()) for paragraph in (*paragraphs, *([] if only else [VARIABLES]))
-    )
-    flat.__module__ = command.__module__
-    flat.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-    signature = inspect.Signature(list(parameters.values()))
-    flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for; no type has it
-    return flat
+        def flat(**values: Any) -> ExitCode:
+            return function(Options.parsed({name: values.pop(name) for name in shared}), **values)
+
+        paragraphs = [*inspect.cleandoc(function.__doc__ or "").split("\n\n"), *([] if only else [VARIABLES])]
+        flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        flat.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+        signature = inspect.Signature(list(parameters.values()))
+        flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for
+        epilog = "\n\n".join(["Examples:", *(f"mha-inspect {example}" for example in examples)])
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(function.__name__.replace("_", "-"), cls=GroupedCommand, epilog=epilog)(flat)
+        return app
+
+    return made

@@ -8,32 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings
 from ..text import shown
-from .collection import resume
-from .help import GroupedCommand
-from .options import Options, TargetArgument, option, shares_options
+from . import subject
+from .options import Options, TargetArgument, command, option
+from .output import give, prepare
 from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
     from ..record.subject import Subject
     from ..reports.params import ParamsReport
 
-app = typer.Typer(add_completion=False)
 
-EPILOG = """Examples:
-
-mha-inspect params --embed-dim 512 --num-heads 8 --per-head
-
-mha-inspect params --embed-dim 512 --num-heads 1,2,4,8"""
-
-
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+@command(
+    "params --embed-dim 512 --num-heads 8 --per-head",
+    "params --embed-dim 512 --num-heads 1,2,4,8",
+    without=("grad", "need_weights", "average_weights", "ops"),
+)
 def params(
     options: Options,
     target: TargetArgument = None,
@@ -73,7 +66,6 @@ def params(
     is held against a module, which is run without memory, and --stats, --values and --picture read the tensors.
     """
     from ..checkpoints.checkpoint import is_checkpoint
-    from . import subject
 
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
@@ -94,10 +86,8 @@ def params(
         for count in heads:
             spec = subject.attention(options, count)
             check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
-    subject.show(options)
-    from .answer import give, prepare
-
     picture = is_wanted(picture)
+    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
     reads = picture or options.stats or options.values
@@ -105,11 +95,10 @@ def params(
 
     if is_file:
         report = _of_checkpoint(str(target), options, like, per_head=per_head, norms=picture, module=module or "")
-        give(report, options, export, _drawn(report))
-        return ExitCode.OK
-    resume()
-    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
-    report = _of_layer(options, heads, asked) if target is None else _of_target(target, options, heads, asked)
+    elif target is None:
+        report = _of_layer(options, heads, asked)
+    else:
+        report = _of_target(target, options, heads, asked)
     give(report, options, export, _drawn(report))
     return ExitCode.OK
 
@@ -123,14 +112,12 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
-_OF_CHECKPOINT = ("num_heads", "format", "export", "stats", "values", "precision", "edge_items")
+_OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
 """Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
     """Look at what can be judged before a file is read. Raises `MhaInspectError` where an option is of no use."""
-    from . import subject
-
     if like is not None:
         if like in LAYERS:
             subject.check(None, options, "params")
@@ -142,20 +129,18 @@ def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
 
 def _of_checkpoint(text: str, options: Options, like: str | None, **asked: Any) -> ParamsReport:
     from ..answers.checkpoint.params import params_of_checkpoint
-    from . import subject
 
     asked |= {"show": subject.show(options) if options.stats or options.values else None}
     if like is None:
         count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
-        return params_of_checkpoint(Path(text), num_heads=count, **asked)
-    with subject.running(options):
+        with subject.waiting(options, f"reading {text}"):
+            return params_of_checkpoint(Path(text), num_heads=count, **asked)
+    with subject.running(options, f"reading {text}"):
         return params_of_checkpoint(Path(text), like=_on_meta(like, options), **asked)
 
 
 def _on_meta(text: str, options: Options) -> Subject:
     """Build a target, or a layer by its name, with its arguments and without memory."""
-    from . import subject
-
     there = copy(options)
     there.device = "meta"
     there.layer = text if text in LAYERS else options.layer
@@ -163,12 +148,12 @@ def _on_meta(text: str, options: Options) -> Subject:
 
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
-    from ..answers.params import layers_for_params, params
-    from . import subject
+    with subject.running(options, f"reading {options.layer}"):
+        from ..answers.params import layers_for_params, params
 
-    spec, run = subject.attention(options, heads[0]), subject.run(options)
-    first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
-    return params(first, beside=others, **asked)
+        spec, run = subject.attention(options, heads[0]), subject.run(options)
+        first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
+        return params(first, beside=others, **asked)
 
 
 def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
@@ -178,16 +163,15 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
 
     Raises `MhaInspectError` where it cannot be built, or inputs were asked for that are of no use.
     """
-    from torch.nn.parameter import is_lazy
-
-    from ..answers.params import params
-    from ..record.subject import Subject
-    from ..targets.call import explained
-    from ..targets.load import subject_of
-    from . import subject
-
     many, why = len(heads) > 1, ""
-    with subject.running(options):
+    with subject.running(options, f"reading {text}"):
+        from torch.nn.parameter import is_lazy
+
+        from ..answers.params import params
+        from ..record.subject import Subject
+        from ..targets.call import explained
+        from ..targets.load import subject_of
+
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, one) for one in each]
         first = targets[0]
@@ -206,6 +190,5 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
             own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(own, called=False, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
-    for note in first.notes:
-        subject.tell(note)
+    subject.tell(first.notes, options)
     return replace(report, notes=(*report.notes, *filter(None, [why])))

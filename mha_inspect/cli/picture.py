@@ -16,11 +16,10 @@ from ..naming.stages import STAGES
 from ..text import shown
 from .export import ExportFormat, Target
 from .options import Options, option, size
-from .screen import columns, in_color
+from .screen import colours, columns, in_color
 
 if TYPE_CHECKING:
     from ..answers.look import Look
-    from ..pictures.colour import Depth
     from ..pictures.grid import Picture
     from ..pictures.stages import Attended
     from ..record.subject import Run
@@ -275,7 +274,7 @@ class Drawn:
         from ..pictures.terminal import draw
 
         width = None if stream is None else columns(stream)
-        depth: Depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
+        depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
         return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
 
     def image(self, format: ExportFormat) -> bytes | None:
@@ -293,11 +292,3 @@ class Drawn:
 
             return with_viewer(text, self.viewer())
         return text + (self.text("plain") if format == "plain" and self.printed else "")
-
-
-def colours() -> "Depth":
-    """Return how many colours a terminal shows that shows any, as far as it says."""
-    terminal = os.environ.get("TERM", "")
-    many = os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit") or terminal.endswith("-direct")
-    many = many or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ
-    return "true" if many else "256"

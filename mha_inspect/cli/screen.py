@@ -1,33 +1,59 @@
-"""What the stream is that we print to: a terminal or not, in colour or not, and how wide."""
+"""What the stream is that we print to: a terminal or not, in colour or not, how wide; and a line for who waits."""
 
 from __future__ import annotations
 
 import os
-from typing import IO
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-NOT_FORCED = ("", "0", "false")
+from ..text import printable
+
+if TYPE_CHECKING:
+    from ..pictures.colour import Depth
+
+_NO = ("", "0", "false")
+_AFTER = 1.0
+"""Seconds that somebody waits before they are told what for."""
+
+asked_color: Literal["auto", "always", "never"] = "auto"
+"""What --color said; it comes before all variables."""
 
 
 def _forced() -> bool:
-    return os.environ.get("FORCE_COLOR", "").casefold() not in NOT_FORCED
+    return asked_color == "always" or os.environ.get("FORCE_COLOR", "").casefold() not in _NO
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether to print as on a terminal: it is one, or FORCE_COLOR says to take it for one."""
+    """Return whether to print as on a terminal: it is one, or --color or FORCE_COLOR says to take it for one."""
     if stream is None or stream.closed:
         return False
     return _forced() or stream.isatty()
 
 
 def in_color(stream: IO[str] | None) -> bool:
-    """Whether to print in colour: NO_COLOR forbids it, FORCE_COLOR asks for it, a dumb terminal has none."""
-    if os.environ.get("NO_COLOR") or os.environ.get("FORCE_COLOR", "1").casefold() in NOT_FORCED[1:]:
+    """Return whether to print in colour.
+
+    --color says so, or NO_COLOR forbids it, or FORCE_COLOR asks for it; a dumb terminal has none.
+    """
+    if asked_color != "auto":
+        return asked_color == "always"
+    if os.environ.get("NO_COLOR") or os.environ.get("FORCE_COLOR", "1").casefold() in _NO[1:]:
         return False
     return _forced() or (is_terminal(stream) and os.environ.get("TERM") != "dumb")
 
 
+def colours() -> Depth:
+    """Return how many colours a terminal shows that shows any, as far as it says."""
+    terminal = os.environ.get("TERM", "")
+    many = os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit") or terminal.endswith("-direct")
+    many = many or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ
+    return "true" if many else "256"
+
+
 def columns(stream: IO[str] | None) -> int | None:
-    """Columns to fill: COLUMNS where it is set, else those of the terminal; None in a pipe, which has no edge."""
+    """Return the columns to fill: COLUMNS where it is set, else those of the terminal; None in a pipe, without edge."""
     typed = os.environ.get("COLUMNS", "")
     if typed.isascii() and typed.isdigit() and int(typed) > 0:
         return int(typed)
@@ -37,3 +63,65 @@ def columns(stream: IO[str] | None) -> int | None:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return None
+
+
+Tick = Callable[[str], None]
+"""Says what is being done now."""
+
+waits = False
+"""Whether a line on stderr says so, and the terminal's cursor is hidden: who ends the process shows it again."""
+
+
+@contextmanager
+def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
+    """Show on a terminal's stderr what is being done once it takes longer than a second, and take it away at the end.
+
+    In a pipe, and where `quiet` asks for that, nothing is shown.
+    """
+    if quiet or sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda _: None
+        return
+    from threading import Lock, Timer
+
+    global waits
+    lock, now, over = Lock(), words, False
+    live: Any = None
+
+    def show() -> None:
+        nonlocal live
+        global waits
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        spinner = Spinner("dots")
+
+        def drawn() -> Spinner:
+            spinner.update(text=Text(printable(now, 200), overflow="ellipsis", no_wrap=True))
+            return spinner
+
+        console = Console(stderr=True, no_color=not in_color(sys.stderr), highlight=False)
+        with lock:
+            if not over:
+                live = Live(get_renderable=drawn, console=console, transient=True, refresh_per_second=8)
+                live._redirect_stdout = live._redirect_stderr = False  # the answer goes where it goes
+                waits = True
+                live.start()
+
+    def tick(done: str) -> None:
+        nonlocal now
+        now = f"{words}: {done}"
+
+    timer = Timer(_AFTER, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield tick
+    finally:
+        timer.cancel()
+        with lock:
+            over = True
+            if live is not None:
+                live.stop()
+                waits = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from ..layers.settings import check_settings, spec_for
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..targets.vocabulary import Flags
 from ..text import shown
-from .options import FORMS, Options, is_target
-from .values import counts
+from .messages import say
+from .options import FORMS, Options, counts, is_target
+from .process import resume_collection
+from .screen import Tick, progress
 
 if TYPE_CHECKING:
     from ..record.subject import Subject
@@ -234,14 +236,27 @@ def check_target(
 
 
 @contextmanager
-def running(options: Options) -> Iterator[None]:
-    """Build and run targets inside: what they print goes to stderr, and gradients are as asked."""
-    import torch
+def waiting(options: Options, words: str) -> Iterator[Tick]:
+    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked."""
+    resume_collection()
+    with progress(words, quiet=options.quiet) as tick:
+        yield tick
 
-    from ..targets.importing import stdout_for_the_answer
 
-    with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
-        yield
+@contextmanager
+def running(options: Options, words: str) -> Iterator[Tick]:
+    """Build and run subjects inside: what they print goes to stderr, and gradients are as asked.
+
+    Somebody who waits at a terminal is told `words`, and what is ticked.
+    """
+    with progress(words, quiet=options.quiet) as tick:
+        import torch
+
+        from ..targets.importing import stdout_for_the_answer
+
+        resume_collection()  # before that torch is most of what is there, and stays
+        with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+            yield tick
 
 
 def load(text: str | None, options: Options, room: Room | None = None) -> Subject:
@@ -304,8 +319,7 @@ def call_of(target: Target, options: Options, room: Room | None = None, like: Ca
     return call_target(target, asked(options), room, like=like)
 
 
-def tell(note: str) -> None:
-    """Say on stderr what was decided on somebody's behalf."""
-    from .failure import say
-
-    say(note)
+def tell(notes: Iterable[str], options: Options) -> None:
+    """Say on stderr what was decided on somebody's behalf, unless they want no word."""
+    for note in () if options.quiet else notes:
+        say(note)

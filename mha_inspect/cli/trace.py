@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..text import did_you_mean, shown
-from .collection import resume
-from .help import GroupedCommand
-from .options import Options, TargetArgument, option, shares_options, size
+from . import subject
+from .options import Options, TargetArgument, command, option, size
+from .output import give, prepare
 from .picture import (
     HeadOption,
     RowOption,
@@ -28,20 +26,14 @@ if TYPE_CHECKING:
     from ..record.subject import Run
     from ..reports.trace import Trace
 
-app = typer.Typer(add_completion=False)
-
-EPILOG = """Examples:
-
-mha-inspect trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12
-
-mha-inspect trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10"""
-
 PANEL = "Trace"
 _ITSELF = "The only one is in the layer itself: leave --module out."
 
 
-@app.command(cls=GroupedCommand, epilog=EPILOG)
-@shares_options
+@command(
+    "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12",
+    "trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10",
+)
 def trace(
     options: Options,
     target: TargetArgument = None,
@@ -67,19 +59,11 @@ def trace(
     the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
     its code.
     """
-    from . import subject
-
     subject.check(target, options, "trace")
     if text is not None:
         check_text(target, options)
     want = wanted(options, picture, head, batch_row, tokens)
-    from .answer import give, prepare
-
     export = prepare(options, draws=want is not None, prints=want is not None and want.asked)
-
-    # Before what was made by then is left alone by the collector: torch is most of it.
-
-    resume()
     if text is not None:
         options, want = with_text(text, target, options, want)
     try:
@@ -87,7 +71,7 @@ def trace(
     except DoesNotFitError as error:
         if want is None or want.asked or export is None or export.format != "html":
             raise
-        subject.tell(f"The page has no pictures, for which the tensors have to be kept: {error}")
+        subject.tell([f"The page has no pictures, for which the tensors have to be kept: {error}"], options)
         want = None
         report, run = _trace(target, options, keep=False)
     if run is None:
@@ -107,14 +91,13 @@ def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, 
         MhaInspectError: it cannot be built or called as asked.
         TargetFailedError: the call did not fit its forward.
     """
-    from ..answers.trace import traced
-    from ..targets.call import explained
-    from ..targets.room import Room
-    from . import subject
-
     show = subject.show(options)
     keep = keep or show.stats or show.values
-    with subject.running(options):
+    with subject.running(options, f"tracing {target or options.layer}"):
+        from ..answers.trace import traced
+        from ..targets.call import explained
+        from ..targets.room import Room
+
         room = Room(kept=keep, statistics=show.stats, shapes_do=True)
         own = subject.load(target, options, room)
         try:

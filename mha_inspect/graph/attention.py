@@ -7,10 +7,12 @@ product with the values; from the operands of those two products back to the pro
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isclose, prod
 
 from ..record.ops import Op, Recording, TensorRef
+from .dimensions import Axis, wide
 from .found import Attention, Mixing
 from .loops import merge_branches
 from .pairing import Meeting, mixing_of, moved_for, score_product, softmaxed_side, value_product
@@ -30,7 +32,21 @@ def find_attentions(recording: Recording) -> list[Attention]:
 def attentions_of(graph: Graph) -> list[Attention]:
     """Every attention of a recording whose dataflow has been read already, in the order of computation."""
     finder = _Finder(graph)
-    return merge_branches(graph, [found for op in graph.recording.ops if (found := finder.attention(op)) is not None])
+    found = [own for op in graph.recording.ops if (own := finder.attention(op)) is not None]
+    return merge_branches(graph, finder.with_own_outputs([own for own in found if not _is_dispatch(graph, own, found)]))
+
+
+def _is_dispatch(graph: Graph, own: Attention, every: list[Attention]) -> bool:
+    """Whether one product gives the weights of two averages, the one of what comes of the other.
+
+    That is a soft mixture of experts: tokens are handed out to slots, and what is made of them is handed back.
+    """
+    others = [other for other in every if other is not own and other.score_product.op is own.score_product.op]
+    return any(
+        graph.leads_to(first.stages["context"], second.stages["v_heads"])
+        for other in others
+        for first, second in ((own, other), (other, own))
+    )
 
 
 @dataclass(frozen=True)
@@ -79,11 +95,16 @@ class _Finder:
         query, key = (product.right, product.left) if key_first else (product.left, product.right)
         value_first = averaged.right.id == ahead.carried.id
         value = averaged.left if value_first else averaged.right
+        if any(step.tensor.id == softmax.output.id for step in graph.back(value, graph.carries)):
+            return None  # weights that meet themselves, as where a matrix of them is inverted
         q_heads, q_scale = self._heads(product, query, transposed=key_first)
         k_heads, k_scale = self._heads(product, key, transposed=not key_first)
         v_heads, _ = self._heads(averaged, value, transposed=value_first)
         stages = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
-        ends = self._projections(stages, product.op.module)
+        scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
+        keys = scored.left_rows if key_first else scored.right_columns
+        values = summed.left_inner if value_first else summed.right_inner
+        ends = self._projections(stages, product.op.module, {"key": set(keys), "value": set(values)})
         projections = self._project(stages, ends)
         if not (scoring.masks and scoring.masks[0] is product.op):
             stages["scores"] = scoring.scores
@@ -116,7 +137,20 @@ class _Finder:
             weights_path=ahead.path,
             projections=projections,
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
+            along={name: tuple(op for op in end.path if graph.is_projection(op)) for name, end in ends.items()},
         )
+
+    def with_own_outputs(self, found: list[Attention]) -> list[Attention]:
+        """Without outputs that are another's queries, keys or values: what projects those is no W_o."""
+        taken = {op.index for own in found for side, op in own.projections.items() if side != "output"}
+        return [self._without_output(own) if _output_of(own) in taken else own for own in found]
+
+    def _without_output(self, own: Attention) -> Attention:
+        stages = {name: tensor for name, tensor in own.stages.items() if name not in ("concat", "output")}
+        concat = self._onward(stages["context"], own.module)
+        if concat.id != stages["context"].id:
+            stages["concat"] = concat
+        return replace(own, stages=stages, projections={k: op for k, op in own.projections.items() if k != "output"})
 
     def _mixings(self, ops: Iterable[Op]) -> tuple[Mixing, ...]:
         return tuple(mixing for op in ops if (mixing := mixing_of(self.graph, op)) is not None)
@@ -129,7 +163,7 @@ class _Finder:
         while (op := self.recording.producer(tensor)) is not None and op.inputs:
             if moved_for(self.graph, op, product):
                 swapped = swapped or op.swaps_last_two
-            elif self.graph.is_scale(op):
+            elif self._scales(op):
                 scales.append(self.graph.scale_of(op))
             elif op.makes_result and self._is_scaled(op.inputs[0]):
                 pass
@@ -137,22 +171,32 @@ class _Finder:
                 swapped = True
             else:
                 break
-            tensor = max(op.inputs, key=lambda t: t.numel) if self.graph.is_scale(op) else op.inputs[0]
+            tensor = max(op.inputs, key=lambda t: t.numel) if self._scales(op) else op.inputs[0]
         return tensor, multiply(scales)
 
     def _is_scaled(self, tensor: TensorRef) -> bool:
         op = self.recording.producer(tensor)
-        return op is not None and self.graph.is_scale(op)
+        return op is not None and self._scales(op)
+
+    def _scales(self, op: Op) -> bool:
+        """Whether this multiplies everything by one number, and is not the second half of a mean."""
+        if not self.graph.is_scale(op):
+            return False
+        behind = self.recording.producer(max(op.inputs, key=lambda t: t.numel))
+        if behind is None or behind.base_name != "sum":
+            return True
+        summed = behind.inputs[0].numel / max(behind.output.numel, 1)
+        return not isclose((self.graph.scale_of(op) or 0) * summed, 1, rel_tol=1e-6)
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""
         after = max((place for place, op in enumerate(end.path) if self._norms(op)), default=-1)
-        return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self.graph.is_scale(op))
+        return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self._scales(op))
 
     def _norms(self, op: Op) -> bool:
         """Whether this is a norm, or the last step of one that was written out: a division by a length, or a gain."""
         if op.does("norms"):
-            return True
+            return op.base_name not in ("sum", "mean")  # by themselves they pool positions
         if not op.does("scales") or len(op.inputs) != 2 or self.graph.is_scale(op):
             return False
         smaller = min(op.inputs, key=_elements)
@@ -160,9 +204,16 @@ class _Finder:
 
     # -- projections --------------------------------------------------------------------------------------------------
 
-    def _projections(self, stages: dict[str, TensorRef], module: str) -> dict[str, _Projection]:
+    def _projections(
+        self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
+    ) -> dict[str, _Projection]:
         """The projections of query, key and value, those that there are."""
-        found = {name: self._projection(stages[f"{name[0]}_heads"], module) for name in ("query", "key", "value")}
+        query = self._projection(stages["q_heads"], module, set())
+        like = None if query is None else self._origin(query.op)
+        found = {"query": query} | {
+            name: self._projection(stages[f"{name[0]}_heads"], module, positions[name], like)
+            for name in ("key", "value")
+        }
         ends = {name: end for name, end in found.items() if end is not None}
         for name, end in ends.items():
             others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
@@ -191,26 +242,56 @@ class _Finder:
             op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
         )
 
-    def _projection(self, heads: TensorRef, module: str) -> _Projection | None:
-        """The nearest projection behind a tensor of heads.
+    def _origin(self, op: Op) -> int:
+        """The id of what a projection projects, before it was moved about."""
+        return self.graph.before_moves(self.graph.projected(op)).id
 
-        Where heads are put together of several projections' pieces, one that feeds another of them is not the last.
+    def _projection(
+        self, heads: TensorRef, module: str, positions: set[Axis], like: int | None = None
+    ) -> _Projection | None:
+        """The nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
+
+        Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
+        that gives `positions` makes fewer keys of many, and is passed where the features come from another.
         """
         nearest: _Projection | None = None
-        for step in self.graph.back(heads, self._through):
+        along: _Projection | None = None
+        for step in self.graph.back(heads, lambda op: self._through(op) or self._gives(op, positions)):
             op = self.recording.producer(step.tensor)
             if op is None or not self.graph.is_projection(op):
                 continue
-            crossed = any(passed.does("norms") for passed in step.path)
-            if nearest is None:
-                if crossed and not inside(op.module, module):
-                    return None
-                nearest = _Projection(op, tuple(reversed(step.path)))
-                if not any(passed.base_name == "cat" for passed in step.path):
+            end = _Projection(op, tuple(reversed(step.path)))
+            if self._gives(op, positions):
+                along = along or end
+            elif nearest is None:
+                own = inside(op.module, module)
+                if not own and (along or any(passed.does("norms") for passed in step.path)):
                     break
-            elif inside(op.module, module) and op is not nearest.op and self._feeds(nearest.op, op):
-                return _Projection(op, tuple(reversed(step.path)))
-        return nearest
+                nearest = end
+                added = like is not None and any(map(self._adds, step.path)) and not self._is_of(end, like)
+                if not added and not any(passed.base_name == "cat" for passed in step.path):
+                    break
+            elif self._is_of(end, like) or self._is_before(op, nearest.op, module):
+                return end
+        return nearest or along
+
+    def _gives(self, op: Op, positions: set[Axis]) -> bool:
+        """Whether a projection makes positions, and no features."""
+        mixing = mixing_of(self.graph, op) if positions else None
+        dim = () if mixing is None else self.graph.dimensions.of(op.output)[mixing.place]
+        given = set(wide(dim))
+        return bool(given) and given <= positions
+
+    def _adds(self, op: Op) -> bool:
+        """Whether this adds up two tensors that come from what is given."""
+        return op.base_name.rstrip("_") == "add" and sum(map(self.graph.comes_from_inputs, op.inputs)) > 1
+
+    def _is_of(self, end: _Projection, like: int | None) -> bool:
+        """Whether a projection, one of several that are added up, projects a tensor, by its id."""
+        return self._origin(end.op) == like and any(map(self._adds, end.path))
+
+    def _is_before(self, op: Op, nearest: Op, module: str) -> bool:
+        return inside(op.module, module) and op is not nearest and self._feeds(nearest, op)
 
     def _feeds(self, first: Op, second: Op) -> bool:
         """Whether one projection projects what another gives."""
@@ -223,7 +304,7 @@ class _Finder:
         op = end.op
         while len(earlier) < 3:
             latent = self.graph.projected(op)
-            found = self._projection(latent, module)
+            found = self._projection(latent, module, set())
             if found is None or not inside(found.op.module, module) or not latent.shape:
                 break
             source = self.graph.projected(found.op)
@@ -298,6 +379,11 @@ class _Finder:
         if stages["concat"].id == context.id:
             del stages["concat"]
 
+    @cached_property
+    def _calls_of_products(self) -> frozenset[int]:
+        """The calls that multiply matrices: what moves a factor for one belongs to it."""
+        return frozenset(op.call for op in self.recording.ops if op.does("product"))
+
     def _onward(self, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
         """The end of a chain of moves that begins here and stays in the module; with `features_last`, of those moves
         that leave the last dimension where it is."""
@@ -306,13 +392,22 @@ class _Finder:
             followers = [
                 op
                 for op in self.recording.consumers.get(tensor.id, ())
-                if op.outputs and self.graph.moves(op) and inside(op.module, module) and op.output.id != tensor.id
+                if op.outputs
+                and self.graph.moves(op)
+                and inside(op.module, module)
+                and op.output.id != tensor.id
+                and op.call not in self._calls_of_products
             ]
             if len(followers) != 1 or followers[0].output.numel != tensor.numel or not tensor.numel:
                 return tensor
             if features_last and self.graph.dimensions.of(followers[0].output)[-1:] != features:
                 return tensor
             tensor = followers[0].output
+
+
+def _output_of(found: Attention) -> int:
+    """Index of the product that gives the output; -1 where there is none."""
+    return found.projections["output"].index if "output" in found.projections else -1
 
 
 def _elements(tensor: TensorRef) -> int:

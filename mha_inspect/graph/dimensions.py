@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, fresh, resolve, size_of, unify
+from .axis import Axis, Dim, fresh, resolve, size_of, unify, wide
 from .pieces import slice_unevenly, uneven_slices
 from .rules import rule_of
 
-__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of"]
+__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
 
 
 class Dimensions:
@@ -78,7 +78,7 @@ class Dimensions:
             results = []
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()
-            if tuple(size_of(resolve(dim)) for dim in dims) != tensor.shape:
+            if tuple(size_of(dim) for dim in dims) != tensor.shape:
                 dims = tuple(fresh(size) for size in tensor.shape)
             self._set(tensor, dims)
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ..graph.dimensions import Axis, Dim, Dimensions, resolve
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..graph.found import Attention
 from ..record.ops import TensorRef
 from .roles import Group, Roles
@@ -58,26 +58,26 @@ class AxisNames:
     @property
     def num_heads(self) -> int:
         """Number of heads."""
-        return _product(self._heads) * max(1, len(self._found.branches))
+        return size_of(self._heads) * max(1, len(self._found.branches))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads that keys and values were projected to, before they were repeated."""
         branches = self._found.branches
         shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
-        return _product(self._roles.kv_heads) * shared
+        return size_of(self._roles.kv_heads) * shared
 
     @property
     def head_dim(self) -> int:
         """Features of a head."""
-        return _product(self._roles.head_dim)
+        return size_of(self._roles.head_dim)
 
     @property
     def lengths(self) -> tuple[int, int]:
         """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
         if self._roles.own_keys:
-            return 1, _product(self._roles.key)
-        return _product(self._roles.query), _product(self._roles.key)
+            return 1, size_of(self._roles.key)
+        return size_of(self._roles.query), size_of(self._roles.key)
 
     @property
     def mixes_positions(self) -> bool:
@@ -85,9 +85,14 @@ class AxisNames:
         return self._roles.mixes_positions
 
     @property
+    def over_features(self) -> bool:
+        """Whether the features of a head attend to one another, and not positions to positions."""
+        return self._roles.over_features
+
+    @property
     def num_windows(self) -> int:
         """Number of windows that the sequence was cut into; 1 where it was not."""
-        return _product(self._roles.windows)
+        return size_of(self._roles.windows)
 
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
@@ -111,10 +116,14 @@ class AxisNames:
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
         expected = _expected(stage)
+        if self._roles.over_features and _side(stage) == "s":
+            expected = ["head_dim", "key_head_dim"]
         tensor = self._found.stages[stage]
         side = self._sides[_side(stage)]
-        if stage in ("k_heads", "v_heads") and self._roles.own_keys:
-            side = [*side, ("query", self._roles.own_keys)]
+        own_keys = self._roles.own_keys
+        held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
+        if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
+            side = [*side, ("query", own_keys)]
         given = self._found.stages.get("query", self._found.stages.get("output"))
         width = given.shape[-1] if given is not None and given.shape else 0
         if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
@@ -136,9 +145,11 @@ class AxisNames:
         if op is None or op.base_name == "convolution" or stage not in ("query", "key", "value", "output"):
             return False
         # What was given to the forward may have been moved before it is projected.
-        features = [_wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
-        last = [_wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
-        return stage == "output" or any(dim in features for dim in last)
+        features = [wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
+        last = [wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
+        if stage == "output":
+            return not any(set(dim) & {*self._roles.query} for dim in last)
+        return any(dim in features for dim in last)
 
     def _packed(self, stage: str) -> tuple[str, int, int]:
         """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
@@ -169,7 +180,7 @@ class AxisNames:
         if packed[1]:
             width = self._roles.value_dim if value else self._roles.head_dim
             features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
-            _name_turns(features, len(self._found.branches), _product(resolve(width)))
+            _name_turns(features, len(self._found.branches), size_of(width))
             _name_packed(features, packed[:2], self._roles, value=value)
         if features_last and dims:
             # What a matrix takes in and gives is one axis, also where something else splits it.
@@ -210,7 +221,9 @@ class AxisNames:
             return
         place, run = left[0]
         name = missing[0]
-        known = {"head_dim": self.head_dim, "v_head_dim": _product(self._roles.value_dim), "heads": self.num_heads}
+        if name in ("embed", *_OWN_WIDTH.values()) and run != (0, len(dims[place])):
+            return
+        known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
         if name in known and _size(dims[place], run) != known[name]:
             return
         self._assign(dims, groups, place, run, name)
@@ -221,7 +234,7 @@ class AxisNames:
         start, stop = run
         atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Axis))
         dims[place][start:stop] = [name]
-        if _product(atoms) > 1:
+        if size_of(atoms) > 1:
             groups.append((name, atoms))
 
 
@@ -230,14 +243,6 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     meant = {stage: axes.replace("(kv_heads head_dim)", "embed") for stage, axes in CANONICAL_AXES.items()}
     meant = {stage: axes.replace("(heads head_dim)", "embed") for stage, axes in meant.items()}
     return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
-
-
-def _wide(dim: Dim) -> Dim:
-    return tuple(atom for atom in dim if atom.size > 1)
-
-
-def _product(atoms: Dim) -> int:
-    return prod(atom.size for atom in atoms)
 
 
 def _side(stage: str) -> str:
@@ -281,7 +286,7 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
                 (
                     f"{name}_{group.index(atom) + 1}"
                     for name, group in known
-                    if name in ("batch", "query", "key") and len(group) > 1 and atom in group
+                    if name in ("batch", "windows", "query", "key") and len(group) > 1 and atom in group
                 ),
                 None,
             )
@@ -313,7 +318,7 @@ def _name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: R
     left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
     if not left:
         return
-    width = _product(resolve(roles.value_dim if value else roles.head_dim))
+    width = size_of(roles.value_dim if value else roles.head_dim)
     name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
     at, first = left[0]
     named = any(token in ("head_dim", "v_head_dim") for token in dim)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.elements import Elements, Met, Origins, elements_at, product_sources
+from ..graph.elements import Elements, Met, Origins, coordinates_of, elements_at, index_of, product_sources
 from ..record.ops import Named, Op, TensorRef
 from ..record.subject import Run
 from .axes import AxisNames
@@ -25,6 +25,8 @@ SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""
 _HEADS = ("heads", "kv_heads", "group")
 _POSITIONS = ("batch", "query", "key", "windows")
+_KINDS = ("head", "feature", "position")
+"""What an axis of heads may count."""
 _LOOKED_AT = 33
 """Positions along each axis that are looked at, spread over it: what is appended stands at an end."""
 _ELEMENTS = 1 << 15
@@ -56,6 +58,11 @@ class Part:
     """The one by which it first meets what is projected."""
 
     @property
+    def numel(self) -> int:
+        """How many numbers it is."""
+        return sum(int((own >= 0).sum()) for own in self.heads.values()) * (1 if self.inner is None else self.inner[0])
+
+    @property
     def is_shared(self) -> bool:
         """Whether heads have elements in common: then it belongs to none."""
         first, *others = self.heads.values()
@@ -77,76 +84,57 @@ class _Layout:
             if prod(own) != size:
                 raise ValueError(f"{pattern} does not tell the axes of {list(tensor.shape)}")
             self._axes += zip(names, own, strict=True)
-        known = [name for name, _ in self._axes]
-        plain = not any(name.endswith("head_dim") for name in known)
-        self.kinds = [
+        names = [name for name, _ in self._axes]
+        self._shape = [size for _, size in self._axes]
+        plain = not any(name.endswith("head_dim") for name in names)
+        kinds = [
             "head" if name in _HEADS
             else "position" if name.split("_")[0] in _POSITIONS or (name.isdigit() and not plain)
             else "feature"
-            for name in known
+            for name in names
         ]  # fmt: skip
-        self.num_heads = self._count("head")
-        self.head_dim = self._count("feature")
+        self._places = {kind: [place for place, own in enumerate(kinds) if own == kind] for kind in _KINDS}
+        self.num_heads = prod(self._sizes("head"))
+        self.head_dim = prod(self._sizes("feature"))
 
-    def _count(self, kind: str) -> int:
-        return prod(size for (_, size), own in zip(self._axes, self.kinds, strict=True) if own == kind)
-
-    @property
-    def _shape(self) -> list[int]:
-        return [size for _, size in self._axes]
+    def _sizes(self, kind: str) -> list[int]:
+        return [self._shape[place] for place in self._places[kind]]
 
     def elements(self, first_head: int) -> Elements:
         """Those of all heads at some positions, with `head * head_dim + feature` for an id."""
-        longest = max([1, *(n for (_, n), kind in zip(self._axes, self.kinds, strict=True) if kind == "position")])
+        longest = max([1, *self._sizes("position")])
         spread = torch.arange(_number_of_positions(longest, self.num_heads * self.head_dim))
         grid = torch.cartesian_prod(spread, torch.arange(self.num_heads), torch.arange(self.head_dim)).reshape(-1, 3)
         at, head, feature = grid.unbind(1)
-        ids = (first_head + head) * self.head_dim + feature
-        coordinates: list[Tensor] = []
-        for (_, size), kind in reversed(list(zip(self._axes, self.kinds, strict=True))):
-            if kind == "position":
-                coordinates.insert(0, at * (size - 1) // max(len(spread) - 1, 1))
-            elif kind == "head":
-                coordinates.insert(0, head % size)
-                head = head // size
-            else:
-                coordinates.insert(0, feature % size)
-                feature = feature // size
-        return Elements(self.tensor, _row_major(coordinates, self._shape), ids)
+        found = [at * (size - 1) // max(len(spread) - 1, 1) for size in self._shape]
+        for kind, number in (("head", head), ("feature", feature)):
+            for place, coordinate in zip(self._places[kind], coordinates_of(number, self._sizes(kind)), strict=True):
+                found[place] = coordinate
+        return elements_at(self.tensor, found, (first_head + head) * self.head_dim + feature, self._shape)
 
     def head_and_feature(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Which feature of which head each element is."""
-        found = {"head": torch.zeros_like(at), "feature": torch.zeros_like(at), "position": torch.zeros_like(at)}
-        scale = dict.fromkeys(found, 1)
-        for (_, size), kind in reversed(list(zip(self._axes, self.kinds, strict=True))):
-            found[kind] = found[kind] + at % size * scale[kind]
-            scale[kind] *= size
-            at = at // size
-        return found["head"], found["feature"]
+        coordinates = coordinates_of(at, self._shape)
+        head, feature = (
+            index_of([coordinates[place] for place in self._places[kind]], self._sizes(kind)) + torch.zeros_like(at)
+            for kind in ("head", "feature")
+        )
+        return head, feature
 
     def key_heads(self, groups: int) -> Tensor:
         """For each head, which key/value head it uses: by the axes, or else in blocks."""
         heads = torch.arange(self.num_heads)
-        number = torch.zeros_like(heads)
-        rest, scale, counted = heads, 1, False
-        for (name, size), kind in reversed(list(zip(self._axes, self.kinds, strict=True))):
-            if kind == "head":
-                if name == "kv_heads":
-                    number, scale, counted = number + rest % size * scale, scale * size, True
-                rest = rest // size
-        return number if counted else heads * groups // max(self.num_heads, 1)
+        names = [self._axes[place][0] for place in self._places["head"]]
+        coordinates = coordinates_of(heads, self._sizes("head"))
+        counted = [place for place, name in enumerate(names) if name == "kv_heads"]
+        if not counted:
+            return heads * groups // max(self.num_heads, 1)
+        return index_of([coordinates[place] for place in counted], [self._sizes("head")[place] for place in counted])
 
 
 def _number_of_positions(longest: int, features: int) -> int:
     """How many positions are looked at: fewer where each has many features, and both ends but of the very largest."""
     return min(longest, _LOOKED_AT, max(_ELEMENTS // max(features, 1), 2 if features < 1 << 18 else 1))
-
-
-def _row_major(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    at = torch.zeros(1, dtype=torch.long)
-    for coordinate, size in zip(coordinates, shape, strict=True):
-        at = at * size + coordinate
-    return at
 
 
 class Finder:
@@ -190,7 +178,9 @@ class Finder:
             return []
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
         stops = [tensor for tensor in given if not self._graph.is_weight(tensor)]
-        made = [self._graph.recording.producers.get(tensor.id, -1) for tensor in stops]
+        own = [turn.stages[side] for turn in self._turns if side in turn.stages]
+        # A learned query is made of parameters alone, all of which are followed.
+        made = [-1 if self._graph.is_weight(t) else self._graph.recording.producers.get(t.id, -1) for t in own]
         ops = self._ops(side)
         earlier = self.found.earlier.get(side, ())
         met: list[Met] = []
@@ -200,8 +190,8 @@ class Finder:
             trail = self._origins.back(layout.elements(first), stops, ends=ends, since=min(made, default=-1))
             met += trail.met
             first += layout.num_heads
-        own = [op.index for op in ops]
-        met = [replace(one, kind=_kind(one, own)) for one in met]
+        last = [op.index for op in ops]
+        met = [replace(one, kind=_kind(one, last)) for one in met]
         return self._told(letter, met, first, layouts[0].head_dim, self._key_heads(letter, met, layouts, first))
 
     def _layouts(self, stage: str) -> list[_Layout] | None:
@@ -264,7 +254,7 @@ class Finder:
             op = several[0].operation
             inner, moved, reads, comes_in = None, True, None, 0
             if kind in ("W", "before") and op is not None and letter != "o" and self._graph.is_projection(op):
-                inner, moved = self._inner(op, several[0])
+                inner, moved = self._inner(op, several[0].parameter.name), self._only_moved(self._weight(op)[0])
                 reads = self._reads(letter, several, width, numbers) if kind == "W" else None
                 comes_in = 0 if inner is None else inner[0]
                 if reads:
@@ -272,21 +262,24 @@ class Finder:
             parts.append(Part(kind, letter, several[0].parameter, table, inner, comes_in, reads, moved, op))
         return parts
 
-    def _inner(self, op: Op, met: Met) -> tuple[tuple[int, int] | None, bool]:
-        """How the numbers of one feature lie in a matrix, and whether they are used as they are."""
+    def _inner(self, op: Op, name: str, along: int | None = None) -> tuple[int, int] | None:
+        """How many numbers of a parameter a feature has, and the step from one to the next; None where it is not even.
+
+        They are what a product sums over, or with `along` what it gives along that dimension.
+        """
         weight, number = self._weight(op)
-        coordinates = [torch.zeros(number, dtype=torch.long) for _ in op.output.shape]
+        number = number if along is None else op.output.shape[along]
         every = torch.arange(number)
-        tensor, at = next(one for one in product_sources(op, coordinates, every) if one[0].id == weight.id)
-        trail = self._origins.back(Elements(tensor, at, every, kind="W"))
-        own = [one for one in trail.met if one.parameter.name == met.parameter.name]
-        inner = None
-        if own and len(own[0].places) == number:
-            places = own[0].places[torch.argsort(own[0].ids)]
-            step = int(places[1] - places[0]) if number > 1 else 1
-            if step and bool((places - places[0] == step * every).all()):
-                inner = (number, step)
-        return inner, self._only_moved(weight)
+        coordinates = [every if place == along else torch.zeros_like(every) for place in range(len(op.output.shape))]
+        sources = product_sources(op, coordinates, every if along is None else 0)
+        at = next(at for tensor, at in sources if tensor.id == weight.id)
+        trail = self._origins.back(Elements(weight, at, every, kind="W"))
+        own = [one for one in trail.met if one.parameter.name == name]
+        if not own or len(own[0].places) != number:
+            return None
+        places = own[0].places[torch.argsort(own[0].ids)]
+        step = int(places[1] - places[0]) if number > 1 else 1
+        return (number, step) if step and bool((places - places[0] == step * every).all()) else None
 
     def _weight(self, op: Op) -> tuple[TensorRef, int]:
         """The weight of a product, and how many numbers of it make one number of the result."""
@@ -410,21 +403,10 @@ class Finder:
     def _given(self, op: Op, name: str) -> tuple[int, int] | None:
         """How many numbers a column of an output's matrix has, and the step from one to the next."""
         weight, _ = self._weight(op)
-        shape = op.output.shape
-        rows = op.base_name != "convolution" and self._graph.operands(op) is not None and weight.id == op.inputs[-2].id
-        dim = 1 if op.base_name == "convolution" else len(shape) - (2 if rows and len(shape) > 1 else 1)
-        number = shape[dim]
-        every = torch.arange(number)
-        coordinates = [every if place == dim else torch.zeros_like(every) for place in range(len(shape))]
-        tensor, at = next(one for one in product_sources(op, coordinates) if one[0].id == weight.id)
-        met = [
-            one for one in self._origins.back(Elements(tensor, at, every, kind="W")).met if one.parameter.name == name
-        ]
-        if not met or len(met[0].places) != number:
-            return None
-        places = met[0].places
-        step = int(places[1] - places[0]) if number > 1 else 1
-        return (number, step) if step and bool((places - places[0] == step * every).all()) else None
+        if op.base_name == "convolution":
+            return self._inner(op, name, along=1)
+        rows = self._graph.operands(op) is not None and weight.id == op.inputs[-2].id and len(op.output.shape) > 1
+        return self._inner(op, name, along=len(op.output.shape) - (2 if rows else 1))
 
     def _added(self, output: TensorRef, ops: list[Op], since: int, known: set[str]) -> list[Part]:
         """What is added to the output, or scales it: it belongs to no head."""

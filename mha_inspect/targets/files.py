@@ -44,7 +44,8 @@ def read_tensor(path: Path) -> Tensor:
 
     Raises as `read_tensors`, and `InputError` when there are several.
     """
-    content = read_tensors(path)
+    with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
+        content = read_tensors(path)
     if isinstance(content, Tensor):
         return content
     if len(content) != 1:

@@ -54,7 +54,7 @@ def test_ctrl_c_inside_one_long_product(environment, interruptible):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_ctrl_c_handling_is_taken_back(monkeypatch):
-    from mha_inspect.cli.interrupt import leave_on_interrupt
+    from mha_inspect.cli.process import leave_on_interrupt
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

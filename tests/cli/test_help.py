@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from mha_inspect.cli.app import COMMANDS
 
@@ -48,29 +50,31 @@ def test_short_and_long_help_are_one_page(invoke, command):
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"FORCE_COLOR": "0"}, {"TERM": "dumb"}])
-def test_help_on_a_terminal_is_in_colour_only_where_colour_is_wanted(invoke, command, variables, monkeypatch):
-    from typer import rich_utils
-
-    monkeypatch.setattr(rich_utils, "COLOR_SYSTEM", "standard")
-    monkeypatch.setattr(rich_utils, "FORCE_TERMINAL", True)
+def test_help_on_a_terminal_is_bold_only_where_that_is_wanted(invoke, command, variables, monkeypatch):
     monkeypatch.setattr("mha_inspect.cli.screen.is_terminal", lambda stream: True)
-    monkeypatch.setattr("mha_inspect.cli.help.is_terminal", lambda stream: True)
     for name, value in {"TERM": "xterm", **variables}.items():
         monkeypatch.setenv(name, value)
-    out = invoke(command, "--help").out
-    assert "╭─ Layer ─" in re.sub("\x1b\\[[0-9;]*m", "", out)
-    assert ("\x1b" in out) == (not variables)
-    # Yellow is pale on white, bright black vanishes on black.
-    assert not re.search("\x1b\\[(?:[0-9]+;)*(?:33|90)[;m]", out)
+    shown = invoke(command, "--help").out
+    assert ("\x1b[1mLayer\x1b[0m:" in shown) == (not variables)
+    assert set(re.findall("\x1b\\[[0-9;]*m", shown)) == (set() if variables else {"\x1b[1m", "\x1b[0m"})
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_names_of_options_are_whole_at_any_width(invoke, command, columns, monkeypatch):
+    own = get_command(getattr(import_module(f"mha_inspect.cli.{command.replace('-', '_')}"), command.replace("-", "_")))
+    names = {name for parameter in own.params for name in (*parameter.opts, *parameter.secondary_opts) if "--" in name}
+    assert {"--embed-dim", "--seq-first", "--export"} <= names
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = invoke(command, "--help").out.partition("Examples:")[0]
+    heads = [line for line in text.splitlines() if re.match(r"  -", line)]
+    assert names <= set(re.findall(r"(?<!\S)--[a-z-]+(?=[,\s]|$)", "\n".join(heads)))
+    assert max(map(len, text.splitlines())) <= columns
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-@pytest.mark.parametrize("columns", [60, 120])
-def test_help_on_a_terminal_is_panels_within_the_width(entry_point, environment, command, columns):
+def test_help_on_a_terminal_is_within_its_width(entry_point, environment, command):
     master, slave = os.openpty()
-    done = subprocess.Popen(
-        [*entry_point, command, "--help"], stdout=slave, stdin=slave, env=environment(COLUMNS=str(columns))
-    )
+    done = subprocess.Popen([*entry_point, command, "--help"], stdout=slave, stdin=slave, env=environment(COLUMNS="60"))
     os.close(slave)
     shown = b""
     try:
@@ -80,9 +84,14 @@ def test_help_on_a_terminal_is_panels_within_the_width(entry_point, environment,
         pass
     os.close(master)
     assert done.wait(60) == 0
-    lines = re.sub("\x1b\\[[0-9;]*m", "", shown.decode()).splitlines()
-    assert [line for line in lines if line.startswith("╭─ Layer ")]
-    assert max(map(len, lines)) == columns
+    lines = re.sub("\x1b\\[[0-9;]*m", "", shown.decode().partition("Examples")[0]).splitlines()
+    assert "Layer:" in lines
+    assert max(map(len, lines)) <= 60
+
+
+def test_the_commands_stand_before_the_options(invoke, command):
+    page = invoke("--help").out
+    assert page.index(f"  {command} ") < page.index("Options:")
 
 
 def test_readme_documents_the_command(command):

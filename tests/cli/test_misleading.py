@@ -13,7 +13,7 @@ from mha_inspect.__main__ import run
     ("typed", "said"),
     [
         (["trace", "torch.nn.MultiheadAttention"], "a target has a colon: torch.nn:MultiheadAttention."),
-        (["-V"], "there is no option -V: the version is mha-inspect --version."),
+        (["trace", "--verbose"], "trace has no option --verbose. All of them: mha-inspect trace --help"),
         (["trace", "nosuchpackage.layers:Attention"], "install its package, or give the file"),
         (["trace", "modle.py:Attention"], "modle.py is not there. Did you mean model.py?"),
     ],

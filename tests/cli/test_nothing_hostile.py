@@ -114,7 +114,7 @@ def test_from_a_folder_that_is_gone(entry_point, environment, tmp_path):
 WRITES = """
 import os, sys, time
 from pathlib import Path
-from mha_inspect.cli.interrupt import leave_on_interrupt
+from mha_inspect.cli.process import leave_on_interrupt
 from mha_inspect.cli import export
 if sys.argv[2] == "named":
     export.os.O_TMPFILE = 0  # a system that has no files without a name
@@ -248,7 +248,7 @@ def test_from_a_folder_that_is_gone_torch_is_not_loaded(environment, tmp_path):
 
 
 def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
-    from mha_inspect.cli.failure import explain
+    from mha_inspect.cli.messages import explain
     from mha_inspect.errors import ExitCode
 
     assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE

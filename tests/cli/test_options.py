@@ -9,17 +9,18 @@ from typing import get_type_hints
 import pytest
 from typer.main import get_command
 
-from mha_inspect.cli import check, compare_heads, diff, options, params, subject, trace, voice
+from mha_inspect.cli import check, compare_heads, diff, options, params, subject, trace
+from mha_inspect.cli.app import COMMANDS
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
 from mha_inspect.targets.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
 
 APPS = {
-    "trace": trace.app,
-    "params": params.app,
-    "compare-heads": compare_heads.app,
-    "diff": diff.app,
-    "check": check.app,
+    "trace": trace.trace,
+    "params": params.params,
+    "compare-heads": compare_heads.compare_heads,
+    "diff": diff.diff,
+    "check": check.check,
 }
 
 SHARED = frozenset(get_type_hints(Options))
@@ -64,7 +65,7 @@ def test_bare_options_are_the_specs_defaults():
     ],
 )
 def test_each_flag_reaches_its_spec(flags, made, expected):
-    ctx = get_command(trace.app).make_context("trace", flags.split())
+    ctx = get_command(trace.trace).make_context("trace", flags.split())
     given = Options(**ctx.params)
     spec = (
         subject.attention(given, subject.single_head_count(given, "trace"))
@@ -84,18 +85,77 @@ def test_an_export_that_a_machine_reads_holds_every_value():
 
 
 def test_the_shared_options_are_the_same_in_every_command():
-    shared = {name: parameter for name, parameter in parameters("trace").items() if name in SHARED}
-    for command in ("params", "compare-heads"):
-        others = parameters(command)
-        assert {name: others[name].opts for name in shared} == {name: p.opts for name, p in shared.items()}
-        assert {name: others[name].default for name in shared} == {name: p.default for name, p in shared.items()}
+    everywhere = [parameters(command) for command in APPS]
+    for name in SHARED:
+        alike = {(tuple(own[name].opts), own[name].default, own[name].help) for own in everywhere if name in own}
+        assert len(alike) == 1, name
+
+
+NUMBERS = ["--ops", "--stats", "--values", "--precision", "--edge-items"]
+
+
+@pytest.mark.parametrize(
+    ("command", "without"),
+    [
+        ("trace", []),
+        ("params", ["--ops", "--grad", "--need-weights", "--average-weights"]),
+        ("compare-heads", [*NUMBERS, "--grad"]),
+        ("diff", NUMBERS),
+        ("check", [*NUMBERS, "--grad"]),
+    ],
+)
+def test_a_command_takes_what_it_has_a_use_for(invoke, command, without):
+    own = {parameter.opts[-1] for name, parameter in parameters(command).items() if name in SHARED}
+    every = {parameter.opts[-1] for name, parameter in parameters("trace").items() if name in SHARED}
+    assert every - own == set(without)
+    page = invoke(command, "--help").out
+    for flag in without:
+        assert f"{flag} " not in page
+        code, out, err = invoke(command, flag)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"mha-inspect: {command} has no option {flag}: it belongs to `mha-inspect trace`")
+
+
+def test_json_is_the_format_of_that_name(invoke):
+    assert invoke("layers", "--json") == invoke("layers", "--format", "json")
+    code, out, err = invoke("layers", "--json", "--format", "plain")
+    assert (code, out) == (2, "")
+    assert "--json and --format plain are two formats" in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "is_json"),
+    [
+        ("JSON=1", "", True),
+        ("JSON=1", "--format plain", False),
+        ("FORMAT=plain", "--json", True),
+    ],
+)
+def test_a_format_that_was_typed_comes_before_a_variable(invoke, monkeypatch, variable, flags, is_json):
+    name, _, value = variable.partition("=")
+    monkeypatch.setenv(f"MHA_INSPECT_{name}", value)
+    assert invoke("layers", *flags.split()).out.startswith("{") is is_json
+
+
+def test_an_export_has_a_short_name(invoke, tmp_path):
+    assert invoke("layers", "-o", str(tmp_path / "a.json"), "-q").code == 0
+    assert (tmp_path / "a.json").read_text() == invoke("layers", "--json").out
+
+
+def test_quiet_leaves_out_what_was_decided_on_somebodys_behalf(invoke):
+    line = ["params", "torch.nn:MultiheadAttention", "--embed-dim", "8", "--num-heads", "2"]
+    told, quiet = invoke(*line), invoke(*line, "-q")
+    assert told.err.startswith("mha-inspect: MultiheadAttention was built with embed_dim=8")
+    assert quiet == told._replace(err="")
+    # What went wrong is said in any case.
+    assert "num_heads=3" in invoke(*line, "--num-heads", "3", "-q").err
 
 
 @pytest.mark.parametrize("command", APPS)
 def test_every_option_reads_the_variable_of_its_name(command):
     for parameter in parameters(command).values():
         if parameter.name != "help" and parameter.param_type_name == "option":
-            name = parameter.opts[0].removeprefix("--").replace("-", "_").upper()
+            name = parameter.opts[-1].removeprefix("--").replace("-", "_").upper()
             # Where --picture has no value the command reads its variable, which may have one for trace.
             read = parameter.envvar or f"MHA_INSPECT_{'PICTURE' if parameter.is_flag else ''}"
             assert read == f"MHA_INSPECT_{name}"
@@ -104,26 +164,25 @@ def test_every_option_reads_the_variable_of_its_name(command):
 def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):
     monkeypatch.setenv("MHA_INSPECT_EMBED_DIM", "30")
     monkeypatch.setenv("MHA_INSPECT_BATCH_FIRST", "false")
-    command = get_command(trace.app)
+    command = get_command(trace.trace)
     assert command.make_context("trace", []).params["embed_dim"] == 30
     assert command.make_context("trace", []).params["batch_first"] is False
     assert command.make_context("trace", ["--embed-dim", "70"]).params["embed_dim"] == 70
 
 
-def test_options_of_one_command_are_told_where_they_belong():
-    own = {
-        parameter.opts[0]: command
-        for command in (
-            "check",
-            "diff",
-            "params",
-            "compare-heads",
-            "trace",
-        )  # what several have is told of the last of them
-        for name, parameter in parameters(command).items()
-        if name not in SHARED and parameter.opts[0].startswith("--") and name != "help"
-    }
-    assert own == voice.OPTIONS_OF_ONE_COMMAND
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_of_other_commands_is_told_where_it_belongs(invoke, command):
+    homes = {}
+    for other in APPS:
+        for parameter in parameters(other).values():
+            for flag in (*parameter.opts, *parameter.secondary_opts):
+                if flag.startswith("-"):
+                    homes.setdefault(flag, []).append(other)
+    for flag, those in homes.items():
+        if command not in those and flag not in ("--format", "--json", "--export", "-o", "--color", "--quiet", "-q"):
+            err = invoke(command, flag).err
+            assert f"{command} has no option {flag}: it belongs to `mha-inspect {those[0]}`" in err
+            assert err.count("`mha-inspect ") == len(those)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from mha_inspect.cli import answer, screen
+from mha_inspect.cli import output, screen
 from mha_inspect.errors import ExportError
 
 
@@ -50,6 +50,25 @@ def test_terminal_and_color(monkeypatch, variables, terminal, as_terminal, color
         monkeypatch.setenv(name, value)
     assert screen.is_terminal(Stream(terminal)) is as_terminal
     assert screen.in_color(Stream(terminal)) is color
+
+
+@pytest.mark.parametrize(
+    ("asked", "as_terminal", "color"), [("auto", True, False), ("always", True, True), ("never", True, False)]
+)
+def test_what_was_asked_for_comes_before_variables(monkeypatch, asked, as_terminal, color):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(screen, "asked_color", asked)
+    assert screen.is_terminal(Stream(False)) is as_terminal
+    assert screen.in_color(Stream(False)) is color
+    monkeypatch.delenv("FORCE_COLOR")
+    assert screen.is_terminal(Stream(False)) is (asked == "always")
+
+
+@pytest.mark.parametrize("line", ["layers --color {}", "layers --color {} --help", "trace --color {} --help"])
+def test_color_is_as_asked_in_a_pipe(invoke, line):
+    assert "\x1b[1m" in invoke(*line.format("always").split()).out
+    assert "\x1b" not in invoke(*line.format("never").split()).out
 
 
 @pytest.mark.parametrize(("typed", "width"), [("60", 60), ("0", None), ("wide", None), ("", None), ("²", None)])
@@ -94,21 +113,21 @@ def test_a_full_disk_is_said_in_one_line(entry_point, environment, line):
 
 
 def test_other_errors_of_the_system_are_not_blamed_on_stdout():
-    assert answer.unwritable(OSError(errno.EACCES, "Permission denied")) is None
+    assert output.unwritable(OSError(errno.EACCES, "Permission denied")) is None
 
 
 def test_a_closed_stdout_is_said(monkeypatch):
     monkeypatch.setattr("sys.stdout", None)
     with pytest.raises(ExportError, match="stdout is closed"):
-        answer.write("text")
+        output.write("text")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_text_reaches_a_stream_of_any_encoding(monkeypatch, encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)
-    answer.write(json.dumps({"formula": "4E² / √64 𝔼"}, ensure_ascii=False), "json")
-    answer.write("\n4E² / √64")
+    output.write(json.dumps({"formula": "4E² / √64 𝔼"}, ensure_ascii=False), "json")
+    output.write("\n4E² / √64")
     written = stream.buffer.getvalue().decode(encoding).splitlines()
     assert json.loads(written[0]) == {"formula": "4E² / √64 𝔼"}
     assert written[1] == {"ascii": r"4E\xb2 / \u221a64", "latin-1": r"4E² / \u221a64", "utf-8": "4E² / √64"}[encoding]

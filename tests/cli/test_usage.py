@@ -84,6 +84,7 @@ def test_version(program):
     import mha_inspect
 
     assert program("--version") == (0, f"mha-inspect {mha_inspect.__version__}\n", "")
+    assert program("-V") == program("--version")
 
 
 def test_usage_error_through_the_installed_program(program):

@@ -1,4 +1,8 @@
-"""Ctrl-C, and being told to end, while torch is inside one long product.
+"""A process of our own: when Python looks for cycles to free, and how a signal ends it.
+
+Start-up makes hundreds of thousands of objects (import torch alone) and drops none. To look through them for cycles,
+again and again and once more at the end, is a tenth of the whole; so nothing is collected until the work begins, and
+what was there by then is left alone.
 
 Python runs its signal handlers between two instructions of its own, and a product of large matrices is one instruction
 that lasts minutes. The signal itself, though, arrives in C at once and writes a byte to the wakeup descriptor; torch
@@ -8,16 +12,36 @@ works without the interpreter's lock, so a thread that waits for this byte can e
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_held = False
+
 _end = os._exit
 """Held, because a target's own call of it is kept from ending the process."""
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 """Signals that end the process; SIGHUP is not known everywhere."""
+
+
+def hold_collection() -> None:
+    """Collect nothing from here on: for a process of our own, at its start."""
+    global _held
+    if gc.isenabled():
+        gc.disable()
+        _held = True
+
+
+def resume_collection() -> None:
+    """Collect again, and only what is made from here on. Nothing happens where `hold_collection` was not called."""
+    global _held
+    if _held:
+        _held = False
+        gc.freeze()
+        gc.enable()
 
 
 def leave(number: int) -> None:
@@ -27,8 +51,10 @@ def leave(number: int) -> None:
         export.remove_unfinished()
     try:
         # A terminal has echoed ^C where the cursor was: the word goes on a line of its own.
+        screen = sys.modules.get(f"{__package__}.screen")
+        cursor = b"\x1b[?25h" if screen is not None and screen.waits else b""
         word = b"Interrupted.\n" if number == signal.SIGINT else b"Terminated.\n"
-        os.write(2, b"\n" + word if os.isatty(2) else word)
+        os.write(2, cursor + b"\n" + word if os.isatty(2) else word)
     finally:
         _end(128 + number)  # as a shell tells it; 130 for Ctrl-C
 

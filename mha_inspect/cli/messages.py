@@ -1,0 +1,124 @@
+"""What ended a command: said on stderr in a line or two (what was asked, the rule, a way out), and the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
+
+from ..errors import ExitCode, InputError, MhaInspectError
+from ..targets.memory import is_out_of_memory
+from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
+
+_LONGEST = 1500
+
+
+def explain(error: BaseException) -> ExitCode:
+    """Say what went wrong, and give the exit code for it. Only a fault of ours shows a traceback."""
+    if isinstance(error, typer.Exit):
+        # Typer's own options (--show-completion) leave with 1 when they cannot; here 1 is an answer.
+        return ExitCode.USAGE if error.exit_code else ExitCode.OK
+    if isinstance(error, OSError):
+        error = _of_file(error)
+    if isinstance(error, MhaInspectError):
+        if error.exit_code is not ExitCode.CLOSED_PIPE:
+            say(str(error))
+        return error.exit_code
+    if isinstance(error, ClickException):
+        say(usage_message(error))
+        return ExitCode.USAGE
+    if isinstance(error, KeyboardInterrupt):
+        say("interrupted.")
+        return ExitCode.INTERRUPTED
+    if is_out_of_memory(error):
+        said = _allocation(error)
+        shapes = "" if said.startswith("Storage size") else ", or --device meta for shapes"
+        say(f"out of memory: {said}. Try a smaller --batch or --seq-len{shapes}.")
+        return ExitCode.REFUSED
+    import traceback
+
+    traceback.print_exception(type(error), error, error.__traceback__)
+    say("this is a fault of mha-inspect. Please report it, with the command and the lines above.")
+    return ExitCode.BUG
+
+
+def _of_file(error: OSError) -> BaseException:
+    """Return what an error of the system means: for stdout, to which Typer prints by itself, or for a user's file."""
+    from .output import unwritable
+
+    ours = Path(__file__).parents[1]
+    if error.filename is None or ours in Path(os.fsdecode(error.filename)).parents:
+        return unwritable(error) or error
+    return InputError(f"{printable(error.filename, 200)} cannot be used: {error.strerror}. Name another one.")
+
+
+def say(message: str) -> None:
+    """Print a message on stderr, if there is one; of one that nobody reads to the end, both ends."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"mha-inspect: {shortened(message, _LONGEST)}", file=sys.stderr)
+
+
+def _allocation(error: BaseException) -> str:
+    """Return what was asked for, out of a message that begins with the line of C++ which asked."""
+    text = message_of(error)
+    start = max(text.find("you tried to allocate"), text.find("Tried to allocate"), text.find("Storage size"), 0)
+    return (text[start:].strip() or "an allocation failed").splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def usage_message(error: ClickException) -> str:
+    """Return the message for a command line that cannot be understood."""
+    ctx = getattr(error, "ctx", None)
+    path = ctx.command_path if ctx is not None else "mha-inspect"
+    command = path.removeprefix("mha-inspect ")
+    if isinstance(error, NoSuchOption):
+        return _no_such_option(error, ctx, command)
+    if isinstance(error, BadOptionUsage):
+        name = shown(error.option_name)
+        if "does not take" in error.message:
+            return f"{name} takes no value: write {name} alone, or its opposite, as in --no-bias."
+        return f"{name} was given without a value: write it as {name} VALUE; `mha-inspect COMMAND --help` says which."
+    if isinstance(error, BadParameter) and error.param is not None:
+        message = shown(" ".join(error.message.split()), MESSAGE)
+        if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
+            message = (
+                f"{message.partition(' is not a valid boolean')[0]} is neither true nor false: write one of the two."
+            )
+        source = ctx.get_parameter_source(error.param.name) if ctx is not None else None
+        asked_by = error.param.envvar if source is not None and source.name == "ENVIRONMENT" else _flag(error.param)
+        return f"{asked_by} {message}"
+    if error.message.startswith("Got unexpected extra argument"):
+        extra = shown(error.message.partition(" (")[2].removesuffix(")"))
+        if ctx is None or any(option.name == "embed_dim" for option in ctx.command.params):
+            return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
+        return f"{command} has no use for {extra}. What it takes: {path} --help"
+    return shown(" ".join(error.format_message().split()), MESSAGE)
+
+
+def _flag(parameter: Any) -> str:
+    """Return an option by its long name."""
+    return next((str(name) for name in parameter.opts if name.startswith("--")), str(parameter.opts[0]))
+
+
+def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
+    name, asked = shown(error.option_name), error.option_name
+    near = "" if ctx is None else did_you_mean(asked, _options(ctx.command))
+    if ctx is not None and ctx.parent is None:
+        if near:
+            return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"
+        return f"{name} stands before the command: options come after it, as in mha-inspect trace {name}."
+    group: Any = ctx.parent.command if ctx is not None else None
+    others = [] if group is None else group.list_commands(ctx)
+    homes = [f"`mha-inspect {one}`" for one in others if asked in _options(group.get_command(ctx, one))]
+    if homes:
+        return f"{command} has no option {name}: it belongs to {listed(homes)}.{near}"
+    return f"{command} has no option {name}.{near} All of them: mha-inspect {command} --help"
+
+
+def _options(command: Any) -> list[str]:
+    return [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
