@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
-from .built import trace_layer
+from .built import trace_layer, trace_module
 
 LOW = float("-inf")
 
@@ -50,6 +49,26 @@ def by_positions(scores: Tensor) -> Tensor:
     return torch.where(place[None, :] <= place[:, None], scores, torch.finfo(scores.dtype).min)
 
 
+def row_by_row(scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-2:], dtype=torch.bool)
+    for row in range(len(mask)):
+        mask[row, row + 1 :] = True
+    return scores.masked_fill(mask, LOW)
+
+
+def by_index(scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-2:])
+    mask[torch.triu_indices(*mask.shape, 1).unbind(0)] = LOW
+    return scores + mask
+
+
+OUTSIDE = torch.ones(11, 11).triu(1).bool()
+
+
+def held_outside(scores: Tensor) -> Tensor:
+    return scores.masked_fill(OUTSIDE[: scores.shape[-2], : scores.shape[-1]], LOW)
+
+
 def padded(scores: Tensor) -> Tensor:
     return scores.masked_fill(torch.arange(scores.shape[-1]) > 2, LOW)
 
@@ -72,6 +91,9 @@ CAUSAL = {
     "subtracted": lambda s: s - 1e9 * (~tril(s)).float(),
     "written into": in_place,
     "from positions": by_positions,
+    "row by row": row_by_row,
+    "by an index": by_index,
+    "held outside": held_outside,
     "and padded": lambda s: padded(s.masked_fill(~tril(s), LOW)),
 }
 OTHER = {

@@ -16,9 +16,10 @@ from torch import nn
 
 from mha_inspect.answers.failure import site as failure_site
 from mha_inspect.answers.failure.causes import CAUSES
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.errors import ForwardError
 from mha_inspect.reports.failure import Failure
+
+from .built import trace_module
 
 HERE = Path(__file__).parent / "failing"
 

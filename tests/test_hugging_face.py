@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from mha_inspect.targets import hugging_face
 from mha_inspect.targets.call import Call
@@ -20,6 +19,8 @@ from mha_inspect.targets.inputs import Asked, make_call
 from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
 from mha_inspect.targets.vocabulary import Flags
+
+from .built import trace_module
 
 
 def test_without_the_library_the_install_command_is_given(monkeypatch, invoke):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_inspect.answers.kernels import path_of
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.record.recorder import record
 from mha_inspect.record.subject import Run
@@ -21,7 +20,7 @@ from mha_inspect.record.xray import record_opened
 from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
-from .built import trace_layer
+from .built import trace_layer, trace_module
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mha_inspect
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.render import to_text
 from mha_inspect.reports.trace import Product, ProductPair
+
+from .built import trace_module
 
 B, N, H, D, V, E = 7, 11, 3, 5, 2, 22
 

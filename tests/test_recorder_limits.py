@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.errors import RecordingError
 from mha_inspect.record.recorder import Recorder, record
+
+from .built import trace_module
 
 
 @pytest.fixture

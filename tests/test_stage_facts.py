@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stage_facts import StageFacts, scale_text
 
+from .built import trace_module
 from .drawn import LOOPS, Case, Setting, settings_of, sizes_of
 from .layers.declared import read_weights
 from .torch_math import torch_math

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.trace import trace_module
 from mha_inspect.render import to_text
 from mha_inspect.targets.spec import Show
+
+from .built import trace_module
 
 
 class Attention(nn.Module):

@@ -22,7 +22,7 @@ from ..text import plural
 from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
 from .head_runs import HeadRun, Place, overall
-from .head_sentences import Carried, Sizes, Walk, answer, reason
+from .head_sentences import Carried, Walk, answer, reason
 from .kernels import drops_at_random
 from .learning import Learner, compare_gradients, compare_training
 from .look import Look
@@ -73,15 +73,13 @@ def compare_heads(
     equalities = Equalities(baseline)
     size = size_of(baseline.output)
     rows: list[HeadCount] = []
-    sizes: list[Sizes] = []
     walks: list[Walk] = []
     learners: list[Learner] = []
     seen: list[HeadsFocus] = []
     learned: list[HeadsFocus] = []
     for run, own in zip(runs, carried, strict=True):
         _require_comparable(run, baseline)
-        sizes.append(_sizes(run))
-        rows.append(_row(sizes[-1], run, baseline, own, size))
+        rows.append(_row(run, baseline, own, size))
         walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk((), None))
         if gradients or steps:
             learners.append(Learner.of(run))
@@ -96,7 +94,7 @@ def compare_heads(
     same_weights = all(one.same for one in carried)
     cause = equalities.cause if same_weights else ""
     for place, walk in enumerate(walks[1:], start=1):
-        why = reason(sizes[0], sizes[place], walk, rows[place], carried[place], cause)
+        why = reason(rows[0], rows[place], walk, carried[place], cause)
         rows[place] = replace(rows[place], first_differing_stage=walk.first, reason=why)
     said = equalities.measured(runs, "" if baseline.is_known else baseline.label) if same_weights else ()
     masked = masked_note(runs)
@@ -182,18 +180,13 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _sizes(run: HeadRun) -> Sizes:
-    head_dim = run.nearest.attentions[0][1].head_dim
-    return Sizes(run.num_heads, head_dim, turned=bool(run.own.made_with.get("rope")))
-
-
-def _row(own: Sizes, run: HeadRun, baseline: HeadRun, carried: Carried, size: float) -> HeadCount:
+def _row(run: HeadRun, baseline: HeadRun, carried: Carried, size: float) -> HeadCount:
     """The row of one head count, without the reason."""
     largest, relative = distances(baseline.output, run.output, size)
     times, verdict = judge(largest, baseline.output_floor)
     return HeadCount(
-        num_heads=own.num_heads,
-        head_dim=own.head_dim,
+        num_heads=run.num_heads,
+        head_dim=run.nearest.attentions[0][1].head_dim,
         numel=_numel(run.module),
         same_parameters=carried.same,
         output_shape=tuple(run.output.shape),
@@ -247,7 +240,12 @@ def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun) -> Walk:
     weights = mine.get(0, "weights")
     few = weights.shape[2] if weights is not None and baseline.place_of(where) is not None else 0
     unnamed = {*mine.unnamed, *theirs.unnamed} if found.first is None else set()
-    return replace(found, looked_at=few, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
+    return replace(
+        found,
+        looked_at=few,
+        unnamed=tuple(stage for stage in STAGES if stage in unnamed),
+        turned=bool(run.own.made_with.get("rope")),
+    )
 
 
 def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look) -> Walk:

@@ -248,17 +248,14 @@ def _confirmed(claim: Claim, rows: Tensor, outputs: Sequence[Tensor], noise_floo
 def masked_note(runs: Sequence[HeadRun]) -> str:
     """Return what is to be said of queries that no key is left to; empty where there is none, or it is not known."""
     baseline = runs[0]
-    scores = baseline.look(None).get(0, "masked_scores") if baseline.nearest.attentions[0][0].masks else None
+    rows = baseline.look(None).masked_queries(0) if baseline.nearest.attentions[0][0].masks else []
     outputs = [run.by_query for run in runs]
-    if scores is None:
-        return ""
     # One head of which every key is masked is enough: W_o mixes its context into the whole row.
-    empty = (scores <= BLOCKED_BELOW).all(dim=-1).any(dim=1).cpu()
-    known = [output for output in outputs if output is not None and output.shape[:2] == empty.shape]
-    rows = empty.nonzero().tolist()
-    if not rows or len(known) < len(outputs):
+    if not rows or any(one is None or one.shape[0] <= rows[-1][0] or one.shape[1] <= rows[-1][1] for one in outputs):
         return ""
-    nan = [bool(output[empty].isnan().all()) for output in known]
+    batches, queries = zip(*rows, strict=True)
+    known = [output[list(batches), list(queries)] for output in outputs if output is not None]
+    nan = [bool(output.isnan().all()) for output in known]
     number = "1 query" if len(rows) == 1 else f"{len(rows)} queries"
     first = f"(the first: query {rows[0][1]} of batch row {rows[0][0]})"
     text = f"{number} {'has' if len(rows) == 1 else 'have'} no key left to look at {first}: the output there is"

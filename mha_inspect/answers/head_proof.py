@@ -51,7 +51,7 @@ def prove(subject: Subject, run: Run) -> PerHeadProof | None:
 
 
 def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) -> tuple[float, float] | None:
-    """The largest difference from what was recorded, and the rounding error of the heads' own computation."""
+    """Return how far what was recorded is from the heads' own computation in float64, and how far that is rounded."""
     plain = found.divided is None and found.softcap is None and found.sinks is None and not found.key_first
     mixed = found.mixed_scores or found.mixed_weights or any(op.base_name != "expand" and op.kind == "compute"
                                                              for op in found.weights_path)  # fmt: skip
@@ -68,21 +68,19 @@ def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) ->
     numbers = weights.read()
     # Beside float64 there is nothing finer: float32 is measured, and scaled by the ratio of the rounding steps.
     double = contents[last].dtype == torch.float64
-    coarser, finer = (torch.float32, torch.float64) if double else (contents[last].dtype, torch.float64)
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
 
     def by_head(dtype: torch.dtype) -> Tensor:
         given = [{name: tensor.to(dtype) for name, tensor in own.items()} for own in (numbers, contents)]
         return output_by_head(given[0], weights.users(), given[1], float(found.scale or 1))
 
     try:
-        rounded, exact = by_head(coarser), by_head(finer)
+        rounded, exact = by_head(torch.float32 if double else contents[last].dtype), by_head(torch.float64)
     except RuntimeError:  # sizes that do not fit: what comes in was cut or padded on the way
         return None
-    own = exact if double else rounded
-    if own.shape != contents[last].shape:
+    if exact.shape != contents[last].shape:
         return None
-    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
-    return max_difference(own, contents[last]), max_difference(rounded, exact) * ratio
+    return max_difference(exact, contents[last]), max_difference(rounded, exact) * ratio
 
 
 def _heads_are_projections(graph: Graph, found: Attention) -> bool:

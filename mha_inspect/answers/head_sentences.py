@@ -13,16 +13,6 @@ _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes that sentences speak of."""
-
-    num_heads: int
-    head_dim: int
-    turned: bool
-    """Whether positions turn the features of each head (RoPE)."""
-
-
-@dataclass(frozen=True)
 class Carried:
     """What became of the baseline's weights in a module with another head count."""
 
@@ -50,16 +40,17 @@ class Walk:
     """Queries whose stages were looked at, where they are not all of them; else 0."""
     unnamed: tuple[str, ...] = ()
     """Stages that could not be compared, for an axis of them has no name."""
+    turned: bool = False
+    """Whether positions turn the features of each head (RoPE)."""
 
 
-def reason(base: Sizes, own: Sizes, walk: Walk, count: HeadCount, carried: Carried, cause: str) -> str:
+def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, cause: str) -> str:
     """Return why this head count's output differs from the baseline's, or does not, in one sentence.
 
     Args:
-        base: the baseline's sizes.
-        own: this head count's.
+        base: the baseline's row of the report.
+        count: the row of this head count, its verdict in it.
         walk: what the stages have been found to hold.
-        count: the row of the report, its verdict in it.
         carried: what became of the baseline's weights.
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
     """
@@ -73,7 +64,7 @@ def reason(base: Sizes, own: Sizes, walk: Walk, count: HeadCount, carried: Carri
         where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
         return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
     text = f"{_same(walk.same)}; " if walk.same else ""
-    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, own, walk, carried)}"
+    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, count, walk, carried)}"
     if count.verdict != "differs":
         text += f"; {_how_it_ends(walk, count, cause)}"
     return f"{text}."
@@ -89,7 +80,7 @@ def _same(stages: Sequence[str]) -> str:
     return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
 
 
-def _how(base: Sizes, own: Sizes, walk: Walk, carried: Carried) -> str:
+def _how(base: HeadCount, own: HeadCount, walk: Walk, carried: Carried) -> str:
     if walk.first in ("scores", "masked_scores"):
         return f"{_sums(own)} instead of {_sums(base)}"
     if not carried.same:
@@ -99,12 +90,12 @@ def _how(base: Sizes, own: Sizes, walk: Walk, carried: Carried) -> str:
         return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
     split = f"{plural(own.num_heads, 'head')} of {own.head_dim}"
     instead = f"instead of {base.num_heads} of {base.head_dim}"
-    if own.turned and walk.first in _HEADS:
+    if walk.turned and walk.first in _HEADS:
         return f"positions turn the features within {split} {instead}"
     return walk.note or f"{split} features {instead}"
 
 
-def _sums(own: Sizes) -> str:
+def _sums(own: HeadCount) -> str:
     each = " each" if own.num_heads > 1 else ""
     return f"{plural(own.num_heads, 'sum')} over {plural(own.head_dim, 'feature')}{each}"
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..graph.attention import Attention
 from ..measure.statistics import stats_of, values_of
@@ -39,11 +38,6 @@ def trace(own: Subject, show: Show | None = None) -> Trace:
     """
     show = show or Show()
     return traced(own, show, keep=show.stats or show.values)[0]
-
-
-def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwargs: Any) -> Trace:
-    """Trace a module on these arguments, as `trace` does."""
-    return trace(Subject(module, args, kwargs), show)
 
 
 def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
@@ -248,6 +242,11 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
         notes.append(
             "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
             "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose."
+        )
+    if names.over_features:
+        notes.append(
+            "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
+            "the features of the keys."
         )
     if found.over_queries:
         notes.append(

@@ -271,16 +271,28 @@ def _called(
     from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
-    options, settings = _options_of(options, one)
     if one.path is not None:
-        target = subject.load_target(one.text, options, settings, elsewhere=_taken_by(other))
+        target, options = _loaded(options, one, other)
         return part_of(target, subject.call_of(target, options), one.path)
     fitted = beside is not None and other.path is not None
     sizes = _sizes(beside[1]) if beside is not None and fitted else None
-    target = subject.load_target(one.text, options, settings, sizes, _taken_by(other))
+    target, options = _loaded(options, one, other, sizes)
     if beside is not None and fitted:
         target = with_arguments_of(target, beside[0])
     return target, subject.call_of(target, options, Room(kept=True, exact=True))
+
+
+def _loaded(
+    options: Options, one: _Asked, other: _Asked, sizes: dict[str, Any] | None = None
+) -> tuple[Target, Options]:
+    """Build a target, and return the options as it has them: what is set and none of its arguments may be of a run."""
+    try:
+        return subject.load_target(one.text, options, one.settings, sizes, _taken_by(other)), options
+    except SpecError:
+        own, settings = _options_of(options, one)
+        if len(settings) == len(one.settings):
+            raise
+        return subject.load_target(one.text, own, settings, sizes, _taken_by(other)), own
 
 
 _OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from math import isclose, prod
 
 from ..record.ops import Op, Recording, TensorRef
+from .dimensions import Axis, wide
 from .found import Attention, Mixing
 from .loops import merge_branches
 from .pairing import Meeting, mixing_of, moved_for, score_product, softmaxed_side, value_product
@@ -83,7 +85,10 @@ class _Finder:
         k_heads, k_scale = self._heads(product, key, transposed=not key_first)
         v_heads, _ = self._heads(averaged, value, transposed=value_first)
         stages = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
-        ends = self._projections(stages, product.op.module)
+        scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
+        keys = scored.left_rows if key_first else scored.right_columns
+        values = summed.left_inner if value_first else summed.right_inner
+        ends = self._projections(stages, product.op.module, {"key": set(keys), "value": set(values)})
         projections = self._project(stages, ends)
         if not (scoring.masks and scoring.masks[0] is product.op):
             stages["scores"] = scoring.scores
@@ -129,7 +134,7 @@ class _Finder:
         while (op := self.recording.producer(tensor)) is not None and op.inputs:
             if moved_for(self.graph, op, product):
                 swapped = swapped or op.swaps_last_two
-            elif self.graph.is_scale(op):
+            elif self._scales(op):
                 scales.append(self.graph.scale_of(op))
             elif op.makes_result and self._is_scaled(op.inputs[0]):
                 pass
@@ -137,22 +142,32 @@ class _Finder:
                 swapped = True
             else:
                 break
-            tensor = max(op.inputs, key=lambda t: t.numel) if self.graph.is_scale(op) else op.inputs[0]
+            tensor = max(op.inputs, key=lambda t: t.numel) if self._scales(op) else op.inputs[0]
         return tensor, multiply(scales)
 
     def _is_scaled(self, tensor: TensorRef) -> bool:
         op = self.recording.producer(tensor)
-        return op is not None and self.graph.is_scale(op)
+        return op is not None and self._scales(op)
+
+    def _scales(self, op: Op) -> bool:
+        """Whether this multiplies everything by one number, and is not the second half of a mean."""
+        if not self.graph.is_scale(op):
+            return False
+        behind = self.recording.producer(max(op.inputs, key=lambda t: t.numel))
+        if behind is None or behind.base_name != "sum":
+            return True
+        summed = behind.inputs[0].numel / max(behind.output.numel, 1)
+        return not isclose((self.graph.scale_of(op) or 0) * summed, 1, rel_tol=1e-6)
 
     def _early_scale(self, end: _Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""
         after = max((place for place, op in enumerate(end.path) if self._norms(op)), default=-1)
-        return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self.graph.is_scale(op))
+        return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self._scales(op))
 
     def _norms(self, op: Op) -> bool:
         """Whether this is a norm, or the last step of one that was written out: a division by a length, or a gain."""
         if op.does("norms"):
-            return True
+            return op.base_name not in ("sum", "mean")  # by themselves they pool positions
         if not op.does("scales") or len(op.inputs) != 2 or self.graph.is_scale(op):
             return False
         smaller = min(op.inputs, key=_elements)
@@ -160,9 +175,14 @@ class _Finder:
 
     # -- projections --------------------------------------------------------------------------------------------------
 
-    def _projections(self, stages: dict[str, TensorRef], module: str) -> dict[str, _Projection]:
+    def _projections(
+        self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
+    ) -> dict[str, _Projection]:
         """The projections of query, key and value, those that there are."""
-        found = {name: self._projection(stages[f"{name[0]}_heads"], module) for name in ("query", "key", "value")}
+        found = {
+            name: self._projection(stages[f"{name[0]}_heads"], module, positions.get(name, set()))
+            for name in ("query", "key", "value")
+        }
         ends = {name: end for name, end in found.items() if end is not None}
         for name, end in ends.items():
             others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
@@ -191,26 +211,38 @@ class _Finder:
             op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
         )
 
-    def _projection(self, heads: TensorRef, module: str) -> _Projection | None:
+    def _projection(self, heads: TensorRef, module: str, positions: set[Axis]) -> _Projection | None:
         """The nearest projection behind a tensor of heads.
 
-        Where heads are put together of several projections' pieces, one that feeds another of them is not the last.
+        Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
+        that gives `positions` makes fewer keys of many, and is passed where the features come from another.
         """
         nearest: _Projection | None = None
-        for step in self.graph.back(heads, self._through):
+        along: _Projection | None = None
+        for step in self.graph.back(heads, lambda op: self._through(op) or self._gives(op, positions)):
             op = self.recording.producer(step.tensor)
             if op is None or not self.graph.is_projection(op):
                 continue
-            crossed = any(passed.does("norms") for passed in step.path)
-            if nearest is None:
-                if crossed and not inside(op.module, module):
-                    return None
-                nearest = _Projection(op, tuple(reversed(step.path)))
+            end = _Projection(op, tuple(reversed(step.path)))
+            if self._gives(op, positions):
+                along = along or end
+            elif nearest is None:
+                own = inside(op.module, module)
+                if not own and (along or any(passed.does("norms") for passed in step.path)):
+                    break
+                nearest = end
                 if not any(passed.base_name == "cat" for passed in step.path):
                     break
             elif inside(op.module, module) and op is not nearest.op and self._feeds(nearest.op, op):
-                return _Projection(op, tuple(reversed(step.path)))
-        return nearest
+                return end
+        return nearest or along
+
+    def _gives(self, op: Op, positions: set[Axis]) -> bool:
+        """Whether a projection makes positions, and no features."""
+        mixing = mixing_of(self.graph, op) if positions else None
+        dim = () if mixing is None else self.graph.dimensions.of(op.output)[mixing.place]
+        given = set(wide(dim))
+        return bool(given) and given <= positions
 
     def _feeds(self, first: Op, second: Op) -> bool:
         """Whether one projection projects what another gives."""
@@ -223,7 +255,7 @@ class _Finder:
         op = end.op
         while len(earlier) < 3:
             latent = self.graph.projected(op)
-            found = self._projection(latent, module)
+            found = self._projection(latent, module, set())
             if found is None or not inside(found.op.module, module) or not latent.shape:
                 break
             source = self.graph.projected(found.op)
@@ -298,6 +330,11 @@ class _Finder:
         if stages["concat"].id == context.id:
             del stages["concat"]
 
+    @cached_property
+    def _calls_of_products(self) -> frozenset[int]:
+        """The calls that multiply matrices: what moves a factor for one belongs to it."""
+        return frozenset(op.call for op in self.recording.ops if op.does("product"))
+
     def _onward(self, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
         """The end of a chain of moves that begins here and stays in the module; with `features_last`, of those moves
         that leave the last dimension where it is."""
@@ -306,7 +343,11 @@ class _Finder:
             followers = [
                 op
                 for op in self.recording.consumers.get(tensor.id, ())
-                if op.outputs and self.graph.moves(op) and inside(op.module, module) and op.output.id != tensor.id
+                if op.outputs
+                and self.graph.moves(op)
+                and inside(op.module, module)
+                and op.output.id != tensor.id
+                and op.call not in self._calls_of_products
             ]
             if len(followers) != 1 or followers[0].output.numel != tensor.numel or not tensor.numel:
                 return tensor

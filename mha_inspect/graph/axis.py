@@ -62,6 +62,11 @@ def size_of(dim: Iterable[Axis]) -> int:
     return prod(atom.size for atom in dim)
 
 
+def wide(*dims: Iterable[Axis]) -> Dim:
+    """The atoms of these dimensions that have more than one element."""
+    return tuple(atom for dim in dims for atom in dim if atom.size > 1)
+
+
 def fresh(size: int) -> Dim:
     """A dimension of which nothing is known but its size."""
     return (Axis(size),)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, fresh, resolve, size_of, unify
+from .axis import Axis, Dim, fresh, resolve, size_of, unify, wide
 from .pieces import slice_unevenly, uneven_slices
 from .rules import rule_of
 
-__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of"]
+__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
 
 
 class Dimensions:

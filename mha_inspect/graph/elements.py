@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..record.catalog import does, named
 from ..record.ops import Named, Op, TensorRef
-from .dimensions import Axis
+from .dimensions import Axis, wide
 from .linear import features_of
 from .pieces import setting
 from .walk import Graph
@@ -121,7 +121,7 @@ class Origins:
     @cached_property
     def _features(self) -> set[Axis]:
         """The axes of what projections take in and give, but for those of size one."""
-        return {axis for axis in features_of(self._graph) if axis.size > 1}
+        return set(wide(features_of(self._graph)))
 
     def _meet(self, now: Elements, trail: Trail) -> None:
         address = _address(now.tensor, now.at)
@@ -194,7 +194,7 @@ class Origins:
         """Element by element, with broadcasting; the channels of a norm are its second dimension."""
         name = op.base_name.rstrip("_")
         shape = now.tensor.shape
-        coordinates = _coordinates(now.at, shape)
+        coordinates = coordinates_of(now.at, shape)
         own: list[Tensor] | None
         for place, source in enumerate(op.inputs):
             if source.dtype == "bool" or (op.kind == "write" and name == "copy" and place == 0):
@@ -212,11 +212,11 @@ class Origins:
                 continue
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
             kind = "norm" if does(name, "norms") else kind
-            yield self._marked(op, now.taking(source, _index(own, source.shape)), kind)
+            yield self._marked(op, now.taking(source, index_of(own, source.shape)), kind)
 
     def _gathered(self, op: Op, now: Elements) -> Iterator[Elements]:
         """Where elements were picked by a table of indices: by what it holds, where that was kept."""
-        source, coordinates = op.inputs[0], _coordinates(now.at, now.tensor.shape)
+        source, coordinates = op.inputs[0], coordinates_of(now.at, now.tensor.shape)
         indices = op.inputs[-1]
         if op.base_name == "index":
             places = [place for place, index in enumerate(op.args[1]) if index is not None]
@@ -229,17 +229,17 @@ class Origins:
             own, place, rank = list(coordinates), place, 1
             picked = self._picked(indices, now.at)
         elif op.base_name == "embedding":
-            picked, own = self._picked(indices, _index(coordinates[:rank], indices.shape)), [now.at, coordinates[-1]]
+            picked, own = self._picked(indices, index_of(coordinates[:rank], indices.shape)), [now.at, coordinates[-1]]
             rank = 1
         else:
-            picked = self._picked(indices, _index(coordinates[place : place + rank], indices.shape))
+            picked = self._picked(indices, index_of(coordinates[place : place + rank], indices.shape))
             own = list(coordinates)
         if picked is None and not self._features.isdisjoint(self._graph.dimensions.of(source)[place]):
             return  # which features they are nobody knows
         own[place : place + rank] = [torch.zeros_like(now.at) if picked is None else picked]
         if len(own) == len(source.shape):
             own[place] = own[place] % source.shape[place]
-            yield self._marked(op, now.taking(source, _index(own, source.shape)), "learned")
+            yield self._marked(op, now.taking(source, index_of(own, source.shape)), "learned")
 
     def _picked(self, indices: TensorRef, at: Tensor) -> Tensor | None:
         if indices.id in self._recording.scalars:
@@ -249,14 +249,14 @@ class Origins:
 
     def _factors(self, op: Op, now: Elements, ends: set[int]) -> Iterator[Elements]:
         """The factors of a product: the one whose rows are asked about, and the other where the features pass it."""
-        coordinates = _coordinates(now.at, now.tensor.shape)
+        coordinates = coordinates_of(now.at, now.tensor.shape)
         sources = product_sources(op, coordinates)
         if len(op.inputs) == 3:
             added = op.inputs[2] if op.base_name == "convolution" else op.inputs[0]
             by_channel = op.base_name == "convolution"
             own = [coordinates[1]] if by_channel else _broadcast(coordinates, now.tensor.shape, added.shape)
             if own is not None:
-                yield self._marked(op, now.taking(added, _index(own, added.shape)), "b")
+                yield self._marked(op, now.taking(added, index_of(own, added.shape)), "b")
         weights = [place for place, (tensor, _) in enumerate(sources) if self._graph.is_weight(tensor)]
         if now.kind or not weights:
             # Inside of what is made of parameters alone it is a product of two of them.
@@ -287,28 +287,26 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
         space = [c if before == after else zero for c, before, after in sizes]
         taken = [coordinates[0], group * weight.shape[1] + k, *space]
         row = [coordinates[1], k, *(zero for _ in weight.shape[2:])]
-        return [(source, _index(taken, source.shape)), (weight, _index(row, weight.shape))]
+        return [(source, index_of(taken, source.shape)), (weight, index_of(row, weight.shape))]
     left, right = op.inputs[-2:]
     batch, rest = coordinates[:-2], coordinates[-2:]
     if op.base_name == "mv":
-        return [(left, _index([coordinates[0], k], left.shape)), (right, k)]
+        return [(left, index_of([coordinates[0], k], left.shape)), (right, k)]
     if op.base_name == "dot":
         return [(left, k), (right, k)]
     return [
-        (left, _index([*batch, rest[0], k], left.shape)),
-        (right, _index([*batch, k, rest[1]], right.shape)),
+        (left, index_of([*batch, rest[0], k], left.shape)),
+        (right, index_of([*batch, k, rest[1]], right.shape)),
     ]
 
 
-def _coordinates(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for size in reversed(shape):
-        found.insert(0, at % size)
-        at = at // size
-    return found
+def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """Where elements are along each dimension, counted in row-major order."""
+    return list(torch.unravel_index(at, tuple(shape))) if shape else []
 
 
-def _index(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The number in row-major order of the elements at these coordinates."""
     at = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros(1, dtype=torch.long)
     for coordinate, size in zip(coordinates, shape, strict=True):
         at = at * size + coordinate
@@ -318,7 +316,7 @@ def _index(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 def _address(tensor: TensorRef, at: Tensor) -> Tensor:
     """Where in its memory each element is."""
     address = torch.full_like(at, tensor.offset)
-    for coordinate, stride in zip(_coordinates(at, tensor.shape), tensor.stride, strict=True):
+    for coordinate, stride in zip(coordinates_of(at, tensor.shape), tensor.stride, strict=True):
         address = address + coordinate * stride
     return address
 
@@ -334,18 +332,20 @@ def _locate(tensor: TensorRef, address: Tensor) -> tuple[Tensor, Tensor]:
         if size > 1 and stride > 0:
             coordinates[dim] = (rest // stride).clamp(0, size - 1)
             rest = rest - coordinates[dim] * stride
-    return _index(coordinates, tensor.shape) if tensor.shape else torch.zeros_like(rest), inside & (rest == 0)
+    return index_of(coordinates, tensor.shape) if tensor.shape else torch.zeros_like(rest), inside & (rest == 0)
 
 
 def coordinates_in(tensor: TensorRef, places: Tensor) -> list[Tensor]:
     """The coordinates of elements of a parameter, given by where they are in its memory."""
     at, _ = _locate(replace(tensor, offset=0), places)
-    return _coordinates(at, tensor.shape)
+    return coordinates_of(at, tensor.shape)
 
 
-def elements_at(tensor: TensorRef, coordinates: Sequence[Tensor], ids: Tensor) -> Elements:
-    """The elements of a tensor at these coordinates."""
-    return Elements(tensor, _index(coordinates, tensor.shape), ids)
+def elements_at(
+    tensor: TensorRef, coordinates: Sequence[Tensor], ids: Tensor, shape: Sequence[int] | None = None
+) -> Elements:
+    """The elements of a tensor at these coordinates, which may be in a shape that its dimensions are split to."""
+    return Elements(tensor, index_of(coordinates, tensor.shape if shape is None else shape), ids)
 
 
 def _broadcast(coordinates: Sequence[Tensor], shape: Sequence[int], own: Sequence[int]) -> list[Tensor] | None:
@@ -362,7 +362,7 @@ Sources = Iterator[tuple[TensorRef, Tensor, Tensor | None]]
 
 
 def _cat(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    coordinates = _coordinates(at, out.shape)
+    coordinates = coordinates_of(at, out.shape)
     dim = setting(op, 1, "dim", 0) % len(out.shape)
     start = 0
     for source in op.inputs:
@@ -372,47 +372,47 @@ def _cat(op: Op, out: TensorRef, at: Tensor) -> Sources:
         stop = start + source.shape[dim]
         kept = (coordinates[dim] >= start) & (coordinates[dim] < stop)
         own = [*coordinates[:dim], coordinates[dim] - start, *coordinates[dim + 1 :]]
-        yield source, _index(own, source.shape), kept
+        yield source, index_of(own, source.shape), kept
         start = stop
 
 
 def _stack(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    coordinates = _coordinates(at, out.shape)
+    coordinates = coordinates_of(at, out.shape)
     dim = setting(op, 1, "dim", 0) % len(out.shape)
     for place, source in enumerate(op.inputs):
         own = [*coordinates[:dim], *coordinates[dim + 1 :]]
-        yield source, _index(own, source.shape) if own else torch.zeros_like(at), coordinates[dim] == place
+        yield source, index_of(own, source.shape) if own else torch.zeros_like(at), coordinates[dim] == place
 
 
 def _repeat(op: Op, out: TensorRef, at: Tensor) -> Sources:
     source = op.inputs[0]
-    coordinates = _coordinates(at, out.shape)[len(out.shape) - len(source.shape) :]
+    coordinates = coordinates_of(at, out.shape)[len(out.shape) - len(source.shape) :]
     own = [c % size for c, size in zip(coordinates, source.shape, strict=True)]
-    yield source, _index(own, source.shape), None
+    yield source, index_of(own, source.shape), None
 
 
 def _roll(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    own = _coordinates(at, out.shape)
+    own = coordinates_of(at, out.shape)
     for shift, dim in zip(setting(op, 1, "shifts"), setting(op, 2, "dims", ()) or (), strict=False):
         own[dim] = (own[dim] - shift) % out.shape[dim]
-    yield op.inputs[0], _index(own, out.shape), None
+    yield op.inputs[0], index_of(own, out.shape), None
 
 
 def _flip(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    own = _coordinates(at, out.shape)
+    own = coordinates_of(at, out.shape)
     for dim in setting(op, 1, "dims"):
         own[dim] = out.shape[dim] - 1 - own[dim]
-    yield op.inputs[0], _index(own, out.shape), None
+    yield op.inputs[0], index_of(own, out.shape), None
 
 
 def _pad(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    own, source = _coordinates(at, out.shape), op.inputs[0]
+    own, source = coordinates_of(at, out.shape), op.inputs[0]
     kept = torch.ones_like(at, dtype=torch.bool)
     for back, before in enumerate(setting(op, 1, "pad")[::2]):
         dim = len(own) - 1 - back
         own[dim] = own[dim] - before
         kept &= (own[dim] >= 0) & (own[dim] < source.shape[dim])
-    yield source, _index(own, source.shape), kept
+    yield source, index_of(own, source.shape), kept
 
 
 _MOVES = {"cat": _cat, "stack": _stack, "repeat": _repeat, "roll": _roll, "flip": _flip, "constant_pad_nd": _pad}

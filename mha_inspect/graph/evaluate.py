@@ -15,7 +15,7 @@ from ..record.arguments import argument_names, tensors_in
 from ..record.ops import Op, Recording, TensorRef
 from ..record.subject import Subject
 
-_LONGEST = 400
+_LONGEST = 2000
 """Operations after which it gives up: what takes so many is no mask."""
 
 
@@ -40,30 +40,59 @@ def takes_shape_only(op: Op) -> bool:
 
 
 class Replay:
-    """Computes tensors of one recording again, each operation once."""
+    """Computes tensors of one recording again."""
 
     def __init__(self, recording: Recording, leaves: Mapping[int, torch.Tensor]) -> None:
         self._recording = recording
-        self._known: dict[int, torch.Tensor] = {**leaves, **recording.values}
+        self._leaves: dict[int, torch.Tensor] = {**recording.constants, **leaves, **recording.values}
+        self._made: dict[int, torch.Tensor] = {}
 
     def value(self, tensor: TensorRef) -> torch.Tensor:
         """The content of a tensor.
 
         Raises `CannotReplayError` where it hangs on a product, on random numbers, or on what is not known.
         """
-        if tensor.id in self._known:
-            return self._known[tensor.id]
-        try:
-            with torch.no_grad():
-                for op in self._needed(tensor):
-                    self._run(op)
-        except CannotReplayError:
-            raise
-        except Exception as error:  # whatever an operation that is called from outside may raise
-            raise CannotReplayError(str(error)) from None
-        if tensor.id not in self._known:
-            raise CannotReplayError("it was written piece by piece")
-        return self._known[tensor.id]
+        if tensor.id in self._leaves:
+            return self._leaves[tensor.id]
+        if tensor.id not in self._made:
+            try:
+                with torch.no_grad():
+                    self._made[tensor.id] = self._computed(tensor)
+            except CannotReplayError:
+                raise
+            except Exception as error:  # whatever an operation that is called from outside may raise
+                raise CannotReplayError(str(error)) from None
+        return self._made[tensor.id]
+
+    def _computed(self, tensor: TensorRef) -> torch.Tensor:
+        """Run what makes a tensor, in its order, in memory of its own: what is written is written there."""
+        needed = self._needed(tensor)
+        memory: dict[int, torch.Tensor] = {}
+        known: dict[int, torch.Tensor] = {}
+
+        def content(asked: TensorRef) -> torch.Tensor:
+            if asked.id not in known and asked.storage in memory:  # what others wrote, seen in another way
+                known[asked.id] = memory[asked.storage].as_strided(asked.shape, asked.stride, asked.offset)
+            elif asked.id not in known:
+                known[asked.id] = self._given(asked).clone(memory_format=torch.preserve_format)
+                if known[asked.id].stride() == asked.stride and not asked.offset:
+                    memory[asked.storage] = known[asked.id]
+            return known[asked.id]
+
+        for op in needed:
+            for made, value in run_again(op, content):
+                known[made.id] = value
+                if value.stride() == made.stride and value.storage_offset() == made.offset:
+                    memory.setdefault(made.storage, value)
+        return content(tensor).clone()
+
+    def _given(self, tensor: TensorRef) -> torch.Tensor:
+        if tensor.id in self._leaves:
+            return self._leaves[tensor.id]
+        number = self._recording.scalars.get(tensor.id)
+        if number is not None:
+            return torch.tensor(number, dtype=getattr(torch, tensor.dtype))
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))  # whose shape alone is taken
 
     def _needed(self, tensor: TensorRef) -> list[Op]:
         """The operations that make it, in their order."""
@@ -71,7 +100,7 @@ class Replay:
         queue = [tensor]
         while queue:
             current = queue.pop()
-            if current.id in self._known:
+            if current.id in self._leaves or current.id in self._recording.scalars:
                 continue
             op = self._recording.producer(current)
             if op is None:
@@ -86,17 +115,6 @@ class Replay:
             queue += () if takes_shape_only(op) else op.inputs
         return [needed[index] for index in sorted(needed)]
 
-    def _run(self, op: Op) -> None:
-        if all(tensor.id in self._known for tensor in op.outputs):
-            return
-        for tensor, made in run_again(op, self._content):
-            self._known[tensor.id] = made
-
-    def _content(self, tensor: TensorRef) -> torch.Tensor:
-        if tensor.id not in self._known:  # of which the operation takes the shape alone
-            return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        return self._known[tensor.id]
-
 
 def run_again(op: Op, content: Callable[[TensorRef], torch.Tensor]) -> list[tuple[TensorRef, torch.Tensor]]:
     """Run an operation of a recording once more; what came out, beside what it is in the recording.
@@ -105,12 +123,10 @@ def run_again(op: Op, content: Callable[[TensorRef], torch.Tensor]) -> list[tupl
     """
     if op.makes_result:
         return [(op.output, content(op.inputs[0]))]
-    writes = op.kind == "write"
 
     def argument(value: Any) -> Any:
         if isinstance(value, TensorRef):
-            # What an operation writes into is written once, in the run: here it must stay as it was.
-            return content(value).clone() if writes else content(value)
+            return content(value)
         if isinstance(value, tuple):
             return [argument(item) for item in value]
         if isinstance(value, str):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
-from .dimensions import Axis
+from .dimensions import Axis, wide
 from .found import Attention
 from .products import Product, outer_product_of, product_of
 from .walk import Graph
@@ -63,10 +63,7 @@ def _stays_in_place(graph: Graph, chain: Chain, features: set[Axis]) -> bool:
     axes = chain.first.axes(graph.dimensions)
     if axes.left_inner or any(op.does("runs") for op in chain.between):
         return False
-    positions = [
-        {atom for dim in graph.dimensions.of(named.tensor) for atom in dim if atom.size > 1} - features
-        for named in graph.recording.inputs
-    ]
+    positions = [set(wide(*graph.dimensions.of(named.tensor))) - features for named in graph.recording.inputs]
     kept = {*axes.batch} & {*chain.second.axes(graph.dimensions).batch}
     return any(own and own <= kept for own in positions)
 

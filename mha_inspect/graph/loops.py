@@ -7,6 +7,7 @@ from typing import Any
 
 from ..naming.stages import STAGES
 from ..record.ops import Op, TensorRef
+from .dimensions import wide
 from .found import Attention
 from .walk import Graph
 
@@ -84,9 +85,8 @@ def _is_whole(graph: Graph, found: Attention) -> bool:
     del given[1 if projection is not None and projection.base_name == "convolution" and len(given) > 2 else -1]
     axes = found.score_product.axes(graph.dimensions)
     rows = axes.columns if found.key_first else axes.rows
-    seen = {atom for atom in (*axes.batch, *axes.rows, *axes.columns) if atom.size > 1}
-    outside = {atom for dim in given for atom in dim if atom.size > 1}
-    return outside <= seen and all(atom in outside for atom in rows if atom.size > 1)
+    outside = set(wide(*given))
+    return outside <= {*axes.batch, *axes.rows, *axes.columns} and set(wide(rows)) <= outside
 
 
 def _merge(group: list[Attention]) -> Attention:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 from ..record.ops import Op, TensorRef
-from .dimensions import Axis
+from .dimensions import Axis, size_of, wide
 from .found import Mixing
 from .products import Product, product_of
 from .walk import Graph
@@ -123,7 +122,7 @@ def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
 
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
     """Whether projections on the way from the scores to the softmax mix what their product runs over, the heads."""
-    heads = {atom for atom in product.axes(graph.dimensions).batch if atom.size > 1}
+    heads = set(wide(product.axes(graph.dimensions).batch))
     mixings = (mixing for op in path if (mixing := mixing_of(graph, op)) is not None)
     return all(_wide(graph, mixing.source, mixing.place) <= heads for mixing in mixings)
 
@@ -164,20 +163,16 @@ def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: Tensor
         return Softmaxed(key_first=False)
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), _wide(graph, masked, dim)
-    if over & set(axes.batch) and not (_size(rows) > 1 and _size(columns) > 1):
+    if over & set(axes.batch) and not (size_of(rows) > 1 and size_of(columns) > 1):
         return None
     averaged = ahead.product.axes(graph.dimensions)
     weights_last = ahead.product.right.id == ahead.carried.id
-    summed = {atom for atom in (averaged.right_inner if weights_last else averaged.left_inner) if atom.size > 1}
+    summed = set(wide(averaged.right_inner if weights_last else averaged.left_inner))
     over_rows = bool(over & rows) and not over & columns
     other = (columns if over_rows else rows) - over
     if over and summed & other and not summed & over:
         return None if _is_width(graph, product, over) else Softmaxed(not over_rows, over_queries=True)
     return None if _pools(graph, product, ahead) else Softmaxed(over_rows)
-
-
-def _size(axes: set[Axis]) -> int:
-    return prod(atom.size for atom in axes)
 
 
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
@@ -198,4 +193,4 @@ def _pools(graph: Graph, product: Product, ahead: Meeting) -> bool:
 
 
 def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:
-    return {atom for atom in graph.dimensions.of(tensor)[dim] if atom.size > 1}
+    return set(wide(graph.dimensions.of(tensor)[dim]))

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ..graph.dimensions import Axis, Dim, Dimensions, resolve
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..graph.found import Attention
 from ..record.ops import TensorRef
 from .roles import Group, Roles
@@ -58,26 +58,26 @@ class AxisNames:
     @property
     def num_heads(self) -> int:
         """Number of heads."""
-        return _product(self._heads) * max(1, len(self._found.branches))
+        return size_of(self._heads) * max(1, len(self._found.branches))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads that keys and values were projected to, before they were repeated."""
         branches = self._found.branches
         shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
-        return _product(self._roles.kv_heads) * shared
+        return size_of(self._roles.kv_heads) * shared
 
     @property
     def head_dim(self) -> int:
         """Features of a head."""
-        return _product(self._roles.head_dim)
+        return size_of(self._roles.head_dim)
 
     @property
     def lengths(self) -> tuple[int, int]:
         """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
         if self._roles.own_keys:
-            return 1, _product(self._roles.key)
-        return _product(self._roles.query), _product(self._roles.key)
+            return 1, size_of(self._roles.key)
+        return size_of(self._roles.query), size_of(self._roles.key)
 
     @property
     def mixes_positions(self) -> bool:
@@ -85,9 +85,14 @@ class AxisNames:
         return self._roles.mixes_positions
 
     @property
+    def over_features(self) -> bool:
+        """Whether the features of a head attend to one another, and not positions to positions."""
+        return self._roles.over_features
+
+    @property
     def num_windows(self) -> int:
         """Number of windows that the sequence was cut into; 1 where it was not."""
-        return _product(self._roles.windows)
+        return size_of(self._roles.windows)
 
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
@@ -111,6 +116,8 @@ class AxisNames:
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
         expected = _expected(stage)
+        if self._roles.over_features and _side(stage) == "s":
+            expected = ["head_dim", "key_head_dim"]
         tensor = self._found.stages[stage]
         side = self._sides[_side(stage)]
         if stage in ("k_heads", "v_heads") and self._roles.own_keys:
@@ -136,8 +143,8 @@ class AxisNames:
         if op is None or op.base_name == "convolution" or stage not in ("query", "key", "value", "output"):
             return False
         # What was given to the forward may have been moved before it is projected.
-        features = [_wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
-        last = [_wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
+        features = [wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
+        last = [wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
         return stage == "output" or any(dim in features for dim in last)
 
     def _packed(self, stage: str) -> tuple[str, int, int]:
@@ -169,7 +176,7 @@ class AxisNames:
         if packed[1]:
             width = self._roles.value_dim if value else self._roles.head_dim
             features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
-            _name_turns(features, len(self._found.branches), _product(resolve(width)))
+            _name_turns(features, len(self._found.branches), size_of(width))
             _name_packed(features, packed[:2], self._roles, value=value)
         if features_last and dims:
             # What a matrix takes in and gives is one axis, also where something else splits it.
@@ -210,7 +217,7 @@ class AxisNames:
             return
         place, run = left[0]
         name = missing[0]
-        known = {"head_dim": self.head_dim, "v_head_dim": _product(self._roles.value_dim), "heads": self.num_heads}
+        known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
         if name in known and _size(dims[place], run) != known[name]:
             return
         self._assign(dims, groups, place, run, name)
@@ -221,7 +228,7 @@ class AxisNames:
         start, stop = run
         atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Axis))
         dims[place][start:stop] = [name]
-        if _product(atoms) > 1:
+        if size_of(atoms) > 1:
             groups.append((name, atoms))
 
 
@@ -230,14 +237,6 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     meant = {stage: axes.replace("(kv_heads head_dim)", "embed") for stage, axes in CANONICAL_AXES.items()}
     meant = {stage: axes.replace("(heads head_dim)", "embed") for stage, axes in meant.items()}
     return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
-
-
-def _wide(dim: Dim) -> Dim:
-    return tuple(atom for atom in dim if atom.size > 1)
-
-
-def _product(atoms: Dim) -> int:
-    return prod(atom.size for atom in atoms)
 
 
 def _side(stage: str) -> str:
@@ -313,7 +312,7 @@ def _name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: R
     left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
     if not left:
         return
-    width = _product(resolve(roles.value_dim if value else roles.head_dim))
+    width = size_of(roles.value_dim if value else roles.head_dim)
     name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
     at, first = left[0]
     named = any(token in ("head_dim", "v_head_dim") for token in dim)

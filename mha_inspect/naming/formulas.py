@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from ..targets.spec import AttentionSpec
 
-_TOKEN = re.compile(r"\d+|[A-Z]|[²³()+\-·]")
-_POWERS = {"²": 2, "³": 3}
+_WRITTEN = {"²": "**2", "³": "**3", "·": "*"}
+"""What Python writes otherwise."""
 
 
 def symbols(spec: AttentionSpec) -> dict[str, int]:
@@ -28,47 +28,12 @@ def evaluate(formula: str, values: Mapping[str, int]) -> int:
 
     Raises `ValueError` for what is not such a formula, and for a letter that has no value.
     """
-    tokens = _TOKEN.findall(formula)
-    if "".join(tokens) != re.sub(r"\s", "", formula):
+    if not re.fullmatch(r"[\dA-Z²³()+\-·\s]*", formula):
         raise ValueError(f"{formula!r} has characters that are not part of a formula")
-    number, rest = _sum(tokens, values)
-    if rest:
-        raise ValueError(f"the formula {formula!r} goes on after its end: {' '.join(rest)}")
-    return number
-
-
-def _sum(tokens: list[str], values: Mapping[str, int]) -> tuple[int, list[str]]:
-    number, tokens = _product(tokens, values)
-    while tokens and tokens[0] in "+-":
-        sign = 1 if tokens[0] == "+" else -1
-        term, tokens = _product(tokens[1:], values)
-        number += sign * term
-    return number, tokens
-
-
-def _product(tokens: list[str], values: Mapping[str, int]) -> tuple[int, list[str]]:
-    number, tokens = _power(tokens, values)
-    while tokens and tokens[0] not in "+-)":
-        factor, tokens = _power(tokens[1:] if tokens[0] == "·" else tokens, values)
-        number *= factor
-    return number, tokens
-
-
-def _power(tokens: list[str], values: Mapping[str, int]) -> tuple[int, list[str]]:
-    if not tokens:
-        raise ValueError("the formula ends where a number, a letter or a bracket is due")
-    first, *tokens = tokens
-    if first == "(":
-        number, tokens = _sum(tokens, values)
-        if not tokens or tokens[0] != ")":
-            raise ValueError("the formula has a bracket that is not closed")
-        tokens = tokens[1:]
-    elif first.isdecimal():
-        number = int(first)
-    elif first in values:
-        number = values[first]
-    else:
-        raise ValueError(f"{first!r} has no value in this formula")
-    if tokens and tokens[0] in _POWERS:
-        return number ** _POWERS[tokens[0]], tokens[1:]
-    return number, tokens
+    text = re.sub(r"(?<=[\dA-Z)²³])(?=[A-Z(])", "*", formula)
+    for sign, written in _WRITTEN.items():
+        text = text.replace(sign, written)
+    try:
+        return int(eval(text, {"__builtins__": {}}, dict(values)))  # of letters, digits and signs alone
+    except (SyntaxError, NameError) as error:
+        raise ValueError(f"{formula!r} is no formula of {', '.join(values)}: {error}") from None

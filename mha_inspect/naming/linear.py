@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..graph.dimensions import Axis, Dim, size_of
+from ..graph.dimensions import Axis, size_of, wide
 from ..graph.found import Attention
 from ..graph.linear import Chain, features_of, find_chains
 from ..graph.products import Product, ProductAxes
@@ -74,7 +74,7 @@ class _Writer:
         """What the first product compares, where there is evidence."""
         first = self._first
         rows, columns, inner = (
-            bool(_wide(dim) & self._features) for dim in (first.rows, first.columns, first.left_inner)
+            bool({*wide(dim)} & self._features) for dim in (first.rows, first.columns, first.left_inner)
         )
         if inner and not rows and not columns:
             return "scores"
@@ -91,7 +91,7 @@ class _Writer:
         free = second.right_columns
         if not carried_left:
             met, other_met, free = second.right_inner, second.left_inner, second.left_rows
-        rows_meet = bool(_wide(met) & _wide(first.rows)) and not _wide(met) & _wide(first.columns)
+        rows_meet = bool({*wide(met)} & {*first.rows}) and not {*wide(met)} & {*first.columns}
         if self._form == "scores":
             shared, names, last = "head_dim", ("query", "key"), ("key", "head_dim")
             roles: tuple[Role, Role, Role] = ("q", "k", "v")
@@ -117,17 +117,17 @@ class _Writer:
 
         A state for each position stands beside the batch; what the states are summed up along tells which is which.
         """
-        heads = tuple(atom for atom in axes.batch if atom in self._features and atom.size > 1)
+        heads = tuple(atom for atom in wide(axes.batch) if atom in self._features)
         running = self._running() if self._form == "state" else set()
         rest = tuple(atom for atom in axes.batch if atom not in self._features and atom not in running)
-        rest = tuple(atom for atom in rest if atom.size > 1) or rest
+        rest = wide(rest) or rest
         along = tuple(atom for atom in axes.batch if atom in running)
         return ("heads", heads), (position, along), ("batch", rest if len(rest) == 1 else ())
 
     def _running(self) -> set[Axis]:
         """The axis along which the first product is summed up on its way to the second."""
         sums = [op for op in self._chain.between if op.base_name.rstrip("_") == "cumsum"]
-        return {atom for op in sums for atom in _wide(self._graph.dimensions.of(op.inputs[0])[int(op.args[1])])}
+        return {atom for op in sums for atom in wide(self._graph.dimensions.of(op.inputs[0])[int(op.args[1])])}
 
     def _result(self, other: _Side) -> tuple[Group, ...]:
         """Names of the axes of what the second product gives."""
@@ -135,7 +135,7 @@ class _Writer:
             return ()
         second, first = self._second, self._first
         free = second.rows if self._chain.carried is self._chain.second.left else second.columns
-        kept = first.left_rows if _wide(free) & _wide(first.rows) else first.right_columns
+        kept = first.left_rows if {*wide(free)} & {*first.rows} else first.right_columns
         name = "query" if self._form == "scores" else "v_head_dim"
         return (name, free), (name, kept), *other.groups
 
@@ -155,9 +155,7 @@ class _Writer:
 
     def _axes(self, tensor: TensorRef, groups: tuple[Group, ...]) -> str:
         # A view puts axes of size one beside any other: only a batch of one is told by where it is.
-        known = [
-            (name, dim if name == "batch" else tuple(atom for atom in dim if atom.size > 1)) for name, dim in groups
-        ]
+        known = [(name, dim if name == "batch" else wide(dim)) for name, dim in groups]
         return " ".join(write_dimension(name_dimension(dim, known)) for dim in self._graph.dimensions.of(tensor))
 
     def _between(self) -> Iterator[str]:
@@ -184,8 +182,3 @@ class _Writer:
         graph = self._graph
         steps = graph.back(total, lambda op: graph.moves(op) or op.base_name in _IN_SUM or is_guard(op))
         return any(step.tensor.id == tensor.id and any(op.base_name == "sum" for op in step.path) for step in steps)
-
-
-def _wide(dim: Dim) -> set[Axis]:
-    """The atoms that have more than one element."""
-    return {atom for atom in dim if atom.size > 1}

@@ -18,6 +18,7 @@ _SAID = {
     "norm": "scales the {made} after their projection",
     "before": "a projection to something narrower, on the way to the {made}",
     "scale before": "scales what is on the way to the {made}, before they are projected",
+    "along": "makes other positions of those of the {made}, after their projection",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "one learned {one}, appended to the {made}",
     "scores": "added to the scores",
@@ -26,7 +27,7 @@ _SAID = {
     "sinks": "sinks, beside the scores: they have no value",
 }
 """What a parameter does that is no matrix and no bias of a projection."""
-_BESIDE = frozenset({"scores", "in scores", "in weights", "sinks", "learned"})
+_BESIDE = frozenset({"along", "scores", "in scores", "in weights", "sinks", "learned"})
 """Those that have no part in what heads are made of."""
 
 
@@ -115,11 +116,11 @@ class _OfAttention:
 
     def _kind_of(self, part: Part) -> str:
         """What a parameter does that is no matrix of a projection: it is added, appended, or scales."""
-        if part.kind != "norm" and not (part.kind == "before" and part.operation is None):
-            return part.kind
         projection, op = self._found.projections.get(SIDES[part.letter]), part.operation
         late = projection is None or op is None or op.index > projection.index
-        return "norm" if late else "scale before"
+        if part.kind == "before" and op is not None:
+            return "along" if late and projection is not None else part.kind
+        return part.kind if part.kind not in ("norm", "before") else "norm" if late else "scale before"
 
     def _behind(self, tensors: Iterable[TensorRef], through: Callable[[Op], bool]) -> list[str]:
         names = self._run.recording.parameter_storages

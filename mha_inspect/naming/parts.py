@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.elements import Elements, Met, Origins, elements_at, product_sources
+from ..graph.elements import Elements, Met, Origins, coordinates_of, elements_at, index_of, product_sources
 from ..record.ops import Named, Op, TensorRef
 from ..record.subject import Run
 from .axes import AxisNames
@@ -25,6 +25,8 @@ SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""
 _HEADS = ("heads", "kv_heads", "group")
 _POSITIONS = ("batch", "query", "key", "windows")
+_KINDS = ("head", "feature", "position")
+"""What an axis of heads may count."""
 _LOOKED_AT = 33
 """Positions along each axis that are looked at, spread over it: what is appended stands at an end."""
 _ELEMENTS = 1 << 15
@@ -77,76 +79,57 @@ class _Layout:
             if prod(own) != size:
                 raise ValueError(f"{pattern} does not tell the axes of {list(tensor.shape)}")
             self._axes += zip(names, own, strict=True)
-        known = [name for name, _ in self._axes]
-        plain = not any(name.endswith("head_dim") for name in known)
-        self.kinds = [
+        names = [name for name, _ in self._axes]
+        self._shape = [size for _, size in self._axes]
+        plain = not any(name.endswith("head_dim") for name in names)
+        kinds = [
             "head" if name in _HEADS
             else "position" if name.split("_")[0] in _POSITIONS or (name.isdigit() and not plain)
             else "feature"
-            for name in known
+            for name in names
         ]  # fmt: skip
-        self.num_heads = self._count("head")
-        self.head_dim = self._count("feature")
+        self._places = {kind: [place for place, own in enumerate(kinds) if own == kind] for kind in _KINDS}
+        self.num_heads = prod(self._sizes("head"))
+        self.head_dim = prod(self._sizes("feature"))
 
-    def _count(self, kind: str) -> int:
-        return prod(size for (_, size), own in zip(self._axes, self.kinds, strict=True) if own == kind)
-
-    @property
-    def _shape(self) -> list[int]:
-        return [size for _, size in self._axes]
+    def _sizes(self, kind: str) -> list[int]:
+        return [self._shape[place] for place in self._places[kind]]
 
     def elements(self, first_head: int) -> Elements:
         """Those of all heads at some positions, with `head * head_dim + feature` for an id."""
-        longest = max([1, *(n for (_, n), kind in zip(self._axes, self.kinds, strict=True) if kind == "position")])
+        longest = max([1, *self._sizes("position")])
         spread = torch.arange(_number_of_positions(longest, self.num_heads * self.head_dim))
         grid = torch.cartesian_prod(spread, torch.arange(self.num_heads), torch.arange(self.head_dim)).reshape(-1, 3)
         at, head, feature = grid.unbind(1)
-        ids = (first_head + head) * self.head_dim + feature
-        coordinates: list[Tensor] = []
-        for (_, size), kind in reversed(list(zip(self._axes, self.kinds, strict=True))):
-            if kind == "position":
-                coordinates.insert(0, at * (size - 1) // max(len(spread) - 1, 1))
-            elif kind == "head":
-                coordinates.insert(0, head % size)
-                head = head // size
-            else:
-                coordinates.insert(0, feature % size)
-                feature = feature // size
-        return Elements(self.tensor, _row_major(coordinates, self._shape), ids)
+        found = [at * (size - 1) // max(len(spread) - 1, 1) for size in self._shape]
+        for kind, number in (("head", head), ("feature", feature)):
+            for place, coordinate in zip(self._places[kind], coordinates_of(number, self._sizes(kind)), strict=True):
+                found[place] = coordinate
+        return elements_at(self.tensor, found, (first_head + head) * self.head_dim + feature, self._shape)
 
     def head_and_feature(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Which feature of which head each element is."""
-        found = {"head": torch.zeros_like(at), "feature": torch.zeros_like(at), "position": torch.zeros_like(at)}
-        scale = dict.fromkeys(found, 1)
-        for (_, size), kind in reversed(list(zip(self._axes, self.kinds, strict=True))):
-            found[kind] = found[kind] + at % size * scale[kind]
-            scale[kind] *= size
-            at = at // size
-        return found["head"], found["feature"]
+        coordinates = coordinates_of(at, self._shape)
+        head, feature = (
+            index_of([coordinates[place] for place in self._places[kind]], self._sizes(kind)) + torch.zeros_like(at)
+            for kind in ("head", "feature")
+        )
+        return head, feature
 
     def key_heads(self, groups: int) -> Tensor:
         """For each head, which key/value head it uses: by the axes, or else in blocks."""
         heads = torch.arange(self.num_heads)
-        number = torch.zeros_like(heads)
-        rest, scale, counted = heads, 1, False
-        for (name, size), kind in reversed(list(zip(self._axes, self.kinds, strict=True))):
-            if kind == "head":
-                if name == "kv_heads":
-                    number, scale, counted = number + rest % size * scale, scale * size, True
-                rest = rest // size
-        return number if counted else heads * groups // max(self.num_heads, 1)
+        names = [self._axes[place][0] for place in self._places["head"]]
+        coordinates = coordinates_of(heads, self._sizes("head"))
+        counted = [place for place, name in enumerate(names) if name == "kv_heads"]
+        if not counted:
+            return heads * groups // max(self.num_heads, 1)
+        return index_of([coordinates[place] for place in counted], [self._sizes("head")[place] for place in counted])
 
 
 def _number_of_positions(longest: int, features: int) -> int:
     """How many positions are looked at: fewer where each has many features, and both ends but of the very largest."""
     return min(longest, _LOOKED_AT, max(_ELEMENTS // max(features, 1), 2 if features < 1 << 18 else 1))
-
-
-def _row_major(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    at = torch.zeros(1, dtype=torch.long)
-    for coordinate, size in zip(coordinates, shape, strict=True):
-        at = at * size + coordinate
-    return at
 
 
 class Finder:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
-
-from ..graph.dimensions import Axis, Dim, Dimensions, resolve
+from ..graph.dimensions import Axis, Dim, Dimensions, size_of, wide
 from ..graph.found import Attention
 
 Group = tuple[str, Dim]
@@ -27,8 +25,10 @@ class Roles:
         self._other_dim: Dim = axes.right_inner
         folded = axes.batch
         outside = self._outside()
+        self.over_features = self._is_over_features(outside, query)
+        """Whether features attend to features: the product of scores sums over the positions."""
         head_rows: Dim = ()
-        if outside and sum(atom.size > 1 for atom in query) > 1:
+        if outside and not self.over_features and len(wide(query)) > 1:
             # One key head for all: the query heads stand beside the queries, in the rows of one product.
             head_rows = tuple(a for a in query if a not in outside and a in self._features())
         self.mixes_positions = self._mixes_positions(outside, head_rows, query)
@@ -51,7 +51,14 @@ class Roles:
         if self.mixes_positions:
             self.heads, self.windows = (*self.windows, *self.heads), ()
         self._value_roles()
+        if self.over_features:
+            self._swap_features_and_positions()
         self.branch_axis = self._branch_axis()
+
+    def _is_over_features(self, outside: set[Axis], query: Dim) -> bool:
+        """Whether the product of scores sums over positions of what comes in, and has features for its rows."""
+        rows, summed = (set(wide(dim)) for dim in (query, self.head_dim))
+        return bool(rows and summed) and summed <= outside and rows <= self._features() - outside
 
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
@@ -65,11 +72,9 @@ class Roles:
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
         """Whether queries, and keys, are positions beside features, or the view to heads cuts across the features."""
-        inside = [
-            atom for atom in self._source_key if atom.size > 1 and atom not in outside and atom in self._features()
-        ]
+        inside = set(wide(self._source_key)) & self._features() - outside
         if head_rows and inside:
-            return any(atom.size > 1 and atom in outside for atom in query)
+            return bool(outside & set(wide(query)))
         stages = self._found.stages
         shapes = [stages[stage].shape for stage in ("q_proj", "q_heads", "k_heads") if stage in stages]
         if len(shapes) < 3 or len(shapes[0]) != 3 or any(len(heads) != 4 for heads in shapes[1:]):
@@ -83,17 +88,18 @@ class Roles:
         stages = self._found.stages
         dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
         keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
-        if keys & {atom for atom in self._source_key if atom.size > 1}:
+        if keys & set(wide(self._source_key)):
             return ()  # the keys are all there for every query: there is only one
-        return tuple(atom for atom in folded if atom in dims[-2] and atom.size > 1) if len(dims) > 2 else ()
+        return tuple(atom for atom in wide(folded) if atom in dims[-2]) if len(dims) > 2 else ()
 
     def _features(self) -> set[Axis]:
         """The atoms of the dimensions in which a projection puts heads and their features."""
         found: set[Axis] = set()
-        for stage in ("q_proj", "k_proj", "concat"):
-            tensor = self._found.stages.get(stage)
+        for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
+            tensor, op = self._found.stages.get(stage), self._found.projections.get(side)
             if tensor is not None and tensor.shape:
-                found |= set(self._dimensions.of(tensor)[-1])
+                convolved = op is not None and op.base_name == "convolution" and len(tensor.shape) > 2
+                found |= set(self._dimensions.of(tensor)[1 if convolved else -1])
         # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
         for stage in ("q_proj",):
             tensor = self._found.stages.get(stage)
@@ -108,12 +114,12 @@ class Roles:
         batch = tuple(atom for atom in folded if atom in outside)
         # Windows are cut out of the sequence: somewhere they stand beside its rest, and the batch does not.
         whole = {*batch[:1], *self._dimensions.given_whole}
-        rows = {atom for atom in query if atom.size > 1}
+        rows = set(wide(query))
         cut = self._dimensions.beside(rows, apart_from=whole) if not set(batch) <= whole else set()
         windows = tuple(atom for atom in batch if atom in cut and atom not in whole)
         batch = tuple(atom for atom in batch if atom not in windows)
         rest = tuple(atom for atom in folded if atom not in outside)
-        heads = tuple(atom for atom in rest if atom.size > 1)
+        heads = wide(rest)
         features = self._features()
         if any(atom in features for atom in (*heads, *head_rows)):
             windows += tuple(atom for atom in heads if atom not in features)
@@ -121,7 +127,9 @@ class Roles:
         heads += head_rows
         # A single head leaves no trace but a dimension of size one, and that only where it is the only one.
         if not heads and not self._found.branches:
-            ones = [dim[0] for dim in self._dimensions.of(self._found.stages["q_heads"]) if _size(dim) == len(dim) == 1]
+            ones = [
+                dim[0] for dim in self._dimensions.of(self._found.stages["q_heads"]) if size_of(dim) == len(dim) == 1
+            ]
             ones = [atom for atom in (*rest, *ones) if atom not in outside]
             heads = tuple(ones[:1]) if len(set(ones)) == 1 else ()
         return batch, heads, windows
@@ -133,13 +141,13 @@ class Roles:
         if len(dims) == 3 and not apart:
             return folded, (), ()
         features = self._features() if "concat" in self._found.stages else set()
-        merged = tuple(atom for atom in folded if atom in features and atom.size > 1)
+        merged = tuple(atom for atom in wide(folded) if atom in features)
         if len(dims) < 4 and merged and len(merged) < len(folded):
             return tuple(atom for atom in folded if atom not in merged), merged, ()
         first = dims[0] if len(dims) > 3 else folded[:-1]
         batch = tuple(atom for atom in folded if atom in first) if apart else ()
         rest = tuple(atom for atom in folded if atom not in batch)
-        return batch, tuple(atom for atom in rest if atom.size > 1) or rest[:1], ()
+        return batch, wide(rest) or rest[:1], ()
 
     def _value_roles(self) -> None:
         """The sequence and the features of the values."""
@@ -154,7 +162,16 @@ class Roles:
         # What the context has for queries, where it does not have the features.
         beside = {*self.heads, *self.batch, *self.windows}
         self._value_query = self.own_keys or tuple(atom for atom in self._value_query if atom not in beside)
-        self.own_value_width = _size(self.value_dim) != _size(self.head_dim)
+        self.own_value_width = size_of(self.value_dim) != size_of(self.head_dim)
+
+    def _swap_features_and_positions(self) -> None:
+        """Call features and positions what they are, where the product of scores has them in each other's place."""
+        self.query, self.head_dim = self.head_dim, self.query
+        self.key, self._other_dim = self._other_dim, self.key
+        positions, self.value_dim = self.value_dim, self._value_key
+        self._value_key = positions
+        self._source_query, self._source_key = self.query, self.key
+        self.own_value_width = False
 
     def _branch_axis(self) -> Dim:
         """Where a loop runs over heads: the axis that counts its turns, in the heads side by side."""
@@ -172,34 +189,52 @@ class Roles:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
-        return shared or self._picked()
+        return shared or self._picked("key")
 
-    def _picked(self) -> Dim:
-        """Heads of the keys' own projection, where those that meet the queries were picked from them by an index."""
-        projections, stages = self._found.projections, self._found.stages
-        alone = [name for name, op in projections.items() if op is projections.get("key")] == ["key"]
-        features = self._dimensions.of(stages["k_proj"])[-1] if alone and stages["k_proj"].shape else ()
-        own = tuple(atom for atom in features if atom not in self.head_dim and atom not in self._other_dim)
-        used = {atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim}
-        whole = len(own) < len(features) and used >= set(self.heads)
-        return own if whole and _size(self.heads) % max(_size(own), 1) == 0 else ()
+    def _picked(self, side: str) -> Dim:
+        """Heads of a projection of keys or values, where those that meet the queries were picked from them."""
+        projections, projected = self._found.projections, self._found.stages.get(f"{side[0]}_proj")
+        if projected is None or not projected.shape:
+            return ()
+        width = {*self.head_dim, *self._other_dim} if side == "key" else {*self.value_dim}
+        features = self._dimensions.of(projected)[-1]
+        own = tuple(atom for atom in wide(features) if atom not in width)
+        sharing = sum(op is projections[side] for op in projections.values())
+        if own and own[0].size == sharing > 1 and len(own) > 1:
+            own = own[1:]  # what counts the projections in one matrix
+        used = {atom for dim in self._dimensions.of(self._found.stages[f"{side[0]}_heads"]) for atom in dim}
+        whole = len(own) < len(features) and used >= set(self.heads) and not used & set(own)
+        return own if whole and size_of(self.heads) % max(size_of(own), 1) == 0 else ()
 
     def groups(self, side: str) -> list[Group]:
         """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""
-        value_dim = "v_head_dim" if self.own_value_width else "head_dim"
         found: list[Group] = [("batch", self.batch), *self._head_groups(side), ("windows", self.windows)]
-        if side in "vo":
-            found.append((value_dim, self.value_dim))
-        if side != "o":
-            found += [("head_dim", self.head_dim), ("head_dim", self._other_dim)]
-        found += {
-            "q": [("query", self._source_query), ("query", self.query)],
-            "k": [("key", self._source_key), ("key", self.key)],
-            "v": [("key", self._value_key), ("key", self.key)],
-            "s": [("query", self.query), ("key", self.key)],
-            "o": [("query", self._value_query), ("query", self.query), ("query", self._source_query)],
+        found += self._of_features(side) if self.over_features else self._of_positions(side)
+        # Without axes of size one, where there are others: a view puts them beside any axis.
+        return [(name, wide(group) or group) for name, group in found]
+
+    def _of_positions(self, side: str) -> list[Group]:
+        """Names and atoms of features and positions."""
+        features = [("head_dim", self.head_dim), ("head_dim", self._other_dim)]
+        values = [("v_head_dim" if self.own_value_width else "head_dim", self.value_dim)]
+        return {
+            "q": [*features, ("query", self._source_query), ("query", self.query)],
+            "k": [*features, ("key", self._source_key), ("key", self.key)],
+            "v": [*values, *features, ("key", self._value_key), ("key", self.key)],
+            "s": [*features, ("query", self.query), ("key", self.key)],
+            "o": [*values, ("query", self._value_query), ("query", self.query), ("query", self._source_query)],
         }[side]
-        return [(name, _without_ones(group)) for name, group in found]
+
+    def _of_features(self, side: str) -> list[Group]:
+        """Names and atoms of features and positions, where features attend to features."""
+        queries, keys = ("head_dim", self.head_dim), ("head_dim", self._other_dim)
+        return {
+            "q": [queries, ("query", self.query)],
+            "k": [keys, ("key", self.key)],
+            "v": [keys, ("head_dim", self.value_dim), ("key", self._value_key)],
+            "s": [queries, ("key_head_dim", self._other_dim), ("key_head_dim", self.value_dim)],
+            "o": [queries, ("head_dim", self._value_query), ("query", self._value_key)],
+        }[side]
 
     def _head_groups(self, side: str) -> list[Group]:
         shared, heads = self.kv_heads, self.heads
@@ -207,13 +242,6 @@ class Roles:
             return [("heads", (*self.branch_axis, *heads))]
         if not heads or shared == heads:
             return [("heads", heads)]
-        return [("heads", heads), ("kv_heads", shared), ("group", tuple(atom for atom in heads if atom not in shared))]
-
-
-def _without_ones(dim: Dim) -> Dim:
-    """Without axes of size one, where there are others: a view puts them beside any axis."""
-    return tuple(atom for atom in dim if atom.size > 1) or dim
-
-
-def _size(dim: Dim) -> int:
-    return prod(atom.size for atom in resolve(dim))
+        group = tuple(atom for atom in heads if atom not in shared)
+        picked = [("kv_heads", self._picked("value"))] if side == "v" else []
+        return [("heads", heads), ("kv_heads", shared), *picked, ("group", group)]

@@ -157,6 +157,7 @@ class Recorder(TorchDispatchMode):
             outputs=outputs,
             producers=replay.producers,
             fast_path_refusals=tuple(self._refusals.values()),
+            constants=replay.constants(one.tensor.id for one in (*self._inputs, *self._parameters, *self._buffers)),
             values=replay.release(),
         )
 

@@ -97,8 +97,8 @@ def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
 
 
 def _number(tensor: torch.Tensor) -> float | None:
-    """Return the number in a floating-point tensor of no dimension on the CPU; None for any other."""
-    if tensor.device.type == "cpu" and tensor.dtype.is_floating_point:
+    """Return the number in a real tensor of no dimension on the CPU; None for any other."""
+    if tensor.device.type == "cpu" and not tensor.dtype.is_complex:
         with suppress(RuntimeError, ValueError):  # one without memory: a zero of forward-mode gradients, fake, lazy
             return tensor.item()
     return None

@@ -318,3 +318,43 @@ class OneNumber(Heads):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
         return self.joined((self.scores(q, k) + torch.zeros(1, 1)).softmax(-1), v)
+
+
+class OverFeatures(Heads):
+    """Features attend to features, over all positions, as in XCiT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(made).mT for made in (self.q(x), self.k(x), self.v(x)))
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+        return self.o(((q @ k.mT * 3).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+class ProjectedLength(Heads):
+    """Fewer keys than positions, made by a product along the sequence after their projection, as in Linformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Parameter(torch.randn(7, 3) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (torch.einsum("bnd,nk->bkd", made, self.along) for made in (self.k(x), self.v(x)))
+        return self.joined(self.scores(self.split(self.q(x)), self.split(k)).softmax(-1), self.split(v))
+
+
+class Means(Heads):
+    """Keys and values are sums of two positions, divided by two: means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (self.split(made).unflatten(2, (-1, 2)).sum(3) / 2 for made in (self.k(x), self.v(x)))
+        return self.joined((self.split(self.q(x)) * HEAD_DIM**-0.5 @ k.mT).softmax(-1), v)
+
+
+class SharedKeys(Heads):
+    """Two query heads for each key head, by an einsum that has both of them as axes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.split(self.q(x)).unflatten(1, (HEADS // 2, 2))
+        k, v = (self.split(made)[:, : HEADS // 2] for made in (self.k(x), self.v(x)))
+        weights = (torch.einsum("bgind,bgmd->bginm", q, k) * HEAD_DIM**-0.5).softmax(-1)
+        made = torch.einsum("bginm,bgmd->bgind", weights, v).flatten(1, 2)
+        return self.o(made.transpose(1, 2).flatten(2))

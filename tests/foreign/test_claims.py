@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect import params, trace
+from mha_inspect import check, params, trace
 from mha_inspect.reports.trace import Attention
 
 from . import claims
@@ -119,6 +119,63 @@ def test_key_heads_that_are_picked_are_told_for_the_heads_that_use_them(picked: 
 
 def test_a_mask_of_one_number_is_no_part_of_the_scores() -> None:
     assert "masked_scores" in [stage.name for stage in attention(claims.OneNumber).stages]
+
+
+def test_features_that_attend_to_features_are_called_so() -> None:
+    torch.manual_seed(0)
+    module, x = claims.OverFeatures(), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.head_dim) == (claims.HEADS, claims.HEAD_DIM)
+    assert axes(found, "scores") == axes(found, "weights") == "batch heads head_dim key_head_dim"
+    assert axes(found, "k_heads") == axes(found, "v_heads") == "batch heads head_dim key"
+    assert axes(found, "output") == "batch query embed"
+    assert any("features of a head attend" in note for note in found.notes)
+    # By perturbation: one position of the input is one index of the axis that is called query.
+    other = x.clone()
+    other[:, 3] += 1
+    assert axes(found, "q_proj") == "batch query (heads head_dim)"
+    moved = (module.q(other) - module.q(x)).abs().amax((0, 2)) > 0
+    assert moved.nonzero().flatten().tolist() == [3]
+    # By value: what the module's own steps give in float64.
+    module, x = module.double(), x.double()
+    q, k = (
+        torch.nn.functional.normalize(one(x).view(2, 7, claims.HEADS, claims.HEAD_DIM), dim=1)
+        for one in (module.q, module.k)
+    )
+    weights = (torch.einsum("bnhi,bnhj->bhij", q, k) * 3).softmax(-1)
+    torch.testing.assert_close(trace(module, x, keep=True).attentions[0].weights.tensor, weights)
+    facts = {fact.name: fact.sentence for fact in check(module.float(), x.float()).facts}
+    assert facts["attended over"] == "the features of a head, not positions"
+
+
+def test_a_product_along_the_sequence_projects_no_keys() -> None:
+    torch.manual_seed(0)
+    module, x = claims.ProjectedLength(), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert found.kind == ("self",)
+    assert [axes(found, stage) for stage in ("key", "k_proj", "k_heads")] == [
+        "batch key embed",
+        "batch key (heads head_dim)",
+        "batch heads key head_dim",
+    ]
+    roles = {one.name: one for one in params(module, x, per_head=True).parameters}
+    assert not roles["along"].heads
+    assert "other positions" in roles["along"].role
+    (rows,) = (part.rows for part in roles["v.weight"].heads or () if part.head == 2)
+    # By perturbation: the rows of one head of W_v move the context of that head and no other.
+    before = context_of(module, x)
+    with torch.no_grad():
+        module.v.weight[slice(*rows)] += 1
+    assert ((context_of(module, x) - before).abs().amax((0, 1, 3)) > 1e-4).nonzero().flatten().tolist() == [2]
+
+
+def test_the_division_of_a_mean_is_no_scale() -> None:
+    assert attention(claims.Means, 8).scale == pytest.approx(claims.HEAD_DIM**-0.5)
+
+
+def test_query_heads_that_share_a_key_head_are_split_well() -> None:
+    torch.manual_seed(0)
+    assert not check(claims.SharedKeys(), torch.randn(2, 7, claims.WIDTH)).findings
 
 
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.answers.trace import trace_module
+import mha_inspect
 
 from . import styles
 from .styles import D, E, H
@@ -229,6 +229,6 @@ class TwoKindsOfKeys(nn.Module):
 
 
 def test_scores_of_other_keys_are_no_sinks() -> None:
-    (attention,) = trace_module(TwoKindsOfKeys().eval(), torch.randn(2, 11, 14)).attentions
+    (attention,) = mha_inspect.trace(TwoKindsOfKeys().eval(), torch.randn(2, 11, 14)).attentions
     assert "Scores of other keys stand beside these" in attention.notes[0]
     assert not any("Sinks" in note for note in attention.notes)

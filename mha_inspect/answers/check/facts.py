@@ -23,6 +23,7 @@ _HEADS = 64
 def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
     """Yield what is so; with `runs` also what more runs tell."""
     yield from _scales(bench)
+    yield from _over(bench)
     yield from _sights(bench)
     if runs:
         yield from _masks(bench)
@@ -55,6 +56,18 @@ def _scales(bench: Bench) -> Iterator[Fact]:
         groups.setdefault(f"{scale_words(found, names)} (head_dim {names.head_dim})", []).append(found.module)
     for words, modules in groups.items():
         yield Fact("scale", words + _where(modules, len(groups)))
+
+
+def _over(bench: Bench) -> Iterator[Fact]:
+    """Yield what is attended over, where it is not the keys."""
+    groups: dict[str, list[str]] = {}
+    for found, names in bench.seen.attentions:
+        words = "the features of a head, not positions" if names.over_features else ""
+        words = "the queries, which compete for each key" if found.over_queries else words
+        groups.setdefault(words, []).append(found.module)
+    for words, modules in groups.items():
+        if words:
+            yield Fact("attended over", words + _where(modules, len(groups)))
 
 
 def _where(modules: list[str], groups: int) -> str:

@@ -54,8 +54,8 @@ def heads(bench: Bench) -> Iterator[Finding]:
             looked_at += 1
             single = single or len(pieces) == 1
             apart = _apart(pieces)
-            if apart is None or (name == "query" and single):
-                continue  # beside one key head, query heads may stand in the rows of one product
+            if apart is None or (name == "query" and (single or names.num_kv_heads < names.num_heads)):
+                continue  # beside a key head that they share, query heads may stand in the rows of one product
             start, other, group, row, other_row = apart
             split = True
             op = _splitting(bench, side)

@@ -6,7 +6,7 @@ token each row of a product holds, whatever moves, norms and rotations stand in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -57,11 +57,20 @@ class Flow:
                 continue
             try:
                 with torch.no_grad():
-                    made = run_again(op, lambda tensor: known[tensor.id] if tensor.id in known else self.value(tensor))
+                    made = run_again(op, self._reading(known, is_written=op.kind == "write"))
             except Exception as error:  # whatever an operation that is called from outside may raise
                 raise LostError from error
             known.update({tensor.id: value for tensor, value in made if tensor.id not in changed})
         return known[target.id]
+
+    def _reading(self, known: dict[int, Tensor], *, is_written: bool) -> Callable[[TensorRef], Tensor]:
+        """Return what reads a tensor: a copy where it is written into, which happens once, in the run."""
+
+        def content(tensor: TensorRef) -> Tensor:
+            value = known[tensor.id] if tensor.id in known else self.value(tensor)
+            return value.clone() if is_written else value
+
+        return content
 
     def _between(self, sources: set[int], target: TensorRef) -> list[Op]:
         """The operations that a tensor hangs on and that hang on one of the sources, in order."""

@@ -14,7 +14,7 @@ import builtins
 import dis
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import (
     BuiltinFunctionType,
@@ -35,6 +35,7 @@ from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
 from ...record.run import AttemptRecorder
 from ...record.source import place_of
+from .operand import Operand
 from .site import (
     ATTENTION_FORWARDS,
     Entry,
@@ -132,16 +133,6 @@ class Reading:
     """Whether it is known which call raised, if any did, with all that it was given."""
     made: tuple[tuple[torch.Tensor, TensorRef], ...] = ()
     """The arguments that were made in the expression itself, and what the recording calls them."""
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One tensor of the failing call, as torch has it."""
-
-    role: str
-    name: str
-    value: torch.Tensor
-    tensor: TensorRef
 
 
 def read_call(error: BaseException, recorder: AttemptRecorder, recording: Recording, *, in_block: bool) -> Reading:
@@ -489,52 +480,35 @@ def _made(call: Call, noted: AttemptRecorder, ops: tuple[Op, ...]) -> Iterator[t
             yield tensor, outputs[place]
 
 
-class Evidence:
-    """What is known of a run that raised: the line, the call, and what the recorder says of its tensors."""
+def operands_of(
+    site: Site, reading: Reading, identify: Callable[[torch.Tensor], TensorRef], recording: Recording
+) -> Iterator[Operand]:
+    """Yield the tensors that the failing call was given, in order, by role and name."""
+    outside = {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)}
+    for place, (role, text, value) in enumerate(_given(site, reading.call), 1):
+        tensor = next((known for own, known in reading.made if own is value), None) or identify(value)
+        name = text or site.name_of(value) or outside.get(tensor.id, "") or role or f"operand {place}"
+        yield Operand(role, name, value, tensor)
 
-    def __init__(
-        self, error: Exception, site: Site, recorder: AttemptRecorder, recording: Recording, *, in_block: bool = False
-    ) -> None:
-        reading = read_call(error, recorder, recording, in_block=in_block)
-        self.site, self.call, self.told, self.op = site, reading.call, reading.told, dispatched(error)
-        self.module = recorder.path_of(site.module)
-        self._recorder, self._made, self._recording = recorder, reading.made, recording
 
-    @property
-    def variables(self) -> dict[int, str]:
-        """TensorRef id to what the user's code calls it."""
-        return {self.identify(value).id: name for name, value in reversed(self.site.variables)}
-
-    def identify(self, tensor: torch.Tensor) -> TensorRef:
-        """Return what the recording calls this tensor."""
-        made = next((known for own, known in self._made if own is tensor), None)
-        return self._recorder.identify(tensor) if made is None else made
-
-    def arguments(self) -> Iterable[Argument]:
-        """Yield the tensors that the failing call was given, in order, by role and name."""
-        outside = {n.tensor.id: n.name for n in (*self._recording.parameters, *self._recording.buffers)}
-        for place, (role, text, value) in enumerate(self._given(), 1):
-            tensor = self.identify(value)
-            name = text or self.site.name_of(value) or outside.get(tensor.id, "") or role or f"operand {place}"
-            yield Argument(role, name, value, tensor)
-
-    def _given(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield role, text and tensor."""
-        call, layer = self.call, self.site.attention
-        if layer is not None:
-            yield from ((role, "", value) for role, value in layer.arguments.items())
-            weight = next(layer.module.parameters())
-            for value in layer.arguments.values():
-                if value.device != weight.device or (value.is_floating_point() and value.dtype != weight.dtype):
-                    yield "weight", "", weight
-                    break
-        elif call is None:
-            yield from (("", name, value) for name, value in self.site.named_here() if self.site.by_user)
-        else:
-            roles = _ROLES.get(call.base, ())
-            for place, value in enumerate(call.args):
-                role = roles[place] if place < len(roles) else ""
-                text = call.texts.get(place, "") or (self.site.only_argument() if role == "input" else "")
-                yield from ((role, "" if inner else text, tensor) for inner, tensor in tensors_in(value))
-            for key, value in call.kwargs.items():
-                yield from ((key, call.texts.get(key, ""), tensor) for _, tensor in tensors_in(value))
+def _given(site: Site, call: Call | None) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield role, text and tensor."""
+    layer = site.attention
+    if layer is not None:
+        yield from ((role, "", value) for role, value in layer.arguments.items())
+        weight = next(layer.module.parameters())
+        if any(
+            v.device != weight.device or (v.is_floating_point() and v.dtype != weight.dtype)
+            for v in layer.arguments.values()
+        ):
+            yield "weight", "", weight
+    elif call is None:
+        yield from (("", name, value) for name, value in site.named_here() if site.by_user)
+    else:
+        roles = _ROLES.get(call.base, ())
+        for place, value in enumerate(call.args):
+            role = roles[place] if place < len(roles) else ""
+            text = call.texts.get(place, "") or (site.only_argument() if role == "input" else "")
+            yield from ((role, "" if inner else text, tensor) for inner, tensor in tensors_in(value))
+        for key, value in call.kwargs.items():
+            yield from ((key, call.texts.get(key, ""), tensor) for _, tensor in tensors_in(value))

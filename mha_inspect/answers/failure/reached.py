@@ -10,7 +10,7 @@ the query and which the key, the sequence of each has its own name. What a varia
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from typing import Literal
@@ -23,6 +23,7 @@ from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.stages import STAGES
 from ...record.ops import Op, TensorRef
 from ...record.subject import Run
+from .operand import Operand
 
 Side = Literal["", "query", "key", "scores"]
 """Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
@@ -41,21 +42,6 @@ def side_of_stage(stage: str) -> Side:
     if stage in _PARTS or stage[1] == "_":
         return "query" if stage[0] == "q" else "key"
     return "scores"
-
-
-@dataclass(frozen=True)
-class Failing:
-    """The call that failed, as the recording knows it."""
-
-    base: str
-    """Name of the function, without namespace and underscores."""
-    operands: tuple[tuple[str, TensorRef], ...]
-    """Role (may be empty) and tensor of each."""
-    parameters: frozenset[int] = frozenset()
-    """Ids of the operands that are parameters."""
-    batch_first: bool = True
-    activations: tuple[TensorRef, ...] = ()
-    """Operands that a layer takes in: a projection's input."""
 
 
 class PartialAxes:
@@ -197,6 +183,17 @@ class Reached:
         side: Side = next((self.sides[now.id] for now in islice(self.behind(tensor), _FAR) if now.id in self.sides), "")
         return self.axes.of(tensor, side)
 
+    def named(self, operand: Operand) -> Operand:
+        """Return an operand with its axes, and what it is to the attention."""
+        tensor = operand.tensor
+        return replace(
+            operand,
+            pattern=self.of(tensor),
+            part=self.roles.get(tensor.id, ""),
+            from_scores=self.is_of_scores(tensor),
+            from_parameters=any(self.graph.is_weight(behind) for behind in self.behind(tensor)),
+        )
+
     def of_stage(self, stage: str) -> str:
         """Return the axes of a stage."""
         if self.names is not None:
@@ -236,13 +233,20 @@ class Reached:
             yield tensor
 
 
-def reach(seen: Run, failing: Failing | None) -> Reached:
-    """Find the stages of the attention that the failure belongs to."""
+def reach(seen: Run, base: str, operands: Sequence[Operand], *, batch_first: bool = True) -> Reached:
+    """Find the stages of the attention that a failing call belongs to.
+
+    Args:
+        seen: the run as far as it came.
+        base: name of the call, without namespace and underscores.
+        operands: what it was given; empty where nothing is known of it.
+        batch_first: whether it takes its batch first.
+    """
     graph, found = seen.graph, seen.attentions
-    first = () if failing is None else failing.activations
-    reached = Reached(graph, PartialAxes(graph, batch_first=failing is None or failing.batch_first, first=first))
+    first = [operand.tensor for operand in operands if _is_activation(base, operand)]
+    reached = Reached(graph, PartialAxes(graph, batch_first=batch_first, first=first))
     reached.completed = len(found)
-    if found and "output" not in found[-1][0].projections and _belongs(reached, found[-1][0], failing):
+    if found and "output" not in found[-1][0].projections and _belongs(reached, found[-1][0], operands):
         last, reached.names = found[-1]
         # What follows the context may be a part of the very call that failed: a product flattens what it is given.
         reached.stages = {name: tensor for name, tensor in last.stages.items() if name != "concat"}
@@ -253,42 +257,48 @@ def reach(seen: Run, failing: Failing | None) -> Reached:
             reached.sides[product.op.output.id] = "scores"
         reached.axes.learn_query(last.stages["q_heads"])
         return reached
-    _walk(reached, found[-1][0].value_product.op.index + 1 if found else 0, failing)
+    _walk(reached, found[-1][0].value_product.op.index + 1 if found else 0, base, operands)
     return reached
 
 
-def _belongs(reached: Reached, found: Attention, failing: Failing | None) -> bool:
+def _is_activation(base: str, operand: Operand) -> bool:
+    """Whether this is what a layer takes in: batch, sequence, features."""
+    if base in ("multi_head_attention", "transformer"):
+        return operand.role in ("query", "key", "value", "src", "tgt")
+    return base == "linear" and operand.role == "input" and operand.value.is_floating_point()
+
+
+def _belongs(reached: Reached, found: Attention, operands: Sequence[Operand]) -> bool:
     """Whether what failed was made from this attention's context."""
     context = found.value_product.op.output.id
-    return failing is None or any(reached.is_made_of(tensor, context) for _, tensor in failing.operands)
+    return not operands or any(reached.is_made_of(operand.tensor, context) for operand in operands)
 
 
-def _walk(reached: Reached, start: int, failing: Failing | None) -> None:
+def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) -> None:
     graph = reached.graph
     tail = graph.recording.ops[start:]
     softmax = next((op for op in reversed(tail) if graph.is_softmax(op)), None)
     product = _score_product(graph, tail, softmax)
-    operands: dict[str, TensorRef] = {}
+    factors: dict[str, TensorRef] = {}
     if product is not None:
         query, key = (as_written(graph, product, tensor) for tensor in (product.left, product.right))
-        operands = {"query": query, "key": key}
+        factors = {"query": query, "key": key}
         _name_scores(reached, product, softmax)
-    if failing is not None:
-        given = _given(reached, failing, softmax, product)
-        reached.roles.update({tensor.id: role for role, tensor in given.items()})
-        operands.update({role: tensor for role, tensor in given.items() if role in _PARTS})
-        if failing.base == "multi_head_attention":
-            operands = {}
-            for role, tensor in failing.operands:
-                if role in _PARTS:
-                    reached.stages[role] = tensor
-                    reached.sides.setdefault(tensor.id, side_of_stage(role))
-    for role, tensor in operands.items():
+    given = _parts(reached, base, operands, softmax, product)
+    reached.roles.update({tensor.id: role for role, tensor in given.items()})
+    factors.update({role: tensor for role, tensor in given.items() if role in _PARTS})
+    if base == "multi_head_attention":
+        factors = {}
+        for operand in operands:
+            if operand.role in _PARTS:
+                reached.stages[operand.role] = operand.tensor
+                reached.sides.setdefault(operand.tensor.id, side_of_stage(operand.role))
+    for role, tensor in factors.items():
         _name_side(reached, role, tensor)
-    for tensor in operands.values():
+    for tensor in factors.values():
         reached.axes.learn_order(tensor)
-    if "query" in operands:
-        reached.axes.learn_query(operands["query"])
+    if "query" in factors:
+        reached.axes.learn_query(factors["query"])
     reached.stages = {name: reached.stages[name] for name in STAGES if name in reached.stages}
 
 
@@ -325,15 +335,17 @@ def _name_scores(reached: Reached, product: Product, softmax: Op | None) -> None
         reached.stages["weights"] = softmax.output
 
 
-def _given(reached: Reached, failing: Failing, softmax: Op | None, product: Product | None) -> dict[str, TensorRef]:
+def _parts(
+    reached: Reached, base: str, operands: Sequence[Operand], softmax: Op | None, product: Product | None
+) -> dict[str, TensorRef]:
     """Return what each operand of the failing call is to the attention, by its place in the call."""
-    if failing.base == "scaled_dot_product_attention":
-        return {role: tensor for role, tensor in failing.operands if role in _PARTS}
-    if failing.base not in {"einsum", *PRODUCTS} or len(failing.operands) < 2:
+    if base == "scaled_dot_product_attention":
+        return {operand.role: operand.tensor for operand in operands if operand.role in _PARTS}
+    if base not in {"einsum", *PRODUCTS} or len(operands) < 2:
         return {}
-    left, right = (tensor for _, tensor in failing.operands[-2:])
-    if any(tensor.id in failing.parameters or reached.graph.is_weight(tensor) for tensor in (left, right)):
+    if any(operand.is_parameter or reached.graph.is_weight(operand.tensor) for operand in operands[-2:]):
         return {}
+    left, right = (operand.tensor for operand in operands[-2:])
     made = softmax or (product.op if product is not None else None)
     if made is None:
         return {"query": left, "key": right}

@@ -18,11 +18,11 @@ from ...targets.memory import is_out_of_memory
 from ...targets.spec import Show
 from ...text import MESSAGE, message_of, shortened
 from ..trace import environment_of, layer_of, report
-from .call import Argument, Evidence
+from .call import dispatched, operands_of, read_call
 from .causes import find_cause
-from .reached import Failing, Reached, reach
-from .scene import Given, Scene, clash
-from .site import LayerCall, site_of
+from .reached import Reached, reach
+from .scene import Scene, clash
+from .site import Site, site_of
 
 LAST_OPS = 6
 """How many of the completed operations are told one by one."""
@@ -80,59 +80,48 @@ def describe_failure(
     """Return how a recorded run ended that raised, and how many attentions were completed before."""
     site = site_of(error, in_block=in_block)
     assert site is not None
-    evidence = Evidence(error, site, recorder, recording, in_block=in_block)
     try:
-        return _describe(error, Run(recording, None), evidence)
+        return _describe(error, Run(recording, None), site, recorder, in_block=in_block)
     finally:
-        del site, evidence, error  # they hold tensors, and the error's traceback leads to this frame
+        del site, error  # they hold tensors, and the error's traceback leads to this frame
 
 
-def _describe(error: Exception, seen: Run, evidence: Evidence) -> tuple[Failure, int]:
-    call, site = evidence.call, evidence.site
-    layer = site.attention
-    nothing_called = call is None and layer is None
-    base = _base_of(layer) if layer is not None else "" if call is None else call.base
-    arguments = list(evidence.arguments())
-    attends = layer.module if layer is not None and isinstance(layer.module, nn.MultiheadAttention) else None
+def _describe(
+    error: Exception, seen: Run, site: Site, recorder: AttemptRecorder, *, in_block: bool
+) -> tuple[Failure, int]:
+    reading = read_call(error, recorder, seen.recording, in_block=in_block)
+    call, layer = reading.call, site.attention
+    known = call is not None or layer is not None
+    base, name = ("", "") if call is None else (call.base, call.name)
+    if layer is not None:
+        attends = isinstance(layer.module, nn.MultiheadAttention)
+        base, name = ("multi_head_attention", "nn.MultiheadAttention") if attends else ("transformer", "nn.Transformer")
+    operands = tuple(operands_of(site, reading, recorder.identify, seen.recording))
     batch_first = layer is None or bool(getattr(layer.module, "batch_first", True))
-    reached = reach(
-        seen,
-        None
-        if nothing_called
-        else Failing(
-            base,
-            tuple((a.role, a.tensor) for a in arguments),
-            frozenset(a.tensor.id for a in arguments if isinstance(a.value, nn.Parameter)),
-            batch_first,
-            tuple(a.tensor for a in arguments if _is_activation(base, a)),
-        ),
-    )
-    name = "" if call is None else call.name
+    reached = reach(seen, base, operands if known else (), batch_first=batch_first)
     scene = Scene(
         error=type(error).__name__,
         message=_message(error),
-        call=name if layer is None else f"nn.{type_of(layer)}",
         base=base,
-        operands=tuple(_given(argument, reached) for argument in arguments),
+        operands=tuple(map(reached.named, operands)),
         reached=reached,
-        variables=evidence.variables,
-        settings=() if call is None else call.settings,
-        num_heads=0 if attends is None else attends.num_heads,
-        widths={} if attends is None else {"query": attends.embed_dim, "key": attends.kdim, "value": attends.vdim},
         batch_first=batch_first,
+        settings=() if call is None else call.settings,
+        layer=None if layer is None else layer.module,
+        variables={recorder.identify(value).id: name for name, value in reversed(site.variables)},
     )
     failure = Failure(
         error=scene.error,
         message=scene.message,
-        call=scene.call,
-        op=evidence.op,
-        module=evidence.module,
+        call=name,
+        op=dispatched(error),
+        module=recorder.path_of(site.module),
         source=site.source,
         line=site.line,
         operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
-        clash="" if nothing_called else clash(scene),
-        cause=find_cause(scene) if not nothing_called or scene.error == "EinopsError" else None,
-        completed=tuple(_completed(reached, scene.variables)),
+        clash=clash(scene) if known else "",
+        cause=find_cause(scene) if known or scene.error == "EinopsError" else None,
+        completed=tuple(_completed(scene.reached, scene.variables)),
         last_ops=tuple(
             ReachedOp(
                 o.index, o.name, o.module, o.source, *(tuple(t.shape for t in ts) for ts in (o.inputs, o.outputs))
@@ -140,25 +129,9 @@ def _describe(error: Exception, seen: Run, evidence: Evidence) -> tuple[Failure,
             for o in seen.recording.ops[-LAST_OPS:]
         ),
         num_ops=len(seen.recording.ops),
-        note="" if evidence.told else "All that the call was given cannot be told without calling code of yours again.",
+        note="" if reading.told else "All that the call was given cannot be told without calling code of yours again.",
     )
-    return failure, reached.completed
-
-
-def type_of(layer: LayerCall) -> str:
-    """Return the class of torch's that a layer is of."""
-    return "MultiheadAttention" if isinstance(layer.module, nn.MultiheadAttention) else "Transformer"
-
-
-def _base_of(layer: LayerCall) -> str:
-    return {"MultiheadAttention": "multi_head_attention", "Transformer": "transformer"}[type_of(layer)]
-
-
-def _is_activation(base: str, argument: Argument) -> bool:
-    """Whether this is what a layer takes in: batch, sequence, features."""
-    if base in ("multi_head_attention", "transformer"):
-        return argument.role in ("query", "key", "value", "src", "tgt")
-    return base == "linear" and argument.role == "input" and argument.value.is_floating_point()
+    return failure, scene.reached.completed
 
 
 def _message(error: Exception) -> str:
@@ -170,23 +143,6 @@ def _message(error: Exception) -> str:
         if line.strip():
             lines.append(shortened(line.strip(), MESSAGE))
     return "\n".join(lines[:4])
-
-
-def _given(argument: Argument, reached: Reached) -> Given:
-    tensor, value = argument.tensor, argument.value
-    return Given(
-        name=argument.name,
-        role=argument.role,
-        tensor=tensor,
-        device=str(value.device),
-        pattern=reached.of(tensor),
-        part=reached.roles.get(tensor.id, ""),
-        is_parameter=isinstance(value, nn.Parameter),
-        is_contiguous=value.is_contiguous(),
-        is_floating=value.is_floating_point(),
-        from_scores=reached.is_of_scores(tensor),
-        from_parameters=any(reached.graph.is_weight(behind) for behind in reached.behind(tensor)),
-    )
 
 
 def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedStage]:

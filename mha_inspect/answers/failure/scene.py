@@ -2,138 +2,72 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ...naming.pattern import dims_of
-from ...record.ops import TensorRef
+from torch import nn
+
+from .operand import Operand, shape_text
 from .reached import PRODUCTS, Reached
 
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that stretch their operands over one another, by their names without underscores."""
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that divide dimensions, or put them together."""
-HEADS = ("heads", "kv_heads")
-SEQUENCES = ("query", "key", "sequence")
 
 
-@dataclass(frozen=True)
-class Given:
-    """One tensor that the failing call was given."""
-
-    name: str
-    role: str
-    tensor: TensorRef
-    device: str
-    pattern: str
-    """What each dimension is, as an einops pattern."""
-    part: str = ""
-    """What it is to the attention: `query`, `key`, `value`, `weights`; empty where that is not known."""
-    is_parameter: bool = False
-    is_contiguous: bool = True
-    is_floating: bool = True
-    from_scores: bool = False
-    """Whether it was made from the product of the scores."""
-    from_parameters: bool = False
-    """Whether a parameter has gone into it: else it came in as it is, like a mask."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Size of each dimension."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> str:
-        """`float32`, `bool`, ..."""
-        return self.tensor.dtype
-
-    @property
-    def axes(self) -> list[list[str]]:
-        """The names in each dimension, and numbers where there is none."""
-        return dims_of(self.pattern)
-
-    @property
-    def is_shape(self) -> str:
-        """`q is [2, 8, 5, 64]`."""
-        return f"{self.name} is {shape_text(self.shape)}"
-
-    @property
-    def text(self) -> str:
-        """`q is [2, 8, 5, 64] batch heads query head_dim`; the axes where one at least has a name."""
-        named = any(not name.isdigit() for names in self.axes for name in names)
-        return f"{self.is_shape} {self.pattern}" if named else self.is_shape
-
-    @property
-    def primary(self) -> str:
-        """The name as it can be indexed, or a method of it called: `(mask == 0)`."""
-        try:
-            tree = ast.parse(self.name, mode="eval").body
-        except SyntaxError:
-            return f"({self.name})"
-        return self.name if isinstance(tree, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({self.name})"
-
-    def place(self, *names: str) -> int | None:
-        """Return the first dimension that is one of these axes, or has one in it; None where none is."""
-        return next((place for place, dim in enumerate(self.axes) if not set(names).isdisjoint(dim)), None)
-
-    def size(self, *names: str) -> int:
-        """Return the size of the dimension that is one of these axes alone; 0 where there is none."""
-        own = zip(self.shape, self.axes, strict=True)
-        return next((size for size, dim in own if len(dim) == 1 and dim[0] in names), 0)
-
-    def axis(self, place: int) -> str:
-        """Return what a dimension is, with its size: `head_dim 64`; the size alone where it has no name."""
-        dim = self.axes[place]
-        name = dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
-        return str(self.shape[place]) if name.isdigit() else f"{name} {self.shape[place]}"
-
-    @property
-    def heads_are_behind(self) -> bool:
-        """Whether the heads stand behind the sequence."""
-        heads, sequence = self.place(*HEADS), self.place(*SEQUENCES)
-        return heads is not None and sequence is not None and len(self.shape) >= 4 and sequence < heads
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scene:
     """A failing call, its operands, and how far the attention had come."""
 
     error: str
     message: str
-    call: str
     base: str
     """Name of the call without namespace and underscores: `matmul`."""
-    operands: tuple[Given, ...]
+    operands: tuple[Operand, ...]
     reached: Reached
     variables: dict[int, str] = field(default_factory=dict)
     """TensorRef id to what the user's code calls it."""
     settings: tuple[Any, ...] = ()
     """The arguments by place that are not tensors."""
-    num_heads: int = 0
-    """Of the torch layer that failed; 0 for any other call."""
-    widths: dict[str, int] = field(default_factory=dict)
-    """What it takes as query, key and value."""
+    layer: nn.Module | None = None
+    """The attention of torch's, or the transformer, that the error came out of."""
     batch_first: bool = True
+    """Whether that takes the batch first."""
 
-    def given(self, *roles: str) -> Given | None:
+    @property
+    def _attention(self) -> nn.MultiheadAttention | None:
+        return self.layer if isinstance(self.layer, nn.MultiheadAttention) else None
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of torch's attention; 0 for any other call."""
+        return 0 if self._attention is None else self._attention.num_heads
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """What torch's attention takes as query, key and value; empty for any other call."""
+        own = self._attention
+        return {} if own is None else {"query": own.embed_dim, "key": own.kdim, "value": own.vdim}
+
+    def given(self, *roles: str) -> Operand | None:
         """Return the operand that has one of these roles; None where none has."""
         return next((o for o in self.operands if o.role in roles), None)
 
     @property
-    def pair(self) -> tuple[Given, Given] | None:
+    def pair(self) -> tuple[Operand, Operand] | None:
         """The two factors of a product, left and right."""
         return (self.operands[-2], self.operands[-1]) if self.base in PRODUCTS and len(self.operands) >= 2 else None
 
     @property
-    def factors(self) -> tuple[Given, ...]:
+    def factors(self) -> tuple[Operand, ...]:
         """The operands of a product of scores, or of weights and values."""
         return tuple(o for o in self.operands if o.part)
 
     @property
-    def mask_and_scores(self) -> tuple[Given, Given] | None:
+    def mask_and_scores(self) -> tuple[Operand, Operand] | None:
         """The mask and the scores, where the call lays the one over the other."""
         if self.base not in BROADCASTS:
             return None
@@ -174,11 +108,6 @@ class Scene:
         return flat
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    """`[2, 8, 5, 64]`."""
-    return str(list(shape))
-
-
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     """Return how far from the right two shapes cannot be stretched over one another, -1 for the last; else None."""
     for back in range(1, min(len(left), len(right)) + 1):
@@ -201,7 +130,7 @@ def clash(scene: Scene) -> str:
     if scene.mixes_devices:
         return f"{', '.join(f'{o.name} is {o.device}' for o in given)}: a call computes on one device."
     if scene.mixes_dtypes:
-        numbers = [o for o in given if (o.is_floating or o.role == "input") and o.role != "bias"]
+        numbers = [o for o in given if (o.value.is_floating_point() or o.role == "input") and o.role != "bias"]
         return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: a product takes one dtype."
     if scene.pair is not None:
         return _of_product(*scene.pair)
@@ -219,9 +148,9 @@ def clash(scene: Scene) -> str:
     return ""
 
 
-def _alike(given: tuple[Given, ...]) -> str:
+def _alike(given: tuple[Operand, ...]) -> str:
     """Return each tensor once, however often it was given."""
-    alike: dict[int, list[Given]] = {}
+    alike: dict[int, list[Operand]] = {}
     for operand in given:
         alike.setdefault(operand.tensor.id, []).append(operand)
     texts = []
@@ -231,7 +160,7 @@ def _alike(given: tuple[Given, ...]) -> str:
     return "; ".join(texts)
 
 
-def _of_product(left: Given, right: Given) -> str:
+def _of_product(left: Operand, right: Operand) -> str:
     start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
     if min(len(left.shape), len(right.shape)) < 2:
         return start
@@ -241,7 +170,7 @@ def _of_product(left: Given, right: Given) -> str:
     return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
 
 
-def _clashes(left: Given, right: Given, place: int) -> str:
+def _clashes(left: Operand, right: Operand, place: int) -> str:
     rank = max(len(left.shape), len(right.shape))
     return f"Dimension {rank + place} clashes: {left.axis(place)} against {right.axis(place)}."
 
@@ -249,7 +178,7 @@ def _clashes(left: Given, right: Given, place: int) -> str:
 def _of_view(scene: Scene) -> str:
     x, sizes = scene.operands[0], scene.sizes_of_view
     if not sizes or "stride" in scene.message:
-        return f"{x.text}." if x.is_contiguous else f"{x.text}, and not contiguous in memory."
+        return f"{x.text}." if x.value.is_contiguous() else f"{x.text}, and not contiguous in memory."
     has, wanted = x.tensor.numel, prod(size for size in sizes if size != -1)
     start = f"{x.text}, {has} elements; {shape_text(sizes)}"
     if -1 in sizes:
