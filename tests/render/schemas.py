@@ -96,5 +96,3 @@ def schemas_of_reports() -> dict[Path, dict[str, Any]]:
     classes = _classes()
     made = {kind.command: schema_of(classes[name], kind.command) for name, kind in KINDS.items()}
     return {FOLDER / f"{command}.schema.json": schema for command, schema in made.items()}
-        FOLDER / f"{kind.command}.schema.json": schema_of(classes[name], kind.command) for name, kind in KINDS.items()
-    }
