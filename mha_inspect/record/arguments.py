@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..targets.memory import is_out_of_memory
+from ..text import first_line
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -107,10 +109,20 @@ def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:
 
     Many modules hold on to the weights of their last run, with the graph that they came of. Such a tensor cannot be
     copied: its content is.
+
+    Raises `InputError` where an object of the module refuses to be copied.
     """
     memo = dict(instead or {})
     for part in module.modules():
         for _, tensor in tensors_in(vars(part)):
             if not tensor.is_leaf:
                 memo.setdefault(id(tensor), tensor.detach().clone())
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # whatever the copying of somebody's objects may raise
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"{type(module).__name__} cannot be copied, and it is measured and changed in a copy: {first_line(error)}. "
+            "Let what it holds be copied by copy.deepcopy."
+        ) from error

@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
         self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
-        self._kept: dict[int, dict[Any, list[torch.Tensor]]] = {}
+        self._kept: dict[int, dict[Any, list[Any]]] = {}
         self._last_site: Site = []
         self._mark = 1
         self._key = f".recorder {next(_NUMBERS)}"
@@ -388,8 +388,15 @@ class Recorder(TorchDispatchMode):
         views = self._kept.setdefault(id(look[0]), {})
         held = views.get(look[1:5])
         if held is None:
-            held = views[look[1:5]] = [tensor.detach()]
+            held = views[look[1:5]] = self.hold(tensor)
         return (*look[:5], look[5] if len(look) > 5 else None, held)
+
+    def hold(self, tensor: torch.Tensor) -> list[Any]:
+        """Return a place with what is kept of a tensor that was not seen before: all of it, or what can be cloned.
+
+        A clone is put into its place before the memory is written.
+        """
+        return [tensor.detach()]
 
     def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
