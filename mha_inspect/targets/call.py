@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import ExitCode, MhaInspectError
@@ -86,18 +85,6 @@ def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
     return TargetFailedError(
         f"{own.label}{how} failed on {own.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
     )
-
-
-def try_once(own: Subject, how: str = "") -> None:
-    """Run its forward once, and leave no trace of that: what it does wrong is told with the line that did it.
-
-    Raises `TargetFailedError`; `how` says how the target was built.
-    """
-    with torch.no_grad(), own.replaying(own.state()):
-        try:
-            own.plain()
-        except Exception as error:
-            raise explained(error, own, how) from error
 
 
 def _in_forward(error: BaseException) -> bool:
