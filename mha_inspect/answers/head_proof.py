@@ -13,7 +13,7 @@ from ..measure.weights import Weights, as_matrix, weights_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import contents_of
 from ..record.ops import TensorRef
-from ..record.rounding import judge, max_difference
+from ..record.rounding import STEP, judge, max_difference
 from ..record.subject import Run, Subject
 from ..reports.common import Verdict
 from ..reports.params import PerHeadProof
@@ -66,9 +66,7 @@ def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) ->
     if any(contents[side].shape[-1] != weights.shapes[f"W_{letter}"][-1] for letter, side in _SIDES.items()):
         return None
     numbers = weights.read()
-    # Beside float64 there is nothing finer: float32 is measured, and scaled by the ratio of the rounding steps.
     double = contents[last].dtype == torch.float64
-    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
 
     def by_head(dtype: torch.dtype) -> Tensor:
         given = [{name: tensor.to(dtype) for name, tensor in own.items()} for own in (numbers, contents)]
@@ -80,7 +78,7 @@ def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) ->
         return None
     if exact.shape != contents[last].shape:
         return None
-    return max_difference(exact, contents[last]), max_difference(rounded, exact) * ratio
+    return max_difference(exact, contents[last]), max_difference(rounded, exact) * (STEP if double else 1.0)
 
 
 def _heads_are_projections(graph: Graph, found: Attention) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..measure.weights import PARTS, Weights, weights_of
 from ..record.arguments import copy_module, first_tensor, tensors_in
-from ..record.rounding import distances, judge, rounding_error
+from ..record.rounding import STEP, distances, judge, rounding_error
 from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..targets.memory import is_out_of_memory
@@ -66,7 +66,7 @@ class Learner:
     @property
     def noise_scale(self) -> float:
         """What a rounding error that was measured against `exact` has to be multiplied by."""
-        return torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if self._is_float64 else 1.0
+        return STEP if self._is_float64 else 1.0
 
     @property
     def _is_float64(self) -> bool:

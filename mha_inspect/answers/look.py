@@ -16,15 +16,13 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..record.arguments import first_tensor, tensors_in
-from ..record.rounding import rounding_error
+from ..record.rounding import STEP, rounding_error
 from ..record.subject import Run, Subject
 from ..targets.memory import is_out_of_memory
 from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of
 
-_STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-"""Rounding of float64 in units of float32's."""
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
 Rows = list[tuple[int, int]]
@@ -182,7 +180,7 @@ class Look:
     @property
     def unit(self) -> float:
         """What a measured error counts: that of float64 is measured in float32, and is less."""
-        return _STEP if self.dtype == "float64" else 1.0
+        return STEP if self.dtype == "float64" else 1.0
 
     @cached_property
     def exact(self) -> Look:

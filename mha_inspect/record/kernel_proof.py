@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from .kernels import Attention, Part, attention, run
-from .rounding import Rounding, max_difference, rounding_error
+from .rounding import STEP, Rounding, max_difference, rounding_error
 
 Check = Callable[[], Rounding]
 """How far a kernel and its steps are apart, worked out when it is called."""
 _ROWS = 4
 _COPIED = 1 << 20
 """Bytes of keys and values that are copied to be looked at when the run is over; more are looked at right away."""
-_STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-"""Rounding of float64 in units of float32's, in which it is measured: there is nothing finer."""
 
 
 def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Check:
@@ -52,7 +50,7 @@ def _judged(few: Attention, given: Tensor, difference: float | None = None) -> R
     difference = max_difference(given, own) if difference is None else difference
     if dtype == torch.float64:
         coarse = attention(run, few, torch.float32)[0]
-        return Rounding.of(difference, rounding_error(coarse, exact) * _STEP)
+        return Rounding.of(difference, rounding_error(coarse, exact) * STEP)
     return Rounding.of(difference, _error(own, exact))
 
 
@@ -73,7 +71,7 @@ def check_part(
         difference = max(max_difference(one, other) for one, other in zip(given, made, strict=True))
     if given[0].dtype == torch.float64:
         coarse = part.steps(run, *(_double(arg, torch.float32) for arg in some))
-        return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * _STEP)
+        return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * STEP)
     return Rounding.of(difference, max(map(_error, own, exact)))
 
 

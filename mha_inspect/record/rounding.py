@@ -19,6 +19,8 @@ DIFFERS_ABOVE = 10.0
 """A difference of more than this many times the noise floor is no rounding error."""
 SAME_UP_TO = 2.0
 """Two results that are each one noise floor away from the exact one are at most this many apart."""
+STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+"""Rounding of float64 in units of float32's: beside float64 there is nothing finer, and float32 is measured."""
 _CHUNK = 1 << 15
 """Elements that are compared together: few enough to stay in a processor's cache, and for torch not to share them out
 among threads, which wait for each other where the machine is busy."""
