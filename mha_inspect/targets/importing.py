@@ -123,8 +123,8 @@ def _load_file(where: str) -> ModuleType:
     """
     if not os.path.isfile(where):
         what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
-        beside = sorted(str(path) for path in Path(where).parent.glob("*.py"))
-        near = "" if os.path.exists(where) else did_you_mean(where, beside)
+        beside = sorted(path.name for path in Path(where).parent.glob("*.py"))
+        near = "" if os.path.exists(where) else did_you_mean(os.path.basename(where), beside)
         raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
     path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:
