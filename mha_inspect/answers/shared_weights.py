@@ -220,7 +220,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _width_of(projection: Projection) -> int | None:
     """How many features each head reads, where that is a part of them."""
-    inner = projection.pieces[0].inner
+    inner = projection.parts[0].inner
     return inner[0] if inner is not None and inner[0] < projection.shape[-1] else None
 
 

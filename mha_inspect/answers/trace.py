@@ -14,9 +14,9 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.kind import kinds_of, mask_notes
 from ..naming.linear import product_pairs
+from ..naming.sizes import pairs_named_after
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
-from ..naming.unit_sizes import pairs_named_after
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
 from ..record.run import record_until_failure

@@ -163,7 +163,7 @@ def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: Tensor
         return Softmaxed(key_first=False)
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), _wide(graph, masked, dim)
-    if over & set(axes.batch) and not (size_of(rows) > 1 and size_of(columns) > 1):
+    if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):
         return None
     averaged = ahead.product.axes(graph.dimensions)
     weights_last = ahead.product.right.id == ahead.carried.id

@@ -69,14 +69,13 @@ def _kind(
 
 def _source(seen: Run, found: Attention) -> str:
     """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
-    query, key = found.stages.get("query"), found.stages.get("key")
-    if query is None or key is None:
-        return ""
-    before = seen.graph.before_moves
+    stages, before = found.stages, seen.graph.before_moves
+    query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
     if left.id == right.id or _is_one(left, right) or _within(seen, found, query) & _within(seen, found, key):
         return "self"
-    return "cross"
+    # Heads that came in may have been projected from one tensor.
+    return "cross" if "query" in stages and "key" in stages else ""
 
 
 def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:

@@ -58,7 +58,7 @@ index_select | index_select | gathers copies
 gather | gather | gathers
 as_strided | strided |
 unfold | unfold |
-im2col | columns |
+im2col | columns | copies
 detach | pointwise | masks
 alias lift_fresh | pointwise |
 _to_copy | pointwise | copies masks

@@ -142,7 +142,8 @@ def _first_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     no_float64 = any(tensor.device.type == "mps" for tensor in tensors) and dtype == torch.float64
     device = torch.device("cpu") if no_float64 else None
     if module.training or dtype != _dtype_of(module, args):
-        module = copy_module(module).to(device=device, dtype=dtype).eval()
+        module = copy_module(module).to(device=device, dtype=dtype)
+        module.eval()  # what somebody's own train() returns may be nothing
     cast: dict[int, Tensor] = {}
     gpus = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=gpus):

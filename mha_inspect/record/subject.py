@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..graph.attention import Attention, Graph, attentions_of
 from ..naming.axes import AxisNames
-from ..naming.unit_sizes import named_after
+from ..naming.sizes import named_after
 from .arguments import argument_names, described, tensors_in
 from .copying import copy_module
 from .footprint import kept_bytes
