@@ -150,8 +150,9 @@ def test_arguments_by_any_name_are_those_that_the_forward_asks_for() -> None:
 def test_what_runs_in_training_mode_alone_says_so() -> None:
     target, call = made("Trains")
     own = subject_of(target, call, 0)
-    error = pytest.raises(AssertionError, own.plain).value
-    assert str(explained(error, own)).endswith("It runs in training mode: --train.")
+    with pytest.raises(AssertionError) as raised:
+        own.plain()
+    assert str(explained(raised.value, own)).endswith("It runs in training mode: --train.")
     assert not target.module.training
     target.module.train()
     own.plain()
