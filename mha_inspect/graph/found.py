@@ -66,6 +66,11 @@ class Attention:
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
 
+    def feature_place(self, side: str, rank: int) -> int:
+        """Where among so many dimensions of what a projection takes or gives the features are."""
+        op = self.projections.get(side)
+        return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
+
     @property
     def module(self) -> str:
         """Path of the module whose forward computes the scores."""

@@ -31,7 +31,12 @@ def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
     """The kind of each attention of a run, in order."""
     replay = Replay(seen.recording, leaves_of(seen.recording, own))
     known: dict[tuple[object, ...], bool | None] = {}
-    return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
+    kinds = []
+    for found, names in seen.attentions:
+        causal = "causal" if _is_causal(seen, found, names, replay, known) else ""
+        grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
+        kinds.append(tuple(word for word in (_source(seen, found), causal, grouped) if word))
+    return kinds
 
 
 def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
@@ -51,20 +56,6 @@ def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
                         "-inf where a key is barred.",
                     )
     return ()
-
-
-def _kind(
-    seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
-) -> tuple[str, ...]:
-    kind = []
-    source = _source(seen, found)
-    if source:
-        kind.append(source)
-    if _is_causal(seen, found, names, replay, known):
-        kind.append("causal")
-    if names.num_kv_heads < names.num_heads:
-        kind.append("grouped")
-    return tuple(kind)
 
 
 def _source(seen: Run, found: Attention) -> str:

@@ -71,8 +71,7 @@ class Roles:
             # Features that were moved before they were projected stand elsewhere than last.
             summed = set(wide(*(dim for read in op.inputs for dim in self._dimensions.of(read)[-1:])))
             moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
-            last = 1 if op.base_name == "convolution" and len(dims) > 2 else -1
-            del dims[moved[0] if len(moved) == 1 else last]
+            del dims[moved[0] if len(moved) == 1 else self._found.feature_place("query", len(dims))]
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
@@ -104,15 +103,13 @@ class Roles:
         """The atoms of the dimensions in which a projection puts heads and their features."""
         found: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
-            tensor, op = self._found.stages.get(stage), self._found.projections.get(side)
-            if tensor is not None and tensor.shape:
-                convolved = op is not None and op.base_name == "convolution" and len(tensor.shape) > 2
-                found |= set(self._dimensions.of(tensor)[1 if convolved else -1])
-        # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
-        for stage in ("q_proj",):
             tensor = self._found.stages.get(stage)
-            if tensor is not None and len(tensor.shape) > 3:
-                found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
+            if tensor is not None and tensor.shape:
+                found |= set(self._dimensions.of(tensor)[self._found.feature_place(side, len(tensor.shape))])
+        # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
+        tensor = self._found.stages.get("q_proj")
+        if tensor is not None and len(tensor.shape) > 3:
+            found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
         return found
 
     def _split(self, folded: Dim, outside: set[Axis], query: Dim, head_rows: Dim) -> tuple[Dim, Dim, Dim]:
