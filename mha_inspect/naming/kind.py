@@ -12,10 +12,10 @@ from itertools import takewhile
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import CannotReplayError, Replay, leaves_of, takes_shape_only
+from ..graph.evaluate import CannotReplayError, Replay, takes_shape_only
 from ..graph.walk import inside
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run, Subject
+from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
 
@@ -27,9 +27,8 @@ _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
+def kinds_of(seen: Run, replay: Replay) -> list[tuple[str, ...]]:
     """The kind of each attention of a run, in order."""
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
     known: dict[tuple[object, ...], bool | None] = {}
     kinds = []
     for found, names in seen.attentions:
@@ -39,9 +38,8 @@ def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
     return kinds
 
 
-def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
+def mask_notes(seen: Run, replay: Replay) -> tuple[str, ...]:
     """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
     for found, _ in seen.attentions:
         for op in found.masks:
             masks = [] if op.does("fills") else _masks_of(seen, found, op)
