@@ -47,4 +47,6 @@ def _described(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_described, value))})"
+    if isinstance(value, dict):
+        return f"{{{described(value)}}}"
     return str(value)

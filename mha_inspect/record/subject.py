@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..graph.attention import Attention, Graph, attentions_of
 from ..naming.axes import AxisNames
@@ -142,7 +143,8 @@ class Subject:
 
         What cannot be copied stays as it is.
         """
-        shared = {id(parameter): parameter for parameter in self.module.parameters()}
+        # A lazy parameter gets its shape in the first run, and so from one that is to leave no trace.
+        shared = {id(parameter): parameter for parameter in self.module.parameters() if not is_lazy(parameter)}
         try:
             module = copy_module(self.module, shared)
         except Exception:  # whatever the copying of somebody's objects may raise
