@@ -139,8 +139,21 @@ def unify(left: Dim, right: Dim) -> bool:
         elif y.size < x.size and x.size % y.size == 0:
             rest.append(_take(x, y))
         else:
+            _merge_last([*rest, x], [*others, y])
             return False
     return True
+
+
+def _merge_last(rest: list[Axis], others: list[Axis]) -> None:
+    """Say that what two dimensions end with is the same, as far as their sizes agree from there; the last come first.
+
+    What is before it may be counted in another order: windows before the batch, and behind it.
+    """
+    for x, y in zip(rest, others, strict=False):
+        if x.parts or y.parts or x.size != y.size or _are_twins(x, y):
+            return
+        if x is not y:
+            _merge(x, y)
 
 
 def _cross(a: Dim, b: Dim) -> bool:

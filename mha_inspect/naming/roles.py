@@ -63,15 +63,16 @@ class Roles:
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
         stages, projections = self._found.stages, self._found.projections
-        if "query" not in stages:
+        side = "query" if "query" in stages else "key"
+        if side not in stages:
             return set()
-        dims = list(self._dimensions.of(stages["query"]))
-        if dims and "query" in projections:
-            op = projections["query"]
+        dims = list(self._dimensions.of(stages[side]))
+        if dims and side in projections:
+            op = projections[side]
             # Features that were moved before they were projected stand elsewhere than last.
             summed = set(wide(*(dim for read in op.inputs for dim in self._dimensions.of(read)[-1:])))
             moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
-            del dims[moved[0] if len(moved) == 1 else self._found.feature_place("query", len(dims))]
+            del dims[moved[0] if len(moved) == 1 else self._found.feature_place(side, len(dims))]
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
@@ -119,7 +120,7 @@ class Roles:
         batch = tuple(atom for atom in folded if atom in outside)
         # Windows are cut out of the sequence: somewhere they stand beside its rest, and the batch does not.
         whole = {*batch[:1], *self._dimensions.given_whole}
-        rows = set(wide(query))
+        rows = set(wide(query, self.key))
         cut = self._dimensions.beside(rows, apart_from=whole) if not set(batch) <= whole else set()
         windows = tuple(atom for atom in batch if atom in cut and atom not in whole)
         batch = tuple(atom for atom in batch if atom not in windows)
@@ -195,7 +196,12 @@ class Roles:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms or self._is_piece(atom, atoms))
-        return shared or self._picked("key")
+        if shared or self._picked("key"):
+            return shared or self._picked("key")
+        # No axis tells: as many features as all heads have are no single head's.
+        alone = sum(op is self._found.projections.get("key") for op in self._found.projections.values()) < 2
+        wide_enough = stages["k_proj"].shape[-1:] == (size_of(self.heads) * size_of(self.head_dim),)
+        return self.heads if alone and wide_enough else ()
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""

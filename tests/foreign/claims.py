@@ -521,3 +521,20 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
+
+
+class GlobalQueries(Heads):
+    """Windows of an image attend with queries that are the same for every window, in `batch windows` order or not."""
+
+    def __init__(self, windows_first: bool = False) -> None:
+        super().__init__()
+        self.windows_first = windows_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = x.unflatten(2, (-1, 3)).unflatten(1, (-1, 3)).transpose(2, 3)  # batch 2 5 3 3 embed
+        rows = cut.flatten(0, 2).flatten(1, 2)
+        queries = functional.adaptive_max_pool2d(self.q(x).movedim(-1, 1), (3, 3)).flatten(2).mT
+        times = len(rows) // len(x)
+        queries = queries.repeat(times, 1, 1) if self.windows_first else queries.repeat_interleave(times, 0)
+        q, k, v = map(self.split, (queries, self.k(rows), self.v(rows)))
+        return self.joined(self.scores(q, k).softmax(-1), v)

@@ -252,6 +252,20 @@ def test_what_comes_in_may_attend_to_itself() -> None:
     assert attention(claims.Plain).kind == ("self",)
 
 
+def test_windows_are_told_by_their_keys_where_queries_are_the_same_for_all() -> None:
+    (found,) = trace(claims.GlobalQueries(), torch.randn(2, 6, 15, claims.WIDTH)).attentions
+    assert axes(found, "weights") == "(batch windows) heads query key"
+    assert axes(found, "key") == "batch (windows_1 key_1) (windows_2 key_2) embed"
+
+
+def test_heads_are_told_where_batch_and_windows_stand_in_another_order() -> None:
+    module, x = claims.GlobalQueries(windows_first=True), torch.randn(2, 6, 15, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_kv_heads, found.head_dim) == (claims.HEADS, claims.HEAD_DIM)
+    roles = {one.name: one for one in params(module, x, per_head=True).parameters}
+    assert [part.head for part in roles["k.weight"].heads or ()] == list(range(claims.HEADS))
+
+
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what goes into the output's projection, head by head."""
     kept: list[torch.Tensor] = []
