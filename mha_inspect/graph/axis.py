@@ -117,10 +117,13 @@ def unify(left: Dim, right: Dim) -> bool:
     a, b = resolve(left), resolve(right)
     if a == b:
         return True
-    if size_of(a) != size_of(b) or not size_of(a) or _cross(a, b):
+    if size_of(a) != size_of(b) or not size_of(a):
         return False
     # The next to compare stands last.
     rest, others = ([atom for atom in reversed(side) if atom.size != 1] for side in (a, b))
+    if _cross(a, b):
+        _merge_last(rest, others)
+        return False
     while rest and others:
         x, y = rest.pop(), others.pop()
         if x.parts or y.parts:
@@ -150,10 +153,9 @@ def _merge_last(rest: list[Axis], others: list[Axis]) -> None:
     What is before it may be counted in another order: windows before the batch, and behind it.
     """
     for x, y in zip(rest, others, strict=False):
-        if x.parts or y.parts or x.size != y.size or _are_twins(x, y):
+        if x.parts or y.parts or x.size != y.size or x in others or y in rest or _are_twins(x, y):
             return
-        if x is not y:
-            _merge(x, y)
+        _merge(x, y)
 
 
 def _cross(a: Dim, b: Dim) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..record.ops import Op, TensorRef
 from .dimensions import wide
-from .found import Attention
+from .found import Attention, positions_of
 from .pieces import setting
 from .walk import Graph
 
@@ -72,11 +72,9 @@ def _is_whole(graph: Graph, found: Attention) -> bool:
     """Whether the scores have everything that comes in, and not one query or a piece of the sequence."""
     if "query" not in found.stages or not found.stages["query"].shape:
         return True
-    given = list(graph.dimensions.of(found.stages["query"]))
-    del given[found.feature_place("query", len(given))]  # what is projected is the features
     axes = found.score_product.axes(graph.dimensions)
     rows = axes.columns if found.key_first else axes.rows
-    outside = set(wide(*given))
+    outside = set(wide(*positions_of(found, graph.dimensions, "query")))
     return outside <= {*axes.batch, *axes.rows, *axes.columns} and set(wide(rows)) <= outside
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
-from ..graph.found import Attention
+from ..graph.found import Attention, positions_of
 
 Group = tuple[str, Dim]
 """A name and the atoms that it stands for, in row-major order."""
@@ -62,17 +62,9 @@ class Roles:
 
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
-        stages, projections = self._found.stages, self._found.projections
+        stages = self._found.stages
         side = "query" if "query" in stages else "key"
-        if side not in stages:
-            return set()
-        dims = list(self._dimensions.of(stages[side]))
-        if dims and side in projections:
-            op = projections[side]
-            # Features that were moved before they were projected stand elsewhere than last.
-            summed = set(wide(*(dim for read in op.inputs for dim in self._dimensions.of(read)[-1:])))
-            moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
-            del dims[moved[0] if len(moved) == 1 else self._found.feature_place(side, len(dims))]
+        dims = positions_of(self._found, self._dimensions, side) if side in stages else []
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
@@ -199,9 +191,9 @@ class Roles:
         if shared or self._picked("key"):
             return shared or self._picked("key")
         # No axis tells: as many features as all heads have are no single head's.
-        alone = sum(op is self._found.projections.get("key") for op in self._found.projections.values()) < 2
-        wide_enough = stages["k_proj"].shape[-1:] == (size_of(self.heads) * size_of(self.head_dim),)
-        return self.heads if alone and wide_enough else ()
+        sharing = sum(op is self._found.projections.get("key") for op in self._found.projections.values())
+        width = size_of(self.heads) * size_of(self.head_dim)
+        return self.heads if stages["k_proj"].shape[-1] in (width, sharing * width) else ()
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
