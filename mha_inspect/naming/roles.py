@@ -188,9 +188,10 @@ class Roles:
         if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        shared = tuple(atom for atom in self.heads if atom in atoms or self._is_piece(atom, atoms))
-        if shared or self._picked("key"):
-            return shared or self._picked("key")
+        shared = tuple(atom for atom in self.heads if atom in atoms)
+        known = shared or tuple(atom for atom in self.heads if self._is_piece(atom, atoms)) or self._picked("key")
+        if known:
+            return known
         # No axis tells: as many features as all heads have are no single head's.
         sharing = sum(op is self._found.projections.get("key") for op in self._found.projections.values())
         width = size_of(self.heads) * size_of(self.head_dim)

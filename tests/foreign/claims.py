@@ -569,3 +569,17 @@ class PackedForLearned(Heads):
     def forward(self, x: Tensor) -> Tensor:
         k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
         return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)
+
+
+class GroupedPieces(nn.Module):
+    """Group by group in one matrix: two heads of queries, one of keys, one of values; the last two are picked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.o = nn.Linear(WIDTH, 8 * HEAD_DIM), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.packed(x).unflatten(-1, (2, 4, HEAD_DIM))
+        q, k, v = made[..., :-2, :], made[..., [-2], :], made[..., [-1], :]
+        q, k, v = (one.expand(q.shape).flatten(2, 3).transpose(1, 2) for one in (q, k, v))
+        return self.o(((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))

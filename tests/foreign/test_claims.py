@@ -281,6 +281,22 @@ def test_heads_are_told_where_batch_and_windows_stand_in_another_order() -> None
     assert [part.head for part in roles["k.weight"].heads or ()] == list(range(claims.HEADS))
 
 
+def test_groups_in_one_matrix_are_told_with_their_keys() -> None:
+    module, x = claims.GroupedPieces(), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.num_kv_heads) == (4, 2)
+    (packed,) = (one for one in params(module, x, per_head=True).parameters if one.name == "packed.weight")
+    assert "group by group" in packed.role
+    rows = next(piece.rows for piece in packed.heads or () if (piece.part, piece.head) == ("W_k", 1))
+    # By perturbation: with these rows, the weights of the query heads 2 and 3 move.
+    weights = [trace(module, x, keep=True).attentions[0].weights.tensor]
+    with torch.no_grad():
+        module.packed.weight[slice(*rows)] += 1
+    weights.append(trace(module, x, keep=True).attentions[0].weights.tensor)
+    moved = (weights[0] - weights[1]).abs().amax((0, 2, 3)) > 1e-6
+    assert moved.tolist() == [False, False, True, True]
+
+
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what goes into the output's projection, head by head."""
     kept: list[torch.Tensor] = []
