@@ -28,7 +28,7 @@ _FAR = 60
 
 
 def kinds_of(seen: Run, replay: Replay) -> list[tuple[str, ...]]:
-    """The kind of each attention of a run, in order."""
+    """Return the kind of each attention of a run, in order; `replay` computes its masks again."""
     known: dict[tuple[object, ...], bool | None] = {}
     kinds = []
     for found, names in seen.attentions:
