@@ -189,13 +189,7 @@ class Roles:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
-        known = shared or tuple(atom for atom in self.heads if self._is_piece(atom, atoms)) or self._picked("key")
-        if known:
-            return known
-        # No axis tells: as many features as all heads have are no single head's.
-        sharing = sum(op is self._found.projections.get("key") for op in self._found.projections.values())
-        width = size_of(self.heads) * size_of(self.head_dim)
-        return self.heads if stages["k_proj"].shape[-1] in (width, sharing * width) else ()
+        return shared or tuple(atom for atom in self.heads if self._is_piece(atom, atoms)) or self._picked("key")
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
