@@ -69,14 +69,13 @@ def _kind(
 
 def _source(seen: Run, found: Attention) -> str:
     """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
-    query, key = found.stages.get("query"), found.stages.get("key")
-    if query is None or key is None:
-        return ""
-    before = seen.graph.before_moves
+    stages, before = found.stages, seen.graph.before_moves
+    query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
     if left.id == right.id or _is_one(left, right) or _within(seen, found, query) & _within(seen, found, key):
         return "self"
-    return "cross"
+    # Heads that came in may have been projected from one tensor.
+    return "cross" if "query" in stages and "key" in stages else ""
 
 
 def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:
@@ -232,7 +231,7 @@ def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> b
 def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:
     """Return where one of an attention's masks leaves no weight, in its own layout; None where that is not known."""
     try:
-        return _barred(op, _masks_of(seen, found, op), replay)
+        return _barred(seen, op, _masks_of(seen, found, op), replay)
     except CannotReplayError:
         return None
 
@@ -244,7 +243,7 @@ def _masks_of(seen: Run, found: Attention, op: Op) -> list[TensorRef]:
     return [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
 
 
-def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
+def _barred(seen: Run, op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
     """Where an operation leaves no weight."""
     if op.does("fills_where"):
         mask = next((tensor for tensor in op.inputs if tensor.dtype == "bool"), None)
@@ -252,13 +251,25 @@ def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | N
             return None
         value = replay.value(mask)
         # where(allowed, scores, low) keeps where it is true; masked_fill(scores, barred, low) bars there.
-        keeps = op.base_name == "where" and op.inputs[0].id == mask.id and _scores_first(op, others)
+        picks = op.base_name == "where" and op.inputs[0].id == mask.id
+        keeps = picks and _scores_first(op, others) and not _is_lowered(seen, op.inputs[1])
         return ~value if keeps else value
     if len(others) != 1:
         return None
     value = replay.value(others[0])
     value = -value if op.base_name.startswith("sub") else value
     return value <= _BARRED
+
+
+def _is_lowered(seen: Run, scores: TensorRef) -> bool:
+    """Whether so much was taken off the scores that no weight is left."""
+    op = seen.recording.producer(scores)
+    if op is None or op.base_name.rstrip("_") not in ("add", "sub") or len(op.args) < 2:
+        return False
+    number = op.args[1]
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    return (-number if op.base_name.startswith("sub") else number) <= _BARRED
 
 
 def _scores_first(op: Op, others: list[TensorRef]) -> bool:

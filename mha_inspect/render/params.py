@@ -95,7 +95,12 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         for (_, shape), names in groups.items():
             sizes = text.shape(shape)
             rows.append((what, times(names), *(("", sizes) if what == "missing" else (sizes, ""))))
-    rows += [("wrong shape", one.name, text.shape(one.shape), text.shape(one.expected)) for one in like.wrong_shape]
+    others: dict[tuple[str, str, str], list[str]] = {}
+    for wrong in like.wrong_shape:
+        others.setdefault((alike(wrong.name), text.shape(wrong.shape), text.shape(wrong.expected)), []).append(
+            wrong.name
+        )
+    rows += [("wrong shape", times(names), shape, wanted) for (_, shape, wanted), names in others.items()]
     if rows:
         columns = (Column("what"), Column("name", tone="strong"), Column("in the file"), Column(f"in {like.module}"))
         yield table(columns, rows)
