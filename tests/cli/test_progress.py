@@ -84,7 +84,7 @@ def test_ctrl_c_shows_the_cursor_again(monkeypatch, waits):
     ("line", "words"),
     [
         ("trace torch.nn:Identity --input-shape input=2x3", "tracing torch.nn:Identity"),
-        ("compare-heads --embed-dim 8 --heads 1,2 --steps 3", "comparing 1 and 2 heads, 3 steps of training each"),
+        ("compare-heads --embed-dim 8 --heads 1,2 --steps 3", "comparing 1 and 2 heads"),
         ("diff torch bert --embed-dim 8 --num-heads 2", "comparing torch with bert"),
         ("check --embed-dim 8 --num-heads 2", "checking torch"),
         ("params --embed-dim 8 --num-heads 2", "reading torch"),
@@ -100,8 +100,14 @@ def test_what_each_command_says_that_it_does(invoke, monkeypatch, line, words):
     @contextmanager
     def progress(words, *, quiet):
         said.append((words, quiet))
-        yield lambda _: None
+        yield ticks.append
 
+    ticks = []
     monkeypatch.setattr(subject, "progress", progress)
     assert invoke(*line.split(), "-q").code == 0
     assert said == [(words, True)]
+    if "--steps" in line:
+        steps = [f"step {number} of 3" for number in (1, 2, 3)]
+        each = [steps, [f"{step} in float64" for step in steps]]
+        assert ticks == [f"{heads}, {step}" for heads in ("1 head", "2 heads") for turn in each for step in turn]
+    assert bool(ticks) == line.startswith(("check", "compare-heads"))
