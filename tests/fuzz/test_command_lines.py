@@ -46,7 +46,7 @@ WORDS = {
     "--dtype": ["float64", "bfloat16", "float16", "int8"],
     "--device": ["cpu", "meta", "cuda", "mps", "cuda:9", "xla"],
     "--format": ["plain", "table", "json", "svg"],
-    "--color": ["auto", "always", "never", "sometimes"],
+    "--color": ["auto", "never", "sometimes"],
     "--fail-if": ["differs", "same", "x"],
     "--set": ["x=1", "=", "depth", "a.b=2"],
     "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999"],
