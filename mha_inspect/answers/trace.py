@@ -19,8 +19,7 @@ from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
-from ..record.run import record_until_failure
-from ..record.subject import Run, State, Subject
+from ..record.subject import Run, State, Subject, run
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
@@ -74,18 +73,18 @@ def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[Ma
 
 def _run(own: Subject, show: Show, keep: bool) -> Run:
     """The run. Raises `ForwardError` where the forward raises."""
-    attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
-    if attempt.error is None:
-        return Run(attempt.recording, attempt.returned)
+    seen = run(own.module, own.args, own.kwargs, keep=keep)
+    if seen.error is None:
+        return seen
     from .failure.report import forward_error
 
-    cause: Exception | None = attempt.error
-    failure = forward_error(own, attempt, show)
+    cause: Exception | None = seen.error
+    failure = forward_error(own, seen, show)
     try:
         raise failure from (None if failure is cause else cause)
     finally:
         # The error's traceback leads to this frame: what led back to the error would keep its tensors.
-        del attempt, cause, failure
+        del seen, cause, failure
 
 
 def environment_of(own: Subject) -> Environment:
@@ -134,7 +133,7 @@ def report(
         returns=_returns(seen, axes, content),
         proof=proof_of(seen) if proof is None else proof,
         masked_rows=masked,
-        notes=_of_rows(seen),
+        notes=(*_of_rows(seen), *seen.recording.notes),
         products=_products(seen),
         ops=_op_lines(seen, axes) if show.ops else None,
     )
