@@ -126,6 +126,17 @@ class DynamicDispatch(Dispatch):
         return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
 
 
+class Clusters(nn.Module):
+    """Soft k-means: features are shared out among centres, each of which is what it got on average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centres = x[:, :3]
+        for _ in range(2):
+            shared = (x @ centres.mT).softmax(-1)
+            centres = shared.mT @ x / shared.sum(1)[..., None]
+        return centres
+
+
 class Inverted(nn.Module):
     """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
 
@@ -149,6 +160,7 @@ NO_ATTENTION = (
     Retrieval,
     Capsules,
     Contrastive,
+    Clusters,
     Inverted,
 )
 
