@@ -20,6 +20,7 @@ from .answers.trace import report, traced
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
 from .naming.canonical import contents_of, own_axes
+from .naming.kind import kinds_of, mask_notes
 from .naming.stages import STAGES
 from .record.arguments import copy_module
 from .record.subject import Run, Subject, keep_stages
@@ -516,7 +517,9 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             Show(),
             environment=Environment(torch.__version__, "", "", None),
             layer=LayerInfo("recording", {}),
+            kinds=kinds_of(seen, {}),
         )
+        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, {})))
         if self._failed is not None:
             failure, completed = self._failed
             trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)

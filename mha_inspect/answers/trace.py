@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..graph.attention import Attention
+from ..graph.evaluate import leaves_of
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
@@ -49,16 +50,17 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         before = own.state()
         seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
+        leaves = leaves_of(seen.recording, own)
         made = report(
             seen,
             own_axes(seen),
             show,
-            kinds=kinds_of(seen, own),
+            kinds=kinds_of(seen, leaves),
             environment=environment_of(own),
             layer=layer_of(own),
             masked=_masked_rows(own, before, seen, keep),
         )
-        notes = (*mask_notes(seen, own), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
+        notes = (*mask_notes(seen, leaves), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
     return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
 
 

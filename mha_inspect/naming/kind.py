@@ -7,15 +7,16 @@ That is looked up in the mask's content, which is computed again. Keys that the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import takewhile
 
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import CannotReplayError, Replay, leaves_of, takes_shape_only
+from ..graph.evaluate import CannotReplayError, Replay, takes_shape_only
 from ..graph.walk import inside
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run, Subject
+from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
 
@@ -27,16 +28,21 @@ _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
-    """The kind of each attention of a run, in order."""
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+def kinds_of(seen: Run, leaves: Mapping[int, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Return the kind of each attention of a run, in order.
+
+    Args:
+        seen: the run.
+        leaves: what is known of what the run began with, by TensorRef id: a mask is computed again from that.
+    """
+    replay = Replay(seen.recording, leaves)
     known: dict[tuple[object, ...], bool | None] = {}
     return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
 
 
-def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
-    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+def mask_notes(seen: Run, leaves: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing. `leaves` are as in `kinds_of`."""
+    replay = Replay(seen.recording, leaves)
     for found, _ in seen.attentions:
         for op in found.masks:
             masks = [] if op.does("fills") else _masks_of(seen, found, op)

@@ -168,8 +168,8 @@ class Recording:
     scalars: dict[int, float] = field(default_factory=dict)
     """TensorRef id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
     constants: dict[int, Any] = field(default_factory=dict, compare=False)
-    """TensorRef id to the torch tensor, for those from outside that have no name, were not written in the run, and
-    were still there when it ended: a mask that a module holds as a plain attribute."""
+    """TensorRef id to the torch tensor, for those from outside that were not written since and are still there: a mask
+    that a module holds as a buffer or as a plain attribute. Parameters and named inputs are not among them."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)
     """TensorRef id to the torch tensor, for those that were kept."""
 

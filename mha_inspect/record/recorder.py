@@ -30,7 +30,7 @@ from .replay import Replay, uncollected
 from .schema import About, about, known_as
 from .site import ATTENTION_FORWARD, ModuleCall, Site
 from .sketch import Sketch
-from .storage import Look, looker
+from .storage import Look, Outside, looker
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
@@ -39,6 +39,8 @@ LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=Fal
 _RUNNING: ContextVar[tuple[_Block, ...]] = ContextVar("blocks that were entered", default=())
 """torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
 _NUMBERS, _MARKS = count(), count(2)
+_LARGEST = 1 << 24
+"""Elements up to which what came from outside is held on to."""
 
 
 def put_on(mode: TorchDispatchMode) -> None:
@@ -125,6 +127,8 @@ class Recorder(TorchDispatchMode):
         self._entries: list[Any] = []
         """Entries of operations; names with what is known under them; what tells entries when it is called."""
         self._replay = Replay()
+        self._outside: list[Outside] = []
+        """What came from outside, but parameters and named inputs; a module that makes a mask may hold it anyhow."""
         self._look_at = looker()
         self._look = self._look_and_keep if keep else self._look_at
         self._known: dict[int, About] = {}
@@ -200,10 +204,13 @@ class Recorder(TorchDispatchMode):
                 if _is_compiled(module):
                     self._compiled.append(path)
             start = f"{path}." if path else ""
-            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+            for found, own, outside in (
+                (parameters, module._parameters, None),
+                (buffers, module._buffers, self._outside),
+            ):
                 for name, tensor in own.items():
                     if tensor is not None and id(tensor) not in found and not nn.parameter.is_lazy(tensor):
-                        found[id(tensor)] = start + name, look(tensor)
+                        found[id(tensor)] = start + name, look(tensor, outside)
         self._entries.append((self._parameters, [*parameters.values()]))
         self._entries.append((self._buffers, [*buffers.values()]))
 
@@ -227,9 +234,18 @@ class Recorder(TorchDispatchMode):
             producers=replay.producers,
             fast_path_refusals=tuple(self._refusals.values()),
             notes=_of_compiled(self._compiled),
-            constants=replay.constants(one.tensor.id for one in (*self._inputs, *self._parameters, *self._buffers)),
+            constants=self._constants(replay),
             values=replay.release(),
         )
+
+    def _constants(self, replay: Replay) -> dict[int, torch.Tensor]:
+        """Return what came from outside, was not written since and is still there, by the numbers of the tensors."""
+        found = {}
+        for look, weak, version in self._outside:
+            tensor = weak()
+            if tensor is not None and tensor._version == version and tensor.numel() <= _LARGEST:
+                found[replay.read(look).id] = tensor.detach()
+        return found
 
     def _catch_up(self) -> Replay:
         """Work out what was written down since the last time."""
@@ -267,7 +283,11 @@ class Recorder(TorchDispatchMode):
             return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
         # What is done here is done at each operation: no more than what would be gone later. `Replay` does the rest.
         look, plain = self._look, self._plain
-        given = [arg if type(arg) in _PLAIN else look(arg) if isinstance(arg, _Tensor) else plain(arg) for arg in args]
+        outside = self._outside
+        given = [
+            arg if type(arg) in _PLAIN else look(arg, outside) if isinstance(arg, _Tensor) else plain(arg)
+            for arg in args
+        ]
         if not kwargs:
             named = written = None
             if known.written:
@@ -353,14 +373,14 @@ class Recorder(TorchDispatchMode):
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return self._look(value)
+            return self._look(value, self._outside)
         if isinstance(value, Sketch):
             return value.look
         if isinstance(value, (list, tuple)):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _look_and_keep(self, tensor: torch.Tensor) -> Look:
+    def _look_and_keep(self, tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
         """Return what identifies a tensor now, and the tensor."""
         look = self._look_at(tensor)
         if nn.parameter.is_lazy(tensor):

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from itertools import groupby
 from threading import Lock
 from typing import Any
-from weakref import ref
-
-import torch
 
 from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
@@ -18,8 +15,6 @@ from .schema import About
 from .site import Site, place_of_site
 from .storage import Look
 
-_LARGEST = 1 << 24
-"""Elements up to which what came from outside without a name is held on to."""
 _DTYPE_NAMES: dict[Any, str] = {}
 
 Entry = tuple[
@@ -189,18 +184,6 @@ class Replay:
             if len(look) > 6:
                 self._held[number] = look[6]
         return made
-
-    def constants(self, named: Iterable[int]) -> dict[int, Any]:
-        """Return what came from outside without one of these names, was never written and is still there."""
-        names, found = set(named), {}
-        for storage in self._storages.values():
-            memory = storage.owner() if storage.made_by is None and isinstance(storage.owner, ref) else None
-            if isinstance(memory, torch.UntypedStorage):
-                for (offset, shape, stride, dtype), tensor in storage.seen.items():
-                    if tensor.id not in names and tensor.numel <= _LARGEST:
-                        whole = torch.empty(0, dtype=dtype, device=memory.device)
-                        found[tensor.id] = whole.set_(memory, offset, tuple(shape), stride)
-        return found
 
     def release(self) -> dict[int, Any]:
         """Return the kept tensors by the tensor's number."""

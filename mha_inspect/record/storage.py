@@ -17,6 +17,10 @@ Look = tuple[Any, ...]
 number or None; where it is kept, a list with the tensor. The same memory has the same reference, which no other has."""
 
 
+Outside = tuple[Look, Any, int]
+"""A tensor that came from outside: how it was, a weak reference to it, and how often it had been written by then."""
+
+
 class _AddressRefs:
     """Makes one reference a storage, where torch makes another Python object of it each time that it is asked."""
 
@@ -41,8 +45,10 @@ _PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _LASTING = _has_lasting_storages()
 
 
-def looker() -> Callable[[torch.Tensor], Look]:
+def looker() -> Callable[..., Look]:
     """Return what looks at a tensor: the same look for as long as the tensor is the same.
+
+    Where it is given a list as well, it adds the tensors to it that it has never looked at before.
 
     Python's own references to a storage lie in memory of Python's. torch's keeps what is left of a storage in place,
     between the large blocks that a forward frees, and so they cannot be joined and used again. And the less is made
@@ -52,7 +58,7 @@ def looker() -> Callable[[torch.Tensor], Look]:
     known: dict[Look, Look] = {}
     once = known.setdefault
 
-    def look_at(tensor: torch.Tensor) -> Look:
+    def look_at(tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
         if type(tensor) in _PLAIN_TYPES:
             try:
                 shape = tensor.shape
@@ -69,7 +75,11 @@ def looker() -> Callable[[torch.Tensor], Look]:
             look = _look_closely(tensor, weak)
         if not look[2]:
             look = *look, _number(tensor)
-        return once(look, look)
+        found = once(look, look)
+        if found is look and outside is not None:
+            with suppress(RuntimeError, TypeError):  # one of inference mode does not count how often it is written
+                outside.append((look, ref(tensor), tensor._version))
+        return found
 
     return look_at
 

@@ -196,19 +196,19 @@ class Subject:
 
 
 def _fresh(value: Any) -> Any:
-    """Return an argument, or a copy of one that a run may change: of a tensor, of a cache of keys."""
+    """Return an argument, or a copy of one that may be written to: of a tensor, of a cache of keys.
+
+    What overlaps in memory is no such tensor: torch does not write to it.
+    """
     if isinstance(value, (nn.Module, *_PLAIN)):
         return value
     try:
-        return _copied_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        overlaps = value.layout == torch.strided and 0 in value.stride() and value.numel() > 1
+        return value if value.is_meta or overlaps else value.detach().clone()
     except Exception:  # whatever the copying of somebody's objects may raise
         return value
-
-
-def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that may be written to; itself where its elements share memory, which torch does not write to."""
-    overlaps = tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1
-    return tensor if tensor.is_meta or overlaps else tensor.detach().clone()
 
 
 def _elements(own: Subject) -> int:
