@@ -116,18 +116,6 @@ def in_training(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def try_once(own: Subject, how: str = "") -> None:
-    """Run its forward once, and leave no trace of that: what it does wrong is told with the line that did it.
-
-    Raises `TargetFailedError`; `how` says how the target was built.
-    """
-    with torch.no_grad(), own.replaying(own.state()):
-        try:
-            own.plain()
-        except Exception as error:
-            raise explained(error, own, how) from error
-
-
 def _in_forward(error: BaseException) -> bool:
     """Whether an exception came out of a module's forward, and not out of the program around it."""
     code = nn.Module._call_impl.__code__
