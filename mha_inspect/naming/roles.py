@@ -120,7 +120,7 @@ class Roles:
         rest = tuple(atom for atom in folded if atom not in outside)
         heads = wide(rest)
         features = self._features()
-        if any(atom in features for atom in (*heads, *head_rows)):
+        if "query" in self._found.stages and any(atom in features for atom in (*heads, *head_rows)):
             windows += tuple(atom for atom in heads if atom not in features)
             heads = tuple(atom for atom in heads if atom in features)
         heads += head_rows
