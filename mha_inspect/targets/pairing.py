@@ -32,11 +32,17 @@ def arguments_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]
     places = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY]
     named = {**dict(zip(places or ["x"], call.args, strict=False)), **call.kwargs}
     unknown = Parameter("x", Parameter.POSITIONAL_ONLY)
-    return {
+    found = {
         name: (kind_of(parameters.get(name, unknown)), value)
         for name, value in named.items()
         if isinstance(value, Tensor)
     }
+    for owner, held in named.items():
+        for key, value in held.items() if isinstance(held, dict) else ():
+            if isinstance(value, Tensor):
+                by_name = Parameter(key, Parameter.KEYWORD_ONLY) if key.isidentifier() else unknown
+                found[f"{owner}.{key}"] = kind_of(by_name), value
+    return found
 
 
 def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
@@ -74,7 +80,12 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
         changed[name] = found.to(device=tensor.device, dtype=tensor.dtype if tensor.is_floating_point() else None)
     places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
     args = tuple(changed.get(name, value) for name, value in zip(places, call.args, strict=False))
-    kwargs = {name: changed.get(name, value) for name, value in call.kwargs.items()}
+    kwargs = {
+        name: {key: changed.get(f"{name}.{key}", held) for key, held in value.items()}
+        if type(value) is dict
+        else changed.get(name, value)
+        for name, value in call.kwargs.items()
+    }
     origin = call.origin if not changed or other.origin == call.origin else f"what {others} gets"
     return replace(call, args=args, kwargs=kwargs, origin=origin)
 

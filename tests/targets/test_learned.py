@@ -13,6 +13,7 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.targets.call import Call, explained
 from mha_inspect.targets.inputs import Asked, make_call
 from mha_inspect.targets.load import subject_of
+from mha_inspect.targets.pairing import with_the_same
 from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
 from mha_inspect.targets.values import parse_shapes
@@ -139,6 +140,13 @@ def test_a_dictionary_holds_what_the_forward_asks_it_for() -> None:
         "input_ids": (3, 7),
         "extra_embeds": (3, 7, 12),
     }
+
+
+def test_the_same_dictionary_goes_into_two_forwards() -> None:
+    (one, call), (other, again) = made("Dictionary"), made("Dictionary")
+    same = with_the_same(again, other.module, call, one.module)
+    held, wanted = same.kwargs["batch"], call.kwargs["batch"]
+    assert {name: tensor.data_ptr() for name, tensor in held.items()} == {n: t.data_ptr() for n, t in wanted.items()}
 
 
 def test_arguments_by_any_name_are_those_that_the_forward_asks_for() -> None:
