@@ -11,7 +11,6 @@ import torch
 from . import configurations
 from .oracle import Configuration, judge
 
-
 pytest.importorskip("x_transformers", reason="the zoo is an extra: pip install -e .[zoo]")
 
 
