@@ -505,7 +505,10 @@ def _role(own: Configuration, module: nn.Module, parameter: nn.Parameter, said: 
             # Where keys are not for neighbours it is said for which: `the first for 0, 2, 4`.
             first = [int(word) for word in re.findall(r"\d+", (re.findall(r"the first.* for [a-z ]*([\d, ]+)", said.role) or [""])[0])]
             wanted = {piece.head + head for head in first} if first and piece.part != "W_q" else set(range(piece.head * each, piece.head * each + each))
-            if heads != (wanted if axis == "heads" else {piece.head}):
+            own_heads = wanted if axis == "heads" else {piece.head}
+            # A norm over all heads moves every one of them with each.
+            through_norm = own_heads <= heads and len(heads) == (left.num_heads if axis == "heads" else left.num_kv_heads)
+            if heads != own_heads and not through_norm:
                 found.wrong.append(f"{where}: {at + 1} {left.module}: moves {axis} {sorted(heads)} of {target} [{stage.axes}]")
             break
         else:
