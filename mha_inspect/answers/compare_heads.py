@@ -23,7 +23,6 @@ from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
 from .head_runs import HeadRun, Place, overall
 from .head_sentences import Carried, Walk, answer, reason
-from .kernels import drops_at_random
 from .learning import Learner, compare_gradients, compare_training
 from .look import Look
 from .timing import compare_times
@@ -43,6 +42,7 @@ def compare_heads(
     focus: bool = False,
     time: bool = False,
     see: Callable[[int, Look], None] | None = None,
+    tick: Callable[[str], None] = lambda words: None,
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
@@ -56,6 +56,7 @@ def compare_heads(
         focus: whether to measure what each head looks at, before training and after it.
         time: whether to measure how long each head count takes.
         see: is called with each head count and a look at all of it, while its stages are there.
+        tick: is told before each step of training how far it is.
 
     Raises:
         SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
@@ -104,7 +105,7 @@ def compare_heads(
         if focus:
             learned.extend(focus_of_look(Look(learner.own), baseline.label))
 
-    training = compare_training(learners, steps, cause, look_after) if steps else None
+    training = compare_training(learners, steps, cause, look_after, tick) if steps else None
     return CompareHeadsReport(
         environment=environment_of(baseline.own),
         layer=layer_of(baseline.own),
@@ -123,10 +124,13 @@ def compare_heads(
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
-    if drops_at_random(run.nearest.run):
+    if run.nearest.drops:
         raise SpecError(
             f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
             "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
+            if run.module.training
+            else f"{run.label} draws random numbers in its forward: outputs would differ whatever the heads do. Leave "
+            "them out, or draw them outside of it and give them as an argument."
         )
     if not run.nearest.attentions:
         raise SpecError(f"No attention was found in {run.label}: there are no heads to compare.")

@@ -16,9 +16,10 @@ from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import distances, judge, rounding_error
 from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
-from ..text import percent, plural
+from ..targets.memory import is_out_of_memory
+from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
-from .trace import environment_of
+from .trace import environment_of, layer_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
 LEARNING_RATE = 0.1
@@ -100,6 +101,19 @@ class Learner:
             torch.manual_seed((self.own.seed or 0) % 2**64)
             yield
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward pass in the body. Raises `InputError` where autograd cannot go through the forward."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"There is no gradient of {layer_of(self.own).name}: {first_line(error)} Leave out --gradients and "
+                "--steps, or let its forward change nothing in place."
+            ) from None
+
     def loss(self) -> Tensor:
         """Return mean((output - target)²) of one run, with its graph; each begins with the state that came in.
 
@@ -150,7 +164,8 @@ def gradient_of(learner: Learner) -> Gradient:
     named = {name: parameter for name, parameter in learner.own.module.named_parameters() if parameter.requires_grad}
     with learner.undisturbed():
         loss = learner.loss()
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        with learner.backward():
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     by_name = {
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(named.items(), found, strict=True)
@@ -215,7 +230,11 @@ class Trained:
 
 
 def compare_training(
-    learners: Sequence[Learner], steps: int, cause: str = "", after: Callable[[Learner], None] = lambda learner: None
+    learners: Sequence[Learner],
+    steps: int,
+    cause: str = "",
+    after: Callable[[Learner], None] = lambda learner: None,
+    tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
     """Train a copy of each module and compare the weights with those of the first.
 
@@ -224,6 +243,7 @@ def compare_training(
         steps: of the optimiser.
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
         after: is called with each when it has learned.
+        tick: is told before each step how far it is.
 
     Raises:
         SpecError: there are no steps.
@@ -235,7 +255,11 @@ def compare_training(
     scale = learners[0].noise_scale
     counts, base = [], None
     for learner in learners:
-        pair = train(learner, steps), train(learner.exact, steps)
+
+        def told(step: str, own: Learner = learner) -> None:
+            tick(f"{plural(own.num_heads, 'head')}, {step}")
+
+        pair = train(learner, steps, told), train(learner.exact, steps, lambda step: told(f"{step} in float64"))
         base = base or pair
         after(replace(learner, own=replace(learner.own, module=pair[0].module)))
         counts.append(_training_row(learner.num_heads, pair, base, scale))
@@ -244,17 +268,19 @@ def compare_training(
     )
 
 
-def train(learner: Learner, steps: int) -> Trained:
-    """Train a copy; the module stays as it is."""
+def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda words: None) -> Trained:
+    """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
     module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
-        for _ in range(steps):
+        for step in range(steps):
+            tick(f"step {step + 1:,} of {steps:,}")
             optimizer.zero_grad()
             loss = copied.loss()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            with copied.backward():
+                loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             optimizer.step()
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())

@@ -154,7 +154,7 @@ class Subject:
         try:
             module = copy_module(self.module, shared)
         except Exception:  # whatever the copying of somebody's objects may raise
-            return self
+            module = self.module
         args, kwargs = changed((self.args, self.kwargs), _fresh)
         return replace(self, module=module, args=args, kwargs=kwargs)
 
@@ -196,11 +196,17 @@ class Subject:
 
 
 def _fresh(value: Any) -> Any:
-    """Return an argument, or a copy of one that is neither a tensor nor plain data: of a cache of keys, for one."""
-    if isinstance(value, (torch.Tensor, nn.Module, *_PLAIN)):
+    """Return an argument, or a copy of one that may be written to: of a tensor, of a cache of keys.
+
+    What overlaps in memory is no such tensor: torch does not write to it.
+    """
+    if isinstance(value, (nn.Module, *_PLAIN)):
         return value
     try:
-        return copy.deepcopy(value)
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        overlaps = value.layout == torch.strided and 0 in value.stride() and value.numel() > 1
+        return value if value.is_meta or overlaps else value.detach().clone()
     except Exception:  # whatever the copying of somebody's objects may raise
         return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from ..record.arguments import copy_module
 from ..record.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .device import resolve
-from .files import read_tensor
+from .files import read_tensor, shapes_in
 from .inputs import Asked, Triple, make_call
 from .pairing import layer_inputs
 from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
@@ -165,15 +165,17 @@ def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     """Plan the run of a layer of the catalog before anything of it is made."""
 
     def on_meta(seq_len: int | None) -> Subject:
-        asked = replace(inputs, input=None)
-        asked = asked if seq_len is None else replace(asked, seq_len=seq_len, padding=())
-        return load_layer(spec, asked, replace(run, device="meta"), layer)
+        asked = inputs if seq_len is None else replace(inputs, seq_len=seq_len, padding=())
+        with torch.device("meta"):
+            return load_layer(spec, asked, replace(run, device="meta"), layer)
 
+    length, rows = _extent(inputs, [])
+    sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
     return Planned(
         on_meta,
         torch.device(run.device),
-        rough_need_of_layer(spec, inputs),
-        f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}",
+        rough_need_of_layer(spec, replace(inputs, batch=-(-rows // length), seq_len=length)),
+        sizes if inputs.input is None else "",
         inputs.seq_len if inputs.input is None and inputs.attn_mask is None else 0,
         held=HELD,
         smaller="Try a smaller batch or embed_dim.",
@@ -217,11 +219,17 @@ def call_target(
     return call
 
 
+def _extent(inputs: InputSpec, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Return the longest sequence that is asked for, and the rows of all, or more: a file has its own length."""
+    if inputs.input is not None:
+        shapes = [*shapes, *(shape[:-1] if len(shape) > 2 else shape for shape in shapes_in(inputs.input))]
+    length = max(inputs.seq_len, inputs.key_len or 0, *(max(shape, default=1) for shape in shapes), 1)
+    return length, max(inputs.batch * length, *map(prod, shapes), 1)
+
+
 def plan_call(target: Target, asked: Asked) -> Planned:
     """Plan one run of a target, before its inputs are made."""
-    shapes = [shape.shape for shape in asked.shapes.values()]
-    length = max(asked.inputs.seq_len, asked.inputs.key_len or 0, *map(max, shapes), 1)
-    rows = max(asked.inputs.batch * length, *map(prod, shapes), 1)
+    length, rows = _extent(asked.inputs, [shape.shape for shape in asked.shapes.values()])
     first = next(target.module.parameters(), None)
     empty: list[Target] = []
 
