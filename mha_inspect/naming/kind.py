@@ -218,9 +218,15 @@ def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> b
 
 
 def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:
-    """Return where one of an attention's masks leaves no weight, in its own layout; None where that is not known."""
+    """Return where one of an attention's masks leaves no weight, in its own layout.
+
+    None where that is not known, or too much to look at.
+    """
+    masks = _masks_of(seen, found, op)
+    if any(mask.numel > _LARGEST for mask in masks):
+        return None
     try:
-        return _barred(seen, op, _masks_of(seen, found, op), replay)
+        return _barred(seen, op, masks, replay)
     except CannotReplayError:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -19,7 +20,38 @@ _COPIED = 1 << 20
 """Bytes of keys and values that are copied to be looked at when the run is over; more are looked at right away."""
 
 
-def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Check:
+class Shelf:
+    """Memory for the few numbers of each kernel that are looked at when the run is over.
+
+    What is allocated between the large blocks of a forward, and stays, keeps those from being joined and used again: a
+    process grew by the size of a layer for each. So the numbers lie apart, and no tensor is held.
+    """
+
+    _PAGE = 1 << 20
+
+    def __init__(self) -> None:
+        self._page: mmap | None = None
+        self._used = 0
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copy a tensor onto the shelf, and return what hands it out; one of another device stays there."""
+        if tensor.device.type != "cpu":
+            copied = tensor.clone()
+            return lambda: copied
+        size = tensor.numel() * tensor.element_size()
+        if self._page is None or self._used + size > len(self._page):
+            self._page, self._used = mmap(-1, max(size, self._PAGE)), 0
+        page, start, shape, dtype = self._page, self._used, tensor.shape, tensor.dtype
+        self._used += -(-size // 16) * 16
+
+        def get() -> Tensor:
+            return torch.frombuffer(page, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+
+        get().copy_(tensor)
+        return get
+
+
+def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int, shelf: Shelf) -> Check:
     """Return what compares a kernel's result with its steps', `... heads query head_dim`, beside measured rounding.
 
     A few rows of one head are looked at, the one where the two are farthest apart among them. Without `made` (steps
@@ -37,8 +69,12 @@ def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int) ->
     if 2 * few.key.numel() * few.key.element_size() > _COPIED:
         found = _judged(few, own)
         return lambda: found
-    few = few.with_tensors(Tensor.clone)
-    return lambda: _judged(few, own)
+    shelved, result = few.with_tensors(shelf.put), shelf.put(own)
+
+    def taken(get: Any) -> Any:
+        return get()
+
+    return lambda: _judged(shelved.with_tensors(taken), result())
 
 
 def _judged(few: Attention, given: Tensor, difference: float | None = None) -> Rounding:

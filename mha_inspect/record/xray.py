@@ -22,7 +22,7 @@ from ..targets.memory import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, Fused, fused
-from .kernel_proof import Check, check_part, few_rows
+from .kernel_proof import Check, Shelf, check_part, few_rows
 from .kernels import (
     PARTS,
     Attention,
@@ -52,6 +52,7 @@ class XRay(Recorder):
         super().__init__(root, keep=keep)
         self._budget = budget
         self._kernels: list[Kernel] = []
+        self._shelf = Shelf()
         self._within: int | None = None
         """Place of the kernel that runs now."""
         self._whole = False
@@ -194,7 +195,7 @@ class XRay(Recorder):
             if rows_first:
                 given, made = given.transpose(-3, -2), None if made is None else made.transpose(-3, -2)
             try:
-                check = few_rows(whole, given, made, len(self._kernels))
+                check = few_rows(whole, given, made, len(self._kernels), self._shelf)
             except Exception as error:
                 changes["note"] = _not_compared(error)
         if not runs:
