@@ -47,7 +47,7 @@ class Commands(GroupedGroup):
     """The commands, each loaded when it is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the commands, in the order of the help."""
+        """Return the names of the commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -105,7 +105,7 @@ app = typer.Typer(
 
 
 def command() -> Commands:
-    """The app as the command that can be run."""
+    """Return the app as the command that can be run."""
     group = get_command(app)
     assert isinstance(group, Commands)
     return group

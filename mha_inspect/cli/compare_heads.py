@@ -142,7 +142,7 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """The head counts to compare, each once, the baseline first.
+    """Return the head counts to compare, each once, the baseline first.
 
     Without --heads: those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is not
     the default is the baseline; a list of them is what --heads would have been.

@@ -111,7 +111,7 @@ def write(text: str, format: str = "plain") -> None:
 
 
 def unwritable(error: OSError) -> MhaInspectError | None:
-    """What an error of the system means for stdout: nobody reads it, or there is no room; None for any other error."""
+    """Return what an error means for stdout: nobody reads it, or there is no room; None for any other error."""
     if error.errno in GONE:
         forget_stdout()
         return ClosedPipeError()
@@ -148,7 +148,7 @@ def _ended(text: str) -> str:
 
 
 def _encodable(text: str, format: str, stream: TextIO) -> str:
-    """The text with what the stream's encoding lacks written as escapes, which JSON reads back as it was."""
+    """Return the text with what the stream's encoding lacks written as escapes, which JSON reads back as it was."""
     encoding = stream.encoding or "utf-8"
     try:
         text.encode(encoding, getattr(stream, "errors", None) or "strict")
