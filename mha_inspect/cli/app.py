@@ -15,7 +15,7 @@ from ..errors import ExitCode, MhaInspectError
 from ..text import did_you_mean, shown
 from . import screen
 from .completion import improve_scripts
-from .help import GroupedGroup, write_list
+from .help import GroupedGroup, examples, write_list
 
 PROGRAM = "mha-inspect"
 
@@ -31,12 +31,6 @@ COMMANDS = {
     "layers": "List the ways to write attention that --layer and diff take.",
 }
 """Each command with its line in the help; its file in this folder bears its name."""
-
-EPILOG = f"""Examples:
-
-{PROGRAM} trace --embed-dim 512 --num-heads 2 --seq-len 12
-
-{PROGRAM} compare-heads --embed-dim 512 --heads 1,2,4,8,16"""
 
 
 class BadUsageError(MhaInspectError):
@@ -97,7 +91,9 @@ class Commands(GroupedGroup):
 
 app = typer.Typer(
     cls=Commands,
-    epilog=EPILOG,
+    epilog=examples(
+        "trace --embed-dim 512 --num-heads 2 --seq-len 12", "compare-heads --embed-dim 512 --heads 1,2,4,8,16"
+    ),
     rich_markup_mode=None,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
