@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, SpecError
+from ..errors import InputError
 from ..measure.stage_difference import distances
 from ..measure.weights import PARTS, Weights, weights_of
 from ..record.arguments import tensors_in
@@ -18,6 +18,7 @@ from ..record.copying import copy_module
 from ..record.rounding import first_tensor, judge, rounding_error
 from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
+from ..targets.spec import require_steps
 from ..text import percent, plural
 from .head_runs import HeadRun, overall
 from .trace import environment_of
@@ -228,11 +229,10 @@ def compare_training(
         after: is called with each when it has learned.
 
     Raises:
-        SpecError: there are no steps.
+        SpecError: there are no steps, or more than could ever be made.
         InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
     """
-    if steps < 1:
-        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try 10.")
+    require_steps(steps)
     learners[0].require_finite("training")
     scale = learners[0].noise_scale
     counts, base = [], None

@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 import math
 import types
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
 from ..text import MESSAGE, printable_json, shown
-from .common import SCHEMA_VERSION
+from .common import SCHEMA_VERSION, Rows
 
 R = TypeVar("R")
+_PIECE = 1 << 14
+"""Tokens of JSON that are written together."""
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def to_json(report: Any, command: str) -> str:
-    """Return the report as JSON, the same bytes for equal reports; ends with a line feed.
+def to_json(report: Any, command: str) -> Iterator[str]:
+    """Yield the report as JSON, a piece at a time, the same bytes for equal reports; ends with a line feed.
 
     A field that is None by default was not asked for, and is left out while it is None. Others stay, as null.
     """
     content = {"schema_version": SCHEMA_VERSION, "command": command, **to_data(report)}
-    return printable_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    tokens = json.JSONEncoder(indent=2, ensure_ascii=False, allow_nan=False).iterencode(content)
+    while piece := "".join(islice(tokens, _PIECE)):
+        yield printable_json(piece)
+    yield "\n"
 
 
 def to_data(value: Any) -> Any:
@@ -36,6 +43,8 @@ def to_data(value: Any) -> Any:
         return (
             value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         )
+    if isinstance(value, Rows):
+        return Rows(len(value), lambda: map(to_data, value))
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, dict):
