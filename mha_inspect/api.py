@@ -21,12 +21,11 @@ from .checkpoints.stored import opened, path_name
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, InputError, SpecError
 from .naming.canonical import contents_of, own_axes
+from .naming.kind import kinds_of, mask_notes
 from .naming.stages import STAGES
-from .record.arguments import tensors_in
-from .record.copying import copy_module
-from .record.kept import keep_stages
-from .record.run import AttemptRecorder
-from .record.subject import Run, Subject
+from .record.arguments import copy_module, tensors_in
+from .record.subject import Run, Subject, keep_stages
+from .record.xray import XRay
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
@@ -494,15 +493,14 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
-        self._recorder = AttemptRecorder(keep=keep)
+        self._recorder = XRay(keep=keep)
         self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
         self._kept: tuple[_Kept, ...] = ()
 
     def __enter__(self) -> recording:
-        self._recorder.__enter__()
-        self._recorder.boundary = sys._getframe(1)
+        self._recorder.start(sys._getframe(1))
         return self
 
     def __exit__(
@@ -543,7 +541,9 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             Show(),
             environment=Environment(torch.__version__, "", "", None),
             layer=LayerInfo("recording", {}),
+            kinds=kinds_of(seen, {}),
         )
+        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, {})))
         if self._failed is not None:
             failure, completed = self._failed
             trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)

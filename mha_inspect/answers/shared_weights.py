@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsError
-from ..measure.compare import same_bits
 from ..measure.weights import PARTS, Carried, LeftOut, Numbers, Weights, carry, draw
 from ..naming.parameters import Projection
-from ..record.copying import copy_module
+from ..record.arguments import copy_module
+from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
 from ..targets.layer_sides import LayerSide
 from ..targets.load import Layer

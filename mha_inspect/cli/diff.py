@@ -22,6 +22,8 @@ from .options import FORMS, NUMBERS, FailIf, Options, command, is_target, option
 from .output import give, prepare
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..targets.call import Call
@@ -319,6 +321,7 @@ def _taken_by(other: _Asked) -> frozenset[str]:
 
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
     """A target, run. Raises `TargetFailedError` where its forward raises."""
+
     from ..answers.side import Side
     from ..targets.call import explained
     from ..targets.load import subject_of
@@ -335,6 +338,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
 
 def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
+
     from ..answers.side import Side
     from ..targets.layer_sides import parse_settings
     from ..targets.load import load_layer

@@ -39,11 +39,12 @@ def attentions_of(graph: Graph) -> list[Attention]:
 def _is_dispatch(graph: Graph, own: Attention, every: list[Attention]) -> bool:
     """Whether one product gives the weights of two averages, the one of what comes of the other.
 
-    That is a soft mixture of experts: tokens are handed out to slots, and what is made of them is handed back.
+    That is a soft mixture of experts: tokens are handed out to slots as they are, and what is made of them is handed
+    back. Where values are projected, two sides attend to each other.
     """
     others = [other for other in every if other is not own and other.score_product.op is own.score_product.op]
     return any(
-        graph.leads_to(first.stages["context"], second.stages["v_heads"])
+        "value" not in first.projections and graph.leads_to(first.stages["context"], second.stages["v_heads"])
         for other in others
         for first, second in ((own, other), (other, own))
     )

@@ -189,7 +189,7 @@ def _pools(graph: Graph, product: Product, ahead: Meeting) -> bool:
     """Whether a parameter's scores of some features weigh the very same features: pooling, and no attention."""
     keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
     values = ahead.product.left if ahead.product.right.id == ahead.carried.id else ahead.product.right
-    return len(keys) == 1 and graph.before_moves(keys[0]).id == graph.before_moves(values).id
+    return len(keys) == 1 and graph.before_moves(keys[0], whole=True).id == graph.before_moves(values, whole=True).id
 
 
 def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:

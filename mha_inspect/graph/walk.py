@@ -250,9 +250,11 @@ class Graph:
             tensor = behind.inputs[0]
         return tensor
 
-    def before_moves(self, tensor: TensorRef) -> TensorRef:
-        """Where elements come from that were only moved."""
+    def before_moves(self, tensor: TensorRef, *, whole: bool = False) -> TensorRef:
+        """Where elements come from that were only moved; with `whole`, as long as all of them were."""
         while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
+            if whole and behind.inputs[0].numel > tensor.numel:
+                break
             tensor = behind.inputs[0]
         return tensor
 

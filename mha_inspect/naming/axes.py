@@ -242,6 +242,10 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return the axes that a view which mixes positions is taken for, of stages laid out as textbooks have it."""
     meant = {stage: axes.replace("(kv_heads head_dim)", "embed") for stage, axes in CANONICAL_AXES.items()}
     meant = {stage: axes.replace("(heads head_dim)", "embed") for stage, axes in meant.items()}
+    width = shapes["q_heads"][1] * shapes["q_heads"][-1]
+    for stage in ("q_proj", "k_proj", "v_proj"):
+        if stage in shapes and shapes[stage][-1] != width:
+            meant[stage] = meant[stage].replace("embed", "packed")
     return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
 
 

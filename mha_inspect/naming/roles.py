@@ -86,7 +86,8 @@ class Roles:
             return False
         lost = not {a for dim in self._dimensions.of(stages["q_proj"])[1:] for a in dim} & {*query, *self.head_dim}
         width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
-        return lost and shapes[0] == (batch, length, width) and heads * head_dim == width
+        packed = sum(op is self._found.projections["query"] for op in self._found.projections.values())
+        return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""

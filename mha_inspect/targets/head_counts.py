@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..layers.building import blank
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec, spec_for
-from ..record.copying import copy_module
+from ..record.arguments import copy_module
 from ..record.subject import Subject
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec
-from ..record.copying import copy_module
+from ..record.arguments import copy_module
 from ..record.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .device import resolve

@@ -105,8 +105,8 @@ def probe(
     kwargs = {name: _Entries(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
     error: Exception | None = None
     try:
-        with torch.no_grad(), Subject(module, args, dict(kwargs)).apart() as own, watch:
-            own.module(*own.args, **own.kwargs)
+        with torch.no_grad(), Subject(module, (), {}).apart() as own, watch:
+            own.module(*args, **kwargs)
     except _EnoughError:
         pass
     except Exception as raised:

@@ -521,3 +521,34 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
+
+
+class Lowered(Heads):
+    """A causal mask that takes much off the scores where a key is barred, as Keras does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        scores, allowed = self.scores(q, k), torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return self.joined(torch.where(allowed, scores, scores - 1e9).softmax(-1), v)
+
+
+class BothWays(Heads):
+    """Two sides attend to each other by one product, each with values of its own: the second of what the first gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x[:, :3], x[:, 3:]
+        scores = self.scores(self.split(self.q(left)), self.split(self.k(right)))
+        left = self.joined(scores.softmax(-1), self.split(self.v(right)))
+        return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))
+
+
+class PackedForLearned(Heads):
+    """Learned queries by head, and keys and values that one projection gives: they are not the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents, self.kv = nn.Parameter(torch.randn(HEADS, 5, HEAD_DIM)), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)

@@ -26,6 +26,13 @@ def test_softmaxes_that_assign_are_no_attention(kind: type[torch.nn.Module]) -> 
     assert not trace(kind(), torch.randn(2, 7, claims.WIDTH)).attentions
 
 
+def test_two_sides_that_attend_to_each_other_are_two_attentions() -> None:
+    first, second = trace(claims.BothWays(), torch.randn(2, 7, claims.WIDTH)).attentions
+    assert [axes(one, "weights") for one in (first, second)] == ["batch heads query key"] * 2
+    weights = [stage.shape for one in (first, second) for stage in one.stages if stage.name == "weights"]
+    assert weights == [(2, claims.HEADS, 3, 4), (2, claims.HEADS, 4, 3)]
+
+
 @pytest.mark.parametrize(
     ("kind", "scores"), [(claims.OverQueries, "batch heads query key"), (claims.Slots, "batch key query")]
 )
@@ -52,6 +59,10 @@ def test_weights_that_are_normed_by_head_are_followed() -> None:
 
 def test_causal_is_told_where_heads_are_folded_into_the_queries() -> None:
     assert attention(claims.OneKeyHead).kind == ("self", "causal", "grouped")
+
+
+def test_causal_is_told_where_the_mask_lowers_the_scores() -> None:
+    assert attention(claims.Lowered).kind == ("self", "causal")
 
 
 def test_a_band_of_windows_is_not_causal() -> None:
@@ -204,6 +215,10 @@ def test_every_query_may_have_keys_of_its_own() -> None:
 def test_learned_queries_have_a_matrix() -> None:
     roles = {one.name: one.role for one in params(claims.Resampled(), torch.randn(2, 7, claims.WIDTH)).parameters}
     assert roles["q.weight"].startswith("W_q")
+
+
+def test_keys_and_values_of_one_projection_are_not_the_same_features() -> None:
+    assert attention(claims.PackedForLearned).num_heads == claims.HEADS
 
 
 def test_keys_that_were_unfolded_are_of_the_same_input() -> None:

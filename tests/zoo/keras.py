@@ -105,9 +105,9 @@ CONFIGURATIONS = table(
         "grouped, not flash": (
             _layer("GroupQueryAttention", _X, _twice, **_GQA, flash_attention=False), _X, {**_GROUPED, "along": 1},
         ),
-        "dot": (_layer("Attention", f"{_X} {_Y}", _list), f"{_X} {_Y}", {**_ONE, **_CROSS}),
+        "dot": (_layer("Attention", f"{_X} {_Y}", _list), f"{_X} {_Y}", {**_ONE, "kind": ""}),
         "dot, self": (_layer("Attention", _X, lambda layer, x: layer([x, x])), _X, {**_ONE, "kind": "self"}),
-        "dot, scaled": (_layer("Attention", f"{_X} {_Y}", _list, use_scale=True), f"{_X} {_Y}", {**_ONE, **_CROSS, "scale": None}),
+        "dot, scaled": (_layer("Attention", f"{_X} {_Y}", _list, use_scale=True), f"{_X} {_Y}", {**_ONE, "kind": "", "scale": None}),
         "dot, causal": (
             _layer("Attention", _X, lambda layer, x: layer([x, x], use_causal_mask=True)), _X, {**_ONE, "kind": "self causal"},
         ),

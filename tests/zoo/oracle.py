@@ -119,6 +119,7 @@ def heard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     except RuntimeError as error:
         if "torch.compile" not in str(error):  # what is compiled is not heard
             raise
+        torch._dynamo.reset()
         return []
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -40,7 +40,6 @@ CONFIGURATIONS = [
             "patch merger": (
                 _vit("vit_with_patch_merger.ViT", patch_merge_layer=1, patch_merge_num_tokens=7),
                 _IMAGE,
-                {**_SOME},
             ),
             "flash": (_vit("simple_flash_attn_vit.SimpleViT"), _IMAGE),
             "registers": (_vit("simple_vit_with_register_tokens.SimpleViT"), _IMAGE),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
-from .bench import Bench, NotPossibleError, RaisedError, difference, modules_of, output_of
+from .bench import Bench, NotPossibleError, RaisedError, difference, modules_of
 from .sight import sights
 
 _OTHER_KERNELS = 20.0
@@ -114,7 +114,8 @@ def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> It
         f"Token {place} of row 0 of {names[0]} was changed, and the output of row {row} moved at position {position} "
         f"by {float(moved[row, position]):.3g}; {others} of {moved.shape[0] - 1} other rows moved."
     )
-    remembers = any(sight.queries == bench.sources[0].length < sight.keys for sight in sights(bench))
+    own_keys = names == bench.sources[0].names
+    remembers = own_keys and any(sight.queries == bench.sources[0].length < sight.keys for sight in sights(bench))
     if mixes and alone and reach and bench.follows:
         sure = bool(who)
         yield Finding(
@@ -174,13 +175,8 @@ def mixing(bench: Bench) -> Iterator[Finding]:
     if not every or not all(sight.open and sight.queries == source.length == sight.keys for sight in every):
         return
     # A weight that is next to nothing moves nothing: the softmax is saturated.
-    least = torch.stack([sight.weights for sight in every]).amin(0)
-    deaf = [
-        (p, i)
-        for p, m in reach.items()
-        for i in range(m.shape[1])
-        if not bool(m[0, i] > 0) and float(least[i, p]) > 1e-3
-    ]
+    counts = torch.stack([sight.heavy for sight in every]).all(0)
+    deaf = [(p, i) for p, m in reach.items() for i in range(m.shape[1]) if not bool(m[0, i] > 0) and bool(counts[i, p])]
     if deaf:
         place, position = deaf[0]
         yield Finding(
@@ -195,8 +191,14 @@ def mixing(bench: Bench) -> Iterator[Finding]:
 
 def repeat(bench: Bench) -> Iterator[Finding]:
     """Yield where two runs give something else."""
+    if bench.raised_again is not None:
+        raise bench.raised_again
+    if bench.evidence.again is not None:
+        apart = float(difference(bench.output_of(bench.evidence.again), bench.output).max())
+        if apart <= bench.limit:
+            return
     again = bench.run(seed=(bench.own.seed or 0) + 1)
-    same = float(difference(output_of(bench.returned(first=False)), bench.output).max())
+    same = float(difference(bench.output_of(bench.returned(first=False)), bench.output).max())
     if same > bench.limit:
         buffers = any(op.kind == "write" and op.inputs[0].storage in _buffers(bench) for op in bench.seen.recording.ops)
         yield Finding(

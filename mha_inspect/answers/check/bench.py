@@ -17,10 +17,14 @@ from ...errors import InputError
 from ...record.arguments import tensors_in
 from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
+from .evidence import Evidence, held, outlined, whole
 from .intent import Intent
+from .tokens import Flow
 
 _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
 """Arguments of these names hold no tokens."""
+_AT_ONCE = 1 << 18
+"""Numbers that are compared at once."""
 _BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
 
 
@@ -66,10 +70,16 @@ class Source:
 class Bench:
     """A module under test: its arguments by name, its base run, and how often it was run."""
 
-    def __init__(self, own: Subject, intent: Intent, tick: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, own: Subject, intent: Intent, tick: Callable[[str], None] = lambda _: None, *, once: bool = False
+    ) -> None:
         self.own = replace(own, seed=own.seed or 0, grad=False)
         self.module, self.intent = own.module, intent
+        self.once = once
+        """Whether it is run once alone."""
         self.runs = 0
+        self.raised_again: RaisedError | None = None
+        """What the forward raised when it was called a second time."""
         self._raw: dict[int, Tensor] = {}
         self.found: set[str] = set()
         """Checks that have found something for sure."""
@@ -238,12 +248,7 @@ class Bench:
 
         Raises `RaisedError` where the forward raises.
         """
-        args, kwargs = self.arguments(changes or {})
-        own = replace(self.own, args=args, kwargs=kwargs, seed=self.own.seed if seed is None else seed)
-        if first:
-            self.restore()
-        self.runs += 1
-        self._tick(f"run {self.runs}")
+        own = self.subject(changes, seed=seed, first=first)
         try:
             return own.plain()
         except Exception as error:  # whatever somebody's code may raise under an input that nobody asked for
@@ -251,25 +256,86 @@ class Bench:
 
     def run(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None) -> Tensor:
         """The output of a run with changed arguments; raises as `returned` does."""
-        return output_of(self.returned(changes, seed=seed))
+        return self.output_of(self.returned(changes, seed=seed))
 
     @cached_property
-    def seen(self) -> Run:
-        """The recorded base run, its tensors kept."""
-        args, kwargs = self.arguments({})
-        self.restore()
-        self.runs += 1
+    def evidence(self) -> Evidence:
+        """The recorded base run, with what checks read of its tensors."""
+        first = self.subject()
+        self.after = first.args, first.kwargs
         try:
-            seen = replace(self.own, args=args, kwargs=kwargs).recorded(keep=True)
+            if self.once:
+                return whole(first, self._with_wider)
+            seen, numbers, looks = outlined(first)
+            seen = self._with_wider(seen)
+            if not seen.attentions:
+                return Evidence(seen)
+            stages = self.intent.reference is not None
+            try:
+                second = self.subject(seed=(self.own.seed or 0) + 1, first=False)
+                made = held(second, seen, numbers, looks, stages=stages)
+            except Exception as error:  # whatever somebody's code may raise when it is called twice
+                self.raised_again = RaisedError(f"{type(error).__name__}: {message_of(error)}")
+                made = None
+            if made is not None and not _alike(made.again, seen.returned):
+                other = held(self.subject(), seen, numbers, looks, stages=stages)
+                made = None if other is None else replace(other, again=made.again)
+            # What does not do the same twice is held whole, from one run.
+            return whole(self.subject(), self._with_wider) if made is None else made
         finally:
             self.restore()
-        self.after = args, kwargs
+
+    def subject(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+        grad: bool = False,
+        first: bool = True,
+    ) -> Subject:
+        """The subject, about to run: with changed arguments, which the forward may write into.
+
+        The module is as it was before the base run; where this is not the `first`, as the last run has left it.
+        """
+        args, kwargs = self.arguments(changes or {})
+        if first:
+            self.restore()
+        self.runs += 1
+        self._tick(f"run {self.runs}")
+        return replace(self.own, args=args, kwargs=kwargs, seed=self.own.seed if seed is None else seed, grad=grad)
+
+    def _with_wider(self, seen: Run) -> Run:
         return replace(seen, wider=self.own.wider_run(seen)) if self.own.without_ones is not None else seen
+
+    @property
+    def seen(self) -> Run:
+        """The recorded base run."""
+        return self.evidence.run
+
+    @cached_property
+    def flow(self) -> Flow:
+        """Computes what was recorded again."""
+        return Flow(self.seen, self.own)
+
+    def release(self) -> None:
+        """Let go of what was held of the base run."""
+        self.__dict__.pop("flow", None)
+        self.seen.recording.values.clear()
 
     @cached_property
     def output(self) -> Tensor:
         """The output of the base run."""
-        return output_of(self.seen.returned)
+        return self.output_of(self.seen.returned)
+
+    def output_of(self, returned: Any) -> Tensor:
+        """The output that is looked at: the first one that has no number for each pair of rows, as of texts and images.
+
+        Raises `NotPossibleError` where a forward returned no tensor of numbers.
+        """
+        made = outputs_of(returned)
+        given = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
+        pairs = len(given) > 1 and not given[0].is_floating_point() and {*made[0].shape} == {given[0].shape[0]}
+        return next((output for output in made if output.dim() > 2), made[0]) if pairs else made[0]
 
     @cached_property
     def follows(self) -> bool:
@@ -305,13 +371,14 @@ class Bench:
     def apart(self, output: Tensor, base: Tensor) -> Tensor:
         """The largest difference of each output token, `batch position`."""
         source = self.sources[0]
-        apart = difference(output, base)
         axes = [axis for axis in (source.batch, source.positions) if axis is not None]
         if not self.follows:
-            return apart.flatten(1).amax(1)[:, None] if apart.dim() > 1 else apart[:, None]
-        apart = apart.movedim(axes, tuple(range(len(axes))))
-        apart = apart.flatten(len(axes)).amax(-1) if apart.dim() > len(axes) else apart
-        return apart if len(axes) == 2 else apart[None]
+            axes = [0]
+        both = [value.movedim(axes, tuple(range(len(axes)))).flatten(len(axes)) for value in (output, base)]
+        if output.dim() == len(axes):
+            both = [value[..., None] for value in both]
+        apart = difference(*both)
+        return apart[:, None] if not self.follows else apart if len(axes) == 2 else apart[None]
 
     @cached_property
     def reach_of_others(self) -> dict[int, Tensor]:
@@ -344,7 +411,7 @@ class Bench:
             index = (0, slice(None), slice(0, 2), slice(0, 2))[: source.value.dim()]
             return {0: self.moved(self.run(self.other_tokens(source, index)))}
         found = {}
-        for place in sorted({0, source.length // 2, source.length - 1}):
+        for place in sorted({source.length // 2, source.length - 1}):
             output = self.run(self.other_tokens(source, source.at(0, place)))
             self._raw[place] = self.apart(output, self.output)
             found[place] = self.moved(output)
@@ -387,29 +454,44 @@ def _attributes_of(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], d
     return [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
 
 
-def output_of(returned: Any) -> Tensor:
-    """The first tensor of numbers that a forward returned.
+def outputs_of(returned: Any) -> list[Tensor]:
+    """Return the tensors of numbers that a forward returned.
 
     Raises `NotPossibleError` where there is none.
     """
-    for _, tensor in tensors_in(returned):
-        if tensor.is_floating_point() and tensor.dim():
-            return tensor.detach()
-    if isinstance(returned, Mapping) or hasattr(returned, "to_tuple"):
-        return output_of(returned.to_tuple())
-    raise NotPossibleError("the forward returns no tensor of numbers")
+    made = [t.detach() for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()]
+    if not made and hasattr(returned, "to_tuple"):
+        return outputs_of(returned.to_tuple())
+    if not made:
+        raise NotPossibleError("the forward returns no tensor of numbers")
+    return made
 
 
 def difference(left: Tensor, right: Tensor) -> Tensor:
-    """The difference of each element; NaN beside NaN and an infinity beside the same one are none.
+    """The largest difference of each row along the last dimension, in float64.
 
-    Raises `RaisedError` where the shapes are not the same.
+    NaN beside NaN and an infinity beside the same one are none. Raises `RaisedError` where the shapes are not the same.
     """
     if left.shape != right.shape:
         raise RaisedError(f"the output has another shape then: {list(left.shape)}, not {list(right.shape)}")
-    left, right = left.detach().double(), right.detach().double()
+    width = left.shape[-1] if left.dim() else 1
+    rows = left.detach().reshape(-1, width), right.detach().reshape(-1, width)
+    step = max(_AT_ONCE // max(width, 1), 1)
+    parts = [_differences(*(every[at : at + step] for every in rows)) for at in range(0, max(len(rows[0]), 1), step)]
+    return torch.cat(parts).reshape(left.shape[:-1])
+
+
+def _differences(left: Tensor, right: Tensor) -> Tensor:
+    left, right = left.double(), right.double()
     equal = (left == right) | (left.isnan() & right.isnan())
-    return (left - right).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(equal, 0.0)
+    apart = (left - right).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf")).masked_fill_(equal, 0.0)
+    return apart.amax(-1) if apart.shape[-1] else apart.sum(-1)
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two runs returned the same, to the bit."""
+    one, other = outputs_of(left)[0], outputs_of(right)[0]
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def modules_of(module: nn.Module, *kinds: type) -> bool:

@@ -9,10 +9,12 @@ from ...errors import InputError, SpecError
 from ...record.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import did_you_mean
-from . import behaviour, declared, structure
+from . import behaviour, declared, structure, weights
 from .bench import Bench, NotPossibleError, RaisedError
-from .facts import facts_of, heads_of
+from .facts import WithoutHeads, facts_of, heads_of, without_heads
 from .intent import CHECKS, Intent
+from .rotary import rotary
+from .sight import sights
 
 _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
     "inputs": behaviour.inputs,
@@ -22,10 +24,10 @@ _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
     "finite": structure.finite,
     "kernels": structure.kernels,
     "grouped": structure.grouped,
-    "rotary": structure.rotary,
+    "rotary": rotary,
     "batch": behaviour.batch,
     "mixing": behaviour.mixing,
-    "parameters": structure.parameters,
+    "parameters": weights.parameters,
     "repeat": behaviour.repeat,
     "training": behaviour.training,
     "causal": behaviour.causal,
@@ -37,6 +39,8 @@ _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
 }
 _NEED_RUNS = ("batch", "mixing", "parameters", "repeat", "training", "padding", "cache")
 """Checks that run the module again."""
+_NEED_NUMBERS = ("heads", "softmax", "masking", "finite", "kernels", "grouped", "rotary", "reference")
+"""Checks that read what is held of the base run: they come before it is let go."""
 
 
 def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[str, ...]:
@@ -70,7 +74,7 @@ def check(
     names = chosen_checks(only, skip)
     if any(p.is_meta for p in own.module.parameters()):
         raise InputError("the module is on meta, and every check needs numbers. Use --device cpu.")
-    bench = Bench(own, intent, tick)
+    bench = Bench(own, intent, tick, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
         bench.require(argument)
     findings: list[Finding] = []
@@ -83,7 +87,12 @@ def check(
                 raise InputError(_nothing(bench))
             left_out += [LeftOut(name, "no attention is found around this softmax") for name in names]
             names = ()
-        for name in names:
+        without: list[WithoutHeads] | None = None
+        for name in sorted(names, key=lambda name: name not in _NEED_NUMBERS):
+            if name not in _NEED_NUMBERS and without is None:
+                sights(bench)
+                without = without_heads(bench)
+                bench.release()
             if evidence_only and name in _NEED_RUNS:
                 left_out.append(LeftOut(name, "needs more runs than one"))
                 continue
@@ -101,17 +110,20 @@ def check(
             bench.found |= {finding.check for finding in found if finding.sure}
             if whole and not found:
                 held.append(Held(name, CHECKS[name]))
+        sights(bench)
+        without = without_heads(bench) if without is None else without
         facts = tuple(facts_of(bench, runs=not evidence_only))
-        heads = heads_of(bench, runs=not evidence_only)
+        heads = heads_of(bench, without, runs=not evidence_only)
+    order = list(CHECKS)
     return CheckReport(
         environment=replace(environment_of(own), seed=bench.own.seed),
         layer=layer_of(own),
         intent=intent.told(),
-        findings=_by_cause(findings),
+        findings=_by_cause(sorted(findings, key=lambda finding: order.index(finding.check))),
         facts=facts,
         heads=heads,
-        held=tuple(held),
-        left_out=tuple(left_out),
+        held=tuple(sorted(held, key=lambda one: order.index(one.check))),
+        left_out=tuple(sorted(left_out, key=lambda one: order.index(one.check))),
         runs=bench.runs,
         notes=own.notes,
     )
@@ -134,6 +146,8 @@ def _by_cause(findings: list[Finding]) -> tuple[Finding, ...]:
     follow: set[str] = set()
     if sure & {"heads", "batch"}:
         follow |= {"mixing"}
+    if "masking" in sure:
+        follow |= {"parameters"} - {finding.check for finding in findings if "read by nothing" in finding.sentence}
     if "finite" in sure:
         follow |= {"softmax", "repeat", "mixing"}
     kept = [finding for finding in findings if finding.check not in follow]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...naming.canonical import contents_of
 from ...naming.stages import STAGES
 from ...reports.check import Finding
-from .bench import Bench, NotPossibleError, RaisedError, Source, difference, output_of
+from .bench import Bench, NotPossibleError, RaisedError, Source, difference
 
 _LOOSE = 100.0
 """Results at other sizes are rounded otherwise: so many times what counts at the same sizes."""
@@ -299,7 +299,7 @@ def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]]) -> Tensor:
             if isinstance(value, Tensor) and own != name:
                 changes[own] = _piece(own, value, source, start, stop)
         returned = bench.returned(changes)
-        outputs.append(output_of(returned))
+        outputs.append(bench.output_of(returned))
         past = _second(returned)
     return torch.cat(outputs, dim=source.positions)
 
@@ -349,7 +349,7 @@ def reference(bench: Bench) -> Iterator[Finding]:
         for part, mode in modes:
             part.training = mode
     limit = _LOOSE * bench.limit
-    theirs = output_of(other.returned)
+    theirs = bench.output_of(other.returned)
     if theirs.shape != bench.output.shape:
         yield Finding(
             "reference",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,12 +13,10 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
 from .bench import Bench, NotPossibleError, RaisedError
-from .gradients import gradients_of
+from .evidence import MOST_HEADS
+from .gradients import gradients_of, weight_of
 from .sight import sights
 from .tokens import Flow, LostError
-
-_HEADS = 64
-"""Heads of which it is said what hangs on them."""
 
 
 def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
@@ -135,27 +134,42 @@ def _word(value: Tensor) -> str:
     return str(value.item()) if value.dtype == torch.bool or not value.is_floating_point() else f"{value.item():.3g}"
 
 
-def heads_of(bench: Bench, *, runs: bool) -> tuple[Head, ...]:
-    """What hangs on each head: the output of its attention without it, and its share of the gradient."""
-    flow = Flow(bench.seen, bench.own)
-    found: list[Head] = []
+@dataclass(frozen=True)
+class WithoutHeads:
+    """How much the output of an attention changes without each of its heads."""
+
+    found: Attention
+    names: AxisNames
+    changes: list[float]
+
+
+def without_heads(bench: Bench) -> list[WithoutHeads]:
+    """Return what changes without each head, for as many attentions as have `MOST_HEADS` heads together."""
+    heads = 0
+    made = []
+    for found, names in bench.seen.attentions:
+        heads += names.num_heads
+        if found.branches or heads > MOST_HEADS:
+            continue
+        try:
+            made.append(WithoutHeads(found, names, _without_each(bench.flow, found, names)))
+        except LostError:
+            continue
+    return made
+
+
+def heads_of(bench: Bench, changed: list[WithoutHeads], *, runs: bool) -> tuple[Head, ...]:
+    """Return what hangs on each head: the output of its attention without it, and its share of the gradient."""
     try:
         gradients = gradients_of(bench) if runs else {}
     except NotPossibleError:
         gradients = {}
-    for attention, names in bench.seen.attentions:
-        if attention.branches or len(found) + names.num_heads > _HEADS:
-            continue
-        try:
-            changes = _without_each(flow, attention, names)
-        except LostError:
-            continue
-        shares = _shares(bench, attention, names, gradients)
-        found += [
-            Head(attention.module, head, change, shares[head] if shares else None)
-            for head, change in enumerate(changes)
-        ]
-    return tuple(found)
+    shares = [_shares(bench, one.found, one.names, gradients) for one in changed]
+    return tuple(
+        Head(one.found.module, head, change, share[head] if share else None)
+        for one, share in zip(changed, shares, strict=True)
+        for head, change in enumerate(one.changes)
+    )
 
 
 def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]:
@@ -176,20 +190,16 @@ def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]
     return changes
 
 
-def _shares(bench: Bench, found: Attention, names: AxisNames, gradients: dict[str, object]) -> list[float] | None:
+def _shares(
+    bench: Bench, found: Attention, names: AxisNames, gradients: Mapping[str, Tensor | None]
+) -> list[float] | None:
     """Each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| summed over its columns."""
     op = found.projections.get("output")
-    recording = bench.seen.recording
-    storages = {named.tensor.storage: named.name for named in recording.parameters}
-    name = (
-        next((storages[t.storage] for t in reversed(op.inputs) if t.storage in storages and len(t.shape) > 1), "")
-        if op
-        else ""
-    )
+    name = weight_of(bench, op) if op else ""
     gradient = gradients.get(name)
     width = names.num_heads * names.head_dim
     parameter = dict(bench.module.named_parameters()).get(name)
-    if not isinstance(gradient, Tensor) or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
+    if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
         return None
     if "concat" not in found.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
         return None

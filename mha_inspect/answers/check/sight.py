@@ -8,11 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...naming.canonical import contents_of
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...naming.canonical import content_of
 from .bench import Bench
+from .evidence import BARRED, weight_levels
 
-_BARRED = -1e4
-"""A masked score of this or less leaves no weight."""
 _SIDE = 12
 """Rows and columns of a picture."""
 
@@ -24,8 +25,10 @@ class Sight:
     seen: Tensor
     line: str
     module: str
-    weights: Tensor
-    """`query key`: the largest weight that a head of the first row has."""
+    masked: bool
+    """Whether anything masks the scores."""
+    heavy: Tensor
+    """`query key`: True where a head of the first row has a weight that counts."""
 
     @property
     def queries(self) -> int:
@@ -169,16 +172,25 @@ def sights(bench: Bench) -> tuple[Sight, ...]:
         return known
     found = []
     for attention, names in bench.seen.attentions:
-        contents = contents_of(bench.seen, attention, names)
-        weights, scores = contents.get("weights"), contents.get("masked_scores")
+        weights, scores = (_held(bench, attention, names, stage) for stage in ("weights", "masked_scores"))
         if weights is None or weights.dim() != 4:
             continue
-        seen = torch.ones(weights.shape, dtype=torch.bool)
+        levels = weights if weights.dtype == torch.uint8 else weight_levels(weights)
+        seen = torch.ones(levels.shape, dtype=torch.bool)
         if attention.masks or scores is not None:
-            seen = (weights != 0).cpu()
-            if scores is not None and scores.shape == weights.shape:
-                seen = seen & (scores > _BARRED).cpu()
+            seen = (levels > 0).cpu()
+            if scores is not None and scores.shape == levels.shape:
+                seen = seen & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        found.append(Sight(seen.any(1), line, attention.module, weights[0].amax(0).float().cpu()))
+        masked = bool(attention.masks)
+        found.append(Sight(seen.any(1), line, attention.module, masked, (levels[0] == 2).any(0).cpu()))
     bench.__dict__["sights"] = tuple(found)
     return tuple(found)
+
+
+def _held(bench: Bench, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
+    """Return what is held of a stage in canonical axes; None where that is not known."""
+    turns = attention.branches or (attention,)
+    if any(stage not in turn.stages or turn.stages[stage].id not in bench.seen.recording.values for turn in turns):
+        return None
+    return content_of(bench.seen, attention, names, stage)

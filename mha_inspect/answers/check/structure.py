@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -14,37 +13,30 @@ from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
+from . import evidence
 from .bench import Bench, NotPossibleError
-from .gradients import gradients_of
-from .tokens import Flow, LostError, Row, Side, Tokens
+from .sight import sights
+from .tokens import LostError, Row, Side, Tokens
 
 _WEAK = 1.0
 """A constant of this size or less, put where a mask bars, is no bar."""
 
 
 def kinds(bench: Bench) -> list[tuple[Attention, AxisNames, int]]:
-    """Each kind of attention once, by its lines and shapes, with how many there are.
-
-    Raises `NotPossibleError` where there is none.
-    """
-    found: dict[tuple[object, ...], list[tuple[Attention, AxisNames]]] = {}
-    for attention, names in bench.seen.attentions:
-        ops = (attention.score_product.op, attention.value_product.op)
-        sign = (*((op.source, op.output.shape, op.name) for op in ops), attention.scale, len(attention.masks))
-        found.setdefault(sign, []).append((attention, names))
+    """Each kind of attention once, with how many there are. Raises `NotPossibleError` where there is none."""
+    found = evidence.kinds(bench.seen)
     if not found:
         raise NotPossibleError("no product, softmax and product with values follow one another")
-    return [(*group[0], len(group)) for group in found.values()]
+    return found
 
 
 def heads(bench: Bench) -> Iterator[Finding]:
     """Yield where heads are split or merged so that tokens are mixed."""
-    flow = Flow(bench.seen, bench.own)
     looked_at = 0
     for found, names, count in kinds(bench):
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         more = f" The same in {count} attentions." if count > 1 else ""
-        split, single = False, False
+        split, shared = False, 0
         for name in ("key", "value", "query"):
             try:
                 side = tokens.side(name)
@@ -52,9 +44,9 @@ def heads(bench: Bench) -> Iterator[Finding]:
             except LostError:
                 continue
             looked_at += 1
-            single = single or len(pieces) == 1
+            shared = shared or (len(pieces) if name != "query" else 0)
             apart = _apart(pieces)
-            if apart is None or (name == "query" and (single or names.num_kv_heads < names.num_heads)):
+            if apart is None or (name == "query" and 0 < shared < len(pieces)):
                 continue  # beside a key head that they share, query heads may stand in the rows of one product
             start, other, group, row, other_row = apart
             split = True
@@ -153,9 +145,8 @@ def _merged(tokens: Tokens) -> tuple[str, str] | None:
 def softmax(bench: Bench) -> Iterator[Finding]:
     """Yield where what the values are averaged with does not sum to one over them."""
     looked_at = 0
-    flow = Flow(bench.seen, bench.own)
     for found, names, count in kinds(bench):
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         try:
             weights, over = tokens.weights()
         except LostError:
@@ -172,7 +163,7 @@ def softmax(bench: Bench) -> Iterator[Finding]:
         more = f" The same in {count} attentions." if count > 1 else ""
         other = _sums(weights, -1 if over == -2 else -2)
         through = [op for op in found.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
-        probs = flow.seen.recording.values.get(found.softmax.output.id)
+        probs = bench.seen.recording.values.get(found.softmax.output.id)
         evidence = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
         if other is not None and max(abs(n - 1) for n in other) < 0.02:
             yield Finding(
@@ -183,7 +174,7 @@ def softmax(bench: Bench) -> Iterator[Finding]:
                 module=found.module,
                 fix="softmax over the keys: dim=-1 of scores that are query by key.",
             )
-        elif through and highest < 1.02 and _is_masked(flow, through):
+        elif through and highest < 1.02 and _is_masked(bench, found, through):
             yield Finding(
                 "softmax",
                 "The mask comes after the softmax: what it bars has taken its part of the weight, and the rest does "
@@ -291,30 +282,41 @@ def _axis_that_sums(weights: Tensor) -> str:
     return "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
 
 
-def _is_masked(flow: Flow, through: list[Op]) -> bool:
-    """Whether one of these operations multiplies by zeros and ones, or fills in zeros."""
+def _is_masked(bench: Bench, found: Attention, through: list[Op]) -> bool:
+    """Whether one of these operations multiplies by zeros and ones, or fills in zeros, whatever the weights are."""
+    recording = bench.seen.recording
     for op in through:
-        if op.does("fills"):
-            return True
         for tensor in op.inputs:
-            value = flow.seen.recording.values.get(tensor.id)
-            if value is not None and value.numel() > 1 and bool(((value == 0) | (value == 1)).all()):
+            value = recording.values.get(tensor.id)
+            if value is None or value.numel() < 2 or not _is_zero_one(value):
+                continue
+            if not evidence.between(recording, {found.softmax.output.id}, tensor):
                 return True
     return False
 
 
 def masking(bench: Bench) -> Iterator[Finding]:
     """Yield masks that leave weight where they bar: scores multiplied by a mask, or filled with a small number."""
-    flow = Flow(bench.seen, bench.own)
+    for sight in sights(bench):
+        if sight.masked and not bool(sight.seen.any()):
+            yield Finding(
+                "masking",
+                "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
+                f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
+                source=sight.line,
+                module=sight.module,
+                fix="turn the mask round, or give it the other way round.",
+            )
+            return
     for found, _, count in kinds(bench):
         more = f" The same in {count} attentions." if count > 1 else ""
         for op in found.masks:
-            values = [flow.seen.recording.values.get(tensor.id) for tensor in op.inputs]
+            values = [bench.seen.recording.values.get(tensor.id) for tensor in op.inputs]
             if op.does("fills_where"):
                 number = _filled(op, values)
                 bars = next((v for v in values if v is not None and v.dtype == torch.bool), None)
                 bars = ~bars if bars is not None and op.base_name == "where" and op.inputs[-1].numel > 1 else bars
-                if number is not None and 0 < abs(number) <= _WEAK and _weighs(flow, found, bars):
+                if number is not None and 0 < abs(number) <= _WEAK and _weighs(bench, found, bars):
                     yield Finding(
                         "masking",
                         f"The mask fills in {number:.3g}, which bars nothing: a barred key keeps a weight like any "
@@ -326,7 +328,7 @@ def masking(bench: Bench) -> Iterator[Finding]:
                     )
             elif op.base_name.rstrip("_") == "mul":
                 mask = next((v for v in values if v is not None and v.numel() > 1 and _is_zero_one(v)), None)
-                if mask is not None and not bool((mask == 1).all()) and _weighs(flow, found, mask == 0):
+                if mask is not None and not bool((mask == 1).all()) and _weighs(bench, found, mask == 0):
                     yield Finding(
                         "masking",
                         "The scores are multiplied by the mask: a barred key gets the score 0, not -inf, and keeps its "
@@ -337,16 +339,16 @@ def masking(bench: Bench) -> Iterator[Finding]:
                         fix="masked_fill(mask == 0, float('-inf')).",
                     )
             elif op.base_name.rstrip("_") in ("add", "sub", "baddbmm"):
-                weak = _weak_bar(values, found, flow)
+                weak = _weak_bar(values)
                 if weak:
                     yield Finding(
                         "masking", weak, f"It is added before the softmax.{more}", source=op.source, module=found.module
                     )
 
 
-def _weighs(flow: Flow, found: Attention, bars: Tensor | None) -> bool:
+def _weighs(bench: Bench, found: Attention, bars: Tensor | None) -> bool:
     """Whether weight is left where a mask bars; where that is not known, it is."""
-    weights = flow.seen.recording.values.get(found.softmax.output.id)
+    weights = bench.seen.recording.values.get(found.softmax.output.id)
     if bars is None or weights is None:
         return True
     try:
@@ -371,7 +373,7 @@ def _filled(op: Op, values: list[Tensor | None]) -> float | None:
     return float(single[0]) if single else numbers[0] if numbers else None
 
 
-def _weak_bar(values: list[Tensor | None], found: Attention, flow: Flow) -> str:
+def _weak_bar(values: list[Tensor | None]) -> str:
     """What is wrong with a mask of zeros and one other number that is added; empty where nothing is."""
     for value in values:
         if value is None or value.numel() < 4 or not value.is_floating_point():
@@ -388,12 +390,11 @@ def _weak_bar(values: list[Tensor | None], found: Attention, flow: Flow) -> str:
 
 def grouped(bench: Bench) -> Iterator[Finding]:
     """Yield where shared key heads are given to other query heads than those of their group."""
-    flow = Flow(bench.seen, bench.own)
     looked_at = 0
     for found, names, count in kinds(bench):
         if names.num_kv_heads == 1 and names.num_heads == 1:
             continue
-        tokens = Tokens(flow, found, names)
+        tokens = Tokens(bench.flow, found, names)
         try:
             read = {name: _heads_read(tokens.side(name)) for name in ("query", "key", "value")}
         except LostError:
@@ -447,98 +448,6 @@ def _heads_read(side: Side) -> dict[int, int] | None:
     return found or None
 
 
-def rotary(bench: Bench) -> Iterator[Finding]:
-    """Yield where queries and keys of one position are not turned alike."""
-    flow = Flow(bench.seen, bench.own)
-    looked_at = 0
-    for found, names, count in kinds(bench):
-        tokens = Tokens(flow, found, names)
-        try:
-            query, key = tokens.side("query"), tokens.side("key")
-            q, k = _of_equal_tokens(query), _of_equal_tokens(key)
-        except LostError:
-            continue
-        if q.shape != k.shape or q.shape[1] < 2 or found.stages["q_heads"].shape[-1] < 2:
-            continue
-        turned = {name: _turned(content) for name, content in (("query", q), ("key", k))}
-        more = f" The same in {count} attentions." if count > 1 else ""
-        if not any(turned.values()):
-            by_head = _turned(q.transpose(0, 1)) and _turned(k.transpose(0, 1)) and names.num_heads > 1
-            if by_head and _trigonometric(bench, query):
-                looked_at += 1
-                yield Finding(
-                    "rotary",
-                    "The rotation goes by head, not by position: the heads of one token are turned differently, its "
-                    "positions alike.",
-                    f"Equal tokens at all positions give equal queries there, and turned ones in other heads.{more}",
-                    source=_line_of(bench, query),
-                    module=found.module,
-                    fix="rotate along the axis of positions.",
-                )
-            continue
-        looked_at += 1
-        if not all(turned.values()):
-            rotated, other = ("query", "key") if turned["query"] else ("key", "query")
-            if _trigonometric(bench, tokens.side(rotated)):
-                yield Finding(
-                    "rotary",
-                    f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute "
-                    "position.",
-                    f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.{more}",
-                    source=_line_of(bench, tokens.side(rotated)),
-                    module=found.module,
-                    fix=f"rotate the {other} as well.",
-                )
-            continue
-        own = (q * k).sum(-1)
-        spread = float((own - own[:, :1]).abs().max())
-        size = float((q.norm(dim=-1) * k.norm(dim=-1)).max())
-        if spread > 1e-3 * size:
-            yield Finding(
-                "rotary",
-                "Queries and keys are turned differently: equal tokens do not score alike at distance 0, as with the "
-                "halves of one layout and the pairs of another.",
-                f"With equal tokens everywhere, the score of a position with itself varies by {spread:.3g} over "
-                f"positions, of at most {size:.3g}.{more}",
-                source=_line_of(bench, query),
-                module=found.module,
-                fix="rotate both by the same function.",
-            )
-    if not looked_at:
-        raise NotPossibleError("nothing turns queries and keys by their positions")
-
-
-def _of_equal_tokens(side: Side) -> Tensor:
-    """The rows that a side has where all of its tokens are one: `group row feature`, in float64."""
-    value = side.flow.value(side.source)
-    draw = torch.Generator().manual_seed(1)
-    features = value.shape[-1]
-    one = torch.randn(features, generator=draw).to(value)
-    if features % side.width == 0:  # the heads are alike too
-        one = one[: side.width].repeat(features // side.width)
-    content = side.flow.again({side.source.id: one.expand(value.shape).clone()}, side.target).double()
-    content = content if side.rows == -2 else content.transpose(-1, -2)
-    return content.reshape(-1, *content.shape[-2:])
-
-
-def _turned(rows: Tensor) -> bool:
-    """Whether rows of equal tokens are of one length and not the same: a rotation; `group row feature`."""
-    norms = rows.norm(dim=-1)
-    alike = bool(((norms - norms[:, :1]).abs() <= 1e-3 * norms.max()).all())
-    return alike and float((rows - rows[:, :1]).abs().max()) > 1e-3 * float(norms.max())
-
-
-def _trigonometric(bench: Bench, side: Side) -> bool:
-    """Whether something is multiplied on the way, as by cosines, and nothing is normed."""
-    ops = side.flow._between({side.source.id}, side.target)
-    return any(op.base_name.rstrip("_") in ("mul", "addcmul") and len(op.inputs) == 2 for op in ops)
-
-
-def _line_of(bench: Bench, side: Side) -> str:
-    ops = side.flow._between({side.source.id}, side.target)
-    return next((op.source for op in ops if op.base_name.rstrip("_") == "mul" and len(op.inputs) == 2), "")
-
-
 def finite(bench: Bench) -> Iterator[Finding]:
     """Yield the first stage that is not finite."""
     given = argument_names(bench.module, bench.own.args, bench.own.kwargs)
@@ -548,11 +457,8 @@ def finite(bench: Bench) -> Iterator[Finding]:
     rows = fully_masked_rows(bench.own, bench.seen)
     for (found, _), masked in zip(bench.seen.attentions, rows, strict=True):
         for stage, made in found.stages.items():
-            value = bench.seen.recording.values.get(made.id)
-            if value is None or not value.is_floating_point():
-                continue
-            nan = int(value.isnan().sum())
-            infinite = 0 if stage == "masked_scores" else int(value.isinf().sum())
+            nan, infinite = bench.evidence.unfinite.get(made.id, (0, 0))
+            infinite = 0 if stage == "masked_scores" else infinite
             if not nan and not infinite:
                 continue
             op = bench.seen.recording.producer(made)
@@ -563,17 +469,16 @@ def finite(bench: Bench) -> Iterator[Finding]:
                     f"A query to which no key is left gives NaN, first in {stage}.",
                     f"Every key is barred to query {query} of row {row}"
                     + (f", and to {len(masked) - 1} more" if len(masked) > 1 else "")
-                    + f"; {nan} of {value.numel()} numbers are NaN.",
+                    + f"; {nan} of {made.numel} numbers are NaN.",
                     source=op.source if op else "",
                     module=found.module,
                     fix="leave each query a key, or set the weights of such rows to zero.",
                 )
-            elif infinite and value.dtype in (torch.float16, torch.bfloat16) and stage in ("scores", "masked_scores"):
+            elif infinite and made.dtype in ("float16", "bfloat16") and stage in ("scores", "masked_scores"):
                 yield Finding(
                     "finite",
-                    f"The {stage} overflow in {str(value.dtype).removeprefix('torch.')}: {infinite} of {value.numel()} "
-                    "are infinite.",
-                    f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.",
+                    f"The {stage} overflow in {made.dtype}: {infinite} of {made.numel} are infinite.",
+                    f"The largest number of this dtype is {torch.finfo(getattr(torch, made.dtype)).max:.3g}.",
                     source=op.source if op else "",
                     module=found.module,
                     fix="scale the queries before the product, or compute the scores in float32.",
@@ -582,7 +487,7 @@ def finite(bench: Bench) -> Iterator[Finding]:
                 yield Finding(
                     "finite",
                     f"{stage} is the first stage that is not finite: {nan} NaN and {infinite} infinite of "
-                    f"{value.numel()}.",
+                    f"{made.numel}.",
                     "Every argument is finite.",
                     source=op.source if op else "",
                     module=found.module,
@@ -613,93 +518,3 @@ def kernels(bench: Bench) -> Iterator[Finding]:
                 source=op.source if op else "",
                 module=op.module if op else "",
             )
-
-
-def parameters(bench: Bench) -> Iterator[Finding]:
-    """Yield projections that serve twice, or that nothing reads."""
-    recording = bench.seen.recording
-    read = {
-        recording.parameter_names[t.id] for op in recording.ops for t in op.inputs if t.id in recording.parameter_names
-    }
-    storages = {named.tensor.storage: named.name for named in recording.parameters}
-    read |= {storages[t.storage] for op in recording.ops for t in op.inputs if t.storage in storages}
-    unread: dict[str, list[str]] = defaultdict(list)
-    shapes = {named.name: named.tensor.shape for named in recording.parameters}
-    for name, shape in shapes.items():
-        if name not in read and len(shape) >= 2:
-            unread[_parent(name)].append(name)
-    told: set[str] = set()
-    for found, _, _ in kinds(bench):
-        used = {side: _weights_of(bench, op) for side, op in found.projections.items()}
-        for one, other in (("query", "key"), ("key", "value"), ("query", "value")):
-            if (
-                one not in used
-                or other not in used
-                or not used[one]
-                or found.projections[one] is found.projections[other]
-            ):
-                continue
-            if used[one] == used[other]:
-                name = used[one]
-                spare = [n for n in unread[_parent(name)] if shapes[n] == shapes[name] and n not in told]
-                if spare:
-                    told.add(spare[0])
-                    yield Finding(
-                        "parameters",
-                        f"{name} projects the {one} and the {other}, and {spare[0]} is read by nothing.",
-                        "Both projections multiply by the same matrix; the other one gets no gradient.",
-                        source=found.projections[other].source,
-                        module=found.module,
-                        fix=f"project the {one if spare[0] < name else other} with {spare[0]}.",
-                    )
-        inside = found.module
-        spare = [name for name in unread[inside] if name not in told]
-        told |= set(spare)
-        width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
-        missed = [name for name in spare if "output" not in found.projections and width in shapes[name]]
-        for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
-            if names:
-                yield Finding(
-                    "parameters",
-                    f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
-                    f"{'is' if len(names) == 1 else 'are'} read by nothing"
-                    + (": the heads are never projected back." if sure else "."),
-                    "No operation of the run reads it.",
-                    sure=sure,
-                    module=inside,
-                )
-    yield from _without_gradient(bench)
-
-
-def _parent(name: str) -> str:
-    """The module that holds the projection that a parameter is of: `self_attn` for `self_attn.q_proj.weight`."""
-    return ".".join(name.split(".")[:-2])
-
-
-def _weights_of(bench: Bench, op: Op) -> str:
-    """The name of the parameter that a projection multiplies by; empty where it is none, or a piece of one."""
-    graph, recording = bench.seen.graph, bench.seen.recording
-    storages = {named.tensor.storage: named for named in recording.parameters}
-    for tensor in reversed(op.inputs):
-        named = storages.get(tensor.storage)
-        if named is not None and len(tensor.shape) > 1 and graph.is_weight(tensor):
-            return named.name if named.tensor.numel == tensor.numel else ""
-    return ""
-
-
-def _without_gradient(bench: Bench) -> Iterator[Finding]:
-    """Yield projections that the output hangs on and that get no gradient."""
-    gradients = gradients_of(bench)
-    for found, _, _ in kinds(bench):
-        for side, op in found.projections.items():
-            name = _weights_of(bench, op)
-            if name and gradients.get(name, 1) is None:
-                gradients[name] = 1.0
-                yield Finding(
-                    "parameters",
-                    f"{name} projects the {side}, and gets no gradient: the graph is cut behind it.",
-                    "A sum of the output was taken back through the module.",
-                    source=op.source,
-                    module=found.module,
-                    fix="take detach(), no_grad() or .data out of the way.",
-                )

@@ -18,8 +18,9 @@ from ...graph.attention import Attention
 from ...graph.evaluate import leaves_of, run_again
 from ...graph.products import Product
 from ...naming.axes import AxisNames
-from ...record.ops import Op, TensorRef
+from ...record.ops import TensorRef
 from ...record.subject import Run, Subject
+from .evidence import between
 
 Row = tuple[int, int]
 """Group (what the product counts as batch: sequences and heads) and row in it."""
@@ -47,7 +48,7 @@ class Flow:
     def again(self, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
         """The content of a tensor, where others are as given. Raises `LostError` where it cannot be computed."""
         known = dict(changed)
-        hangs = self._between(set(changed), target)
+        hangs = between(self.seen.recording, changed, target)
         if not hangs and target.id not in known:
             raise LostError
         for op in hangs:
@@ -71,27 +72,6 @@ class Flow:
             return value.clone() if is_written else value
 
         return content
-
-    def _between(self, sources: set[int], target: TensorRef) -> list[Op]:
-        """The operations that a tensor hangs on and that hang on one of the sources, in order."""
-        recording = self.seen.recording
-        needed: dict[int, Op] = {}
-        queue = [target]
-        while queue:
-            tensor = queue.pop()
-            op = recording.producer(tensor)
-            if tensor.id in sources or op is None or op.index in needed:
-                continue
-            needed[op.index] = op
-            queue += op.inputs
-        reached = set(sources)
-        hangs = []
-        for index in sorted(needed):
-            op = needed[index]
-            if any(tensor.id in reached for tensor in op.inputs):
-                hangs.append(op)
-                reached |= {tensor.id for tensor in op.outputs}
-        return hangs if target.id in reached else []
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,232 @@
+"""The recorded base run, and of its tensors those alone that a check reads.
+
+To keep every tensor of a deep model takes many times what its forward takes. So it is run twice: once to see what
+there is, holding nothing, and once more to hold what was chosen of it. The second run goes on from where the first one
+ended and draws other random numbers, so that it also tells whether two runs give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...naming.stages import STAGES
+from ...record.arguments import argument_names
+from ...record.ops import Op, Recording, TensorRef
+from ...record.subject import Run, Subject
+from ...record.xray import XRay
+
+BARRED = -1e4
+"""A masked score of this or less leaves no weight."""
+_HEAVY = 1e-3
+"""A weight above this moves what it is multiplied with by more than rounding."""
+
+MOST_HEADS = 64
+"""Heads of which it is said what hangs on them."""
+
+Keep = Callable[[Tensor], Any]
+
+
+class _Slot:
+    """Stands where a tensor would be held: the number of the look at it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def clone(self) -> _Slot:
+        """What the recorder asks of a tensor before its memory is written."""
+        return self
+
+
+class _Sieve(XRay):  # type: ignore[no-untyped-call]
+    """A recorder that holds of the tensors it looks at what `wanted` makes of them, by the number of the look."""
+
+    def __init__(self, own: Subject, wanted: Mapping[int, Keep]) -> None:
+        self._wanted = wanted
+        self._numbers = count()
+        self.held: dict[int, list[Any]] = {}
+        super().__init__(own.module, keep=True)
+
+    def hold(self, tensor: Tensor) -> list[Any]:
+        number = next(self._numbers)
+        keep = self._wanted.get(number)
+        held = self.held[number] = [_Slot(number) if keep is None else keep(tensor.detach())]
+        return held
+
+    def record(self, own: Subject) -> Any:
+        """Run it, and hand on what it returned."""
+        self.take_inputs(argument_names(own.module, own.args, own.kwargs))
+        with own.settings(), self:
+            return own.module(*own.args, **own.kwargs)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A base run with what is held of it."""
+
+    run: Run
+    unfinite: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """TensorRef id of a stage to how many of its numbers are NaN and how many infinite, where some are."""
+    again: Any = None
+    """What the second run returned."""
+
+
+def outlined(own: Subject) -> tuple[Run, dict[int, int], int]:
+    """Run it once and record it, holding nothing.
+
+    Returns the run, the number of the look at each tensor by its id, and how many looks there were.
+    """
+    sieve = _Sieve(own, {})
+    returned = sieve.record(own)
+    recording = sieve.finish(returned)
+    numbers = {key: slot.number for key, slot in recording.values.items() if isinstance(slot, _Slot)}
+    recording.values.clear()
+    return Run(recording, returned), numbers, next(sieve._numbers)
+
+
+def held(own: Subject, seen: Run, numbers: Mapping[int, int], looks: int, *, stages: bool) -> Evidence | None:
+    """Run it again and hold what checks read; with `stages` every stage of every attention.
+
+    None where the second run does something else than the first. Raises what the forward raises.
+    """
+    plan = _Plan(seen, whole_stages=stages)
+    wanted = {numbers[key]: keep for key, keep in plan.keeps().items() if key in numbers}
+    sieve = _Sieve(own, wanted)
+    returned = sieve.record(own)
+    if next(sieve._numbers) < looks - 1:
+        return None
+    for key in plan.held:
+        if key in numbers:
+            seen.recording.values[key] = sieve.held[numbers[key]][0]
+    shapes = {tensor.id: tensor.shape for op in seen.recording.ops for tensor in (*op.inputs, *op.outputs)}
+    if any(tuple(value.shape) != shapes.get(key, value.shape) for key, value in seen.recording.values.items()):
+        seen.recording.values.clear()
+        return None
+    return Evidence(seen, plan.unfinite, returned)
+
+
+class _Plan:
+    """What is held of each tensor: all of it, how much weight there is in it, whether it is finite."""
+
+    def __init__(self, seen: Run, *, whole_stages: bool) -> None:
+        self.unfinite: dict[int, tuple[int, int]] = {}
+        self._whole: set[int] = set()
+        self._levels: set[int] = set()
+        self._bars: set[int] = set()
+        self._stages: dict[int, str] = {}
+        for found, _, _ in kinds(seen):
+            self._whole |= _around(seen.recording, found)
+        heads = 0
+        for found, names in seen.attentions:
+            for turn in found.branches or (found,):
+                self._stages.update({tensor.id: stage for stage, tensor in turn.stages.items()})
+                for stage, kept in (("weights", self._levels), ("masked_scores", self._bars)):
+                    if stage in turn.stages:
+                        kept.add(turn.stages[stage].id)
+            heads += names.num_heads
+            end = found.stages.get("output") or found.stages.get("concat")
+            if end is not None and heads <= MOST_HEADS:
+                self._whole.add(found.stages["context"].id)
+                hangs = between(seen.recording, {found.stages["context"].id}, end)
+                made = {tensor.id for op in hangs for tensor in op.outputs}
+                self._whole |= {tensor.id for op in hangs for tensor in op.inputs} - made
+        if whole_stages:
+            self._whole |= set(self._stages)
+        leaves = {named.tensor.id for named in (*seen.recording.parameters, *seen.recording.buffers)}
+        self._whole -= leaves
+
+    @property
+    def held(self) -> set[int]:
+        """Ids of what the recording has then."""
+        return self._whole | self._levels | self._bars
+
+    def keeps(self) -> dict[int, Keep]:
+        """Return what is made of each tensor that is looked at."""
+        return {key: self._keep(key) for key in self.held | set(self._stages)}
+
+    def _keep(self, key: int) -> Keep:
+        stage = self._stages.get(key)
+        whole, is_level, is_bar = key in self._whole, key in self._levels, key in self._bars
+
+        def keep(tensor: Tensor) -> Any:
+            if stage is not None:
+                self._look(key, tensor)
+            if whole:  # what is a small part of some memory does not hold all of it
+                return tensor.clone() if tensor.untyped_storage().nbytes() > 1.5 * tensor.nbytes else tensor
+            return weight_levels(tensor) if is_level else tensor > BARRED if is_bar else _Slot(-1)
+
+        return keep
+
+    def _look(self, key: int, tensor: Tensor) -> None:
+        counts = _unfinite(tensor)
+        if any(counts):
+            self.unfinite[key] = counts
+
+
+def _unfinite(tensor: Tensor) -> tuple[int, int]:
+    """Return how many numbers are NaN, and how many infinite."""
+    if not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
+        return 0, 0
+    return int(tensor.isnan().sum()), int(tensor.isinf().sum())
+
+
+def whole(own: Subject, widened: Callable[[Run], Run]) -> Evidence:
+    """Run it once and hold every tensor: of a module that runs only once, or never the same."""
+    seen = widened(own.recorded(keep=True))
+    stages = {t.id for found, _ in seen.attentions for turn in (found, *found.branches) for t in turn.stages.values()}
+    values = seen.recording.values
+    counts = {key: _unfinite(values[key]) for key in stages if key in values}
+    return Evidence(seen, {key: count for key, count in counts.items() if any(count)})
+
+
+def weight_levels(weights: Tensor) -> Tensor:
+    """Return for each weight 0 where it is none, 2 where it is one that counts, else 1."""
+    return (weights != 0).to(torch.uint8) + (weights > _HEAVY).to(torch.uint8)
+
+
+def kinds(seen: Run) -> list[tuple[Attention, AxisNames, int]]:
+    """Return each kind of attention once, by its lines and shapes, with how many there are."""
+    found: dict[tuple[object, ...], list[tuple[Attention, AxisNames]]] = {}
+    for attention, names in seen.attentions:
+        ops = (attention.score_product.op, attention.value_product.op)
+        sign = (*((op.source, op.output.shape, op.name) for op in ops), attention.scale, len(attention.masks))
+        found.setdefault(sign, []).append((attention, names))
+    return [(*group[0], len(group)) for group in found.values()]
+
+
+def _around(recording: Recording, found: Attention) -> set[int]:
+    """Ids of what the operations from the first stage of an attention to its last one read and make."""
+    turns = found.branches or (found,)
+    ends: list[Op | None] = [turn.value_product.op for turn in turns]
+    ends += [recording.producer(turn.stages[stage]) for turn in turns for stage in STAGES if stage in turn.stages]
+    places = [op.index for op in ends if op is not None]
+    ops = recording.ops[min(places) : max(places) + 1]
+    return {tensor.id for op in ops for tensor in (*op.inputs, *op.outputs)}
+
+
+def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> list[Op]:
+    """Return the operations that a tensor hangs on and that hang on one of the sources, in order."""
+    needed: dict[int, Op] = {}
+    reached = set(sources)
+    queue = [target]
+    while queue:
+        tensor = queue.pop()
+        op = recording.producer(tensor)
+        if tensor.id in reached or op is None or op.index in needed:
+            continue
+        needed[op.index] = op
+        queue += op.inputs
+    hangs = []
+    for index in sorted(needed):
+        op = needed[index]
+        if any(tensor.id in reached for tensor in op.inputs):
+            hangs.append(op)
+            reached |= {tensor.id for tensor in op.outputs}
+    return hangs if target.id in reached else []

@@ -1,0 +1,217 @@
+"""Whether queries and keys are turned by their positions, and alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...record.ops import Op, TensorRef
+from ...reports.check import Finding
+from .bench import Bench, NotPossibleError
+from .evidence import between, kinds
+from .tokens import LostError, Side, Tokens
+
+_NEAR = 1e-3
+"""What differs by less, beside the largest, does not differ."""
+
+
+def rotary(bench: Bench) -> Iterator[Finding]:
+    """Yield where queries and keys of one position are not turned alike, and where values are turned."""
+    looked_at = 0
+    for found, names, count in kinds(bench.seen):
+        tokens = Tokens(bench.flow, found, names)
+        try:
+            sides = {name: tokens.side(name) for name in ("query", "key", "value")}
+            turns = {name: _turns(bench, side) for name, side in sides.items()}
+            if not any(turns.values()):
+                continue
+            content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
+        except LostError:
+            continue
+        more = f" The same in {count} attentions." if count > 1 else ""
+        looked_at += 1
+        for finding in (
+            _by_head(content, turns) or _one_alone(content, turns) or _not_alike(tokens, sides, content, turns),
+            _values(bench, found, content["value"], turns["value"]),
+        ):
+            if finding is not None:
+                sentence, evidence, op, fix = finding
+                source = op.source if op else ""
+                yield Finding("rotary", sentence, evidence + more, source=source, module=found.module, fix=fix)
+    if not looked_at:
+        raise NotPossibleError("nothing turns queries and keys by their positions")
+
+
+Told = tuple[str, str, Op | None, str]
+
+
+def _by_head(content: dict[str, Tensor], turns: dict[str, Op | None]) -> Told | None:
+    q, k = content["query"], content["key"]
+    if _vary(q) or _vary(k) or not (turns["query"] and turns["key"]):
+        return None
+    if not (_vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1))):
+        return None
+    return (
+        "The rotation goes by head, not by position: the heads of one token are turned differently, its positions "
+        "alike.",
+        "Equal tokens at all positions give equal queries there, and turned ones in other heads.",
+        turns["query"],
+        "rotate along the axis of positions.",
+    )
+
+
+def _one_alone(content: dict[str, Tensor], turns: dict[str, Op | None]) -> Told | None:
+    turned = {name: turns[name] is not None and _vary(content[name]) for name in ("query", "key")}
+    if turned["query"] == turned["key"]:
+        return None
+    rotated, other = ("query", "key") if turned["query"] else ("key", "query")
+    if _vary(content[other]):
+        return None
+    return (
+        f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute position.",
+        f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.",
+        turns[rotated],
+        f"rotate the {other} as well.",
+    )
+
+
+def _not_alike(
+    tokens: Tokens, sides: dict[str, Side], content: dict[str, Tensor], turns: dict[str, Op | None]
+) -> Told | None:
+    """What is wrong where what turns the query is not what turns the key; None where it is."""
+    q, k = content["query"], content["key"]
+    if q.shape[1:] != k.shape[1:] or not (turns["query"] and turns["key"]) or not (_vary(q) and _vary(k)):
+        return None
+    other = _of_equal_tokens(sides["key"], seed=2)
+    groups = min(len(q), len(k))
+    q, k, other = q[:groups], k[:groups], other[:groups]
+    near = max(_NEAR, 8 * torch.finfo(getattr(torch, sides["query"].target.dtype)).eps)
+    own = (q * other).sum(-1)
+    size = q.norm(dim=-1) * other.norm(dim=-1)
+    spread = float((own - own[:, :1]).abs().max())
+    angle = own / size.clamp(min=1e-12)
+    # Scores that a position scales, as for long sequences, keep their angle.
+    if spread > near * float(size.max()) and float((angle - angle[:, :1]).abs().max()) > near:
+        return (
+            "Queries and keys are turned differently, or by no rotation: two tokens do not score alike wherever they "
+            "stand, as with the halves of one layout and the pairs of another, or with a sign turned round.",
+            "With one query and one key at all positions, the score of a position with itself varies by "
+            f"{spread:.3g} over positions, of at most {float(size.max()):.3g}.",
+            turns["query"],
+            "rotate both by the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
+        )
+    same = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
+    plain = all(_keeps_norm(sides[name], content[name], near) for name in ("query", "key"))
+    is_self = tokens.found.stages.get("query") is not None and sides["query"].tokens == sides["key"].tokens
+    if plain and is_self and float((same - 1).abs().max()) > near:
+        return (
+            "A query and a key of one position are turned by different positions: their distance is not 0.",
+            f"With the same content everywhere they are parallel unturned, and at an angle of cosine "
+            f"{float(same.min()):.3g} turned.",
+            turns["key"],
+            "rotate both by the same positions.",
+        )
+    return None
+
+
+def _values(bench: Bench, found: Attention, rows: Tensor, turns: Op | None) -> Told | None:
+    """What is wrong where the values are turned, and what comes of them is not turned back; None where they are not."""
+    if turns is None or not _vary(rows) or _vary(rows.norm(dim=-1, keepdim=True)):
+        return None
+    end = found.stages.get("output") or found.stages.get("concat")
+    context = found.value_product.op.output
+    if end is not None and _turning(bench, {context.id}, end) is not None:
+        return None
+    return (
+        "The values are turned by their positions as well: what comes out depends on the absolute position, though "
+        "the scores depend on distances.",
+        "Equal tokens at all positions give turned values, and nothing turns the context back.",
+        turns,
+        "rotate the query and the key alone.",
+    )
+
+
+def _vary(rows: Tensor) -> bool:
+    """Whether rows of equal tokens are not the same; `group row feature`."""
+    return float((rows - rows[:, :1]).abs().max()) > _NEAR * float(rows.abs().max().clamp(min=1e-12))
+
+
+def _keeps_norm(side: Side, rows: Tensor, near: float) -> bool:
+    """Whether nothing but turning is done on the way to these rows of equal tokens."""
+    norm = _one_token(side, seed=1)[: side.width].double().norm()
+    return bool(((rows.norm(dim=-1) - norm).abs() <= near * norm).all())
+
+
+def _one_token(side: Side, *, seed: int) -> Tensor:
+    """Return the features of one token, drawn; its heads are alike, where they are side by side."""
+    value = side.flow.value(side.source)
+    features, drawn = value.shape[-1], torch.Generator().manual_seed(seed)
+    if features % side.width:
+        return torch.randn(features, generator=drawn).to(value)
+    return torch.randn(side.width, generator=drawn).to(value).repeat(features // side.width)
+
+
+def _of_equal_tokens(side: Side, *, seed: int) -> Tensor:
+    """Return the rows that a side has where all of its tokens are one: `group row feature`, in float64."""
+    value, one = side.flow.value(side.source), _one_token(side, seed=seed)
+    content = side.flow.again({side.source.id: one.expand(value.shape).clone()}, side.target).double()
+    content = content if side.rows == -2 else content.transpose(-1, -2)
+    return content.reshape(-1, *content.shape[-2:])
+
+
+def _turns(bench: Bench, side: Side) -> Op | None:
+    """Return the operation that turns a side by cosines and sines; None where none does.
+
+    Raises `LostError` where other tokens than those of its source come in on the way.
+    """
+    return _turning(bench, {side.source.id}, side.target)
+
+
+def _turning(bench: Bench, sources: set[int], target: TensorRef) -> Op | None:
+    recording = bench.seen.recording
+    path = between(recording, sources, target)
+    reached = sources | {tensor.id for op in path for tensor in op.outputs}
+    tables: list[tuple[Op, Tensor]] = []
+    for op in path:
+        for tensor in op.inputs:
+            if tensor.id in reached:
+                continue
+            if op.base_name == "cat" and _hangs_on_weights(bench, tensor):
+                raise LostError
+            value = recording.values.get(tensor.id)
+            if op.base_name.rstrip("_") in ("mul", "addcmul") and value is not None and value.numel() > 1:
+                tables.append((op, value))
+    for place, (op, one) in enumerate(tables):
+        if one.is_complex():
+            if bool(((one.abs() - 1).abs() < _NEAR).all()) and bool((one.imag.abs() > _NEAR).any()):
+                return op
+            continue
+        for _, other in tables[place + 1 :]:
+            if other.shape != one.shape or not one.is_floating_point() or not bool((other.abs() > _NEAR).any()):
+                continue
+            near = max(_NEAR, 8 * torch.finfo(one.dtype).eps)
+            if bool(((one.double() ** 2 + other.double() ** 2 - 1).abs() < near).all()) and _vary_at_all(one):
+                return op
+    return None
+
+
+def _vary_at_all(table: Tensor) -> bool:
+    return float(table.double().max() - table.double().min()) > _NEAR
+
+
+def _hangs_on_weights(bench: Bench, tensor: TensorRef) -> bool:
+    """Whether a matrix of the module is behind a tensor."""
+    recording, storages = bench.seen.recording, bench.seen.recording.parameter_storages
+    queue, seen = [tensor], set()
+    while queue:
+        op = recording.producer(queue.pop())
+        if op is None or op.index in seen:
+            continue
+        seen.add(op.index)
+        if any(t.storage in storages and len(t.shape) > 1 for t in op.inputs):
+            return True
+        queue += op.inputs
+    return False

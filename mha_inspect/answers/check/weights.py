@@ -1,0 +1,282 @@
+"""Faults of parameters: a projection of which nothing is made, that serves twice, or that gets no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+
+from ...graph.attention import Attention
+from ...record.ops import Op, Recording, TensorRef
+from ...reports.check import Finding
+from .bench import Bench, NotPossibleError
+from .evidence import kinds
+from .gradients import gradients_of, weight_of
+from .sight import sights
+
+_SIDES = ("query", "key", "value")
+_LARGEST = 1 << 24
+"""Elements of what a projection gives up to which it is looked at which of them are read."""
+
+
+class Living:
+    """What a recording's outputs hang on."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        ids, storages = {named.tensor.id for named in recording.outputs}, set[int]()
+        written = {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
+        self.ops: list[Op] = []
+        for op in reversed(recording.ops):
+            into = {op.inputs[0].storage} if op.kind == "write" and op.inputs else set()
+            if any(tensor.id in ids for tensor in op.outputs) or into & (storages | written):
+                self.ops.append(op)
+                ids |= {tensor.id for tensor in op.inputs}
+                storages |= {tensor.storage for tensor in op.inputs}
+
+    @cached_property
+    def readers(self) -> dict[int, list[Op]]:
+        """Storage to the operations that compute with what is in it, each call once."""
+        found: dict[int, dict[int, Op]] = defaultdict(dict)
+        for op in self.ops:
+            for tensor in op.inputs if op.kind != "view" else ():
+                found[tensor.storage].setdefault(op.call, op)
+        return {storage: list(calls.values()) for storage, calls in found.items()}
+
+    @cached_property
+    def reads(self) -> dict[str, list[Op]]:
+        """Parameter to the operations that compute with it."""
+        return {named.name: self.readers.get(named.tensor.storage, []) for named in self.recording.parameters}
+
+    def unread(self, made: TensorRef) -> set[int]:
+        """The features of a projection's output that no operation reads; all of them where none does."""
+        features = made.shape[-1]
+        if made.numel > _LARGEST or made.stride[-1] != 1 or made.stride != _contiguous(made.shape):
+            return set()
+        read = torch.zeros(made.offset + made.numel, dtype=torch.bool)
+        refs = [t for op in self.ops if op.kind != "view" for t in op.inputs if t.storage == made.storage]
+        refs += [named.tensor for named in self.recording.outputs if named.tensor.storage == made.storage]
+        for ref in refs:
+            if ref.shape and ref.numel:
+                read.as_strided(ref.shape, ref.stride, ref.offset).fill_(True)
+        by_feature = read[made.offset :].reshape(-1, features).any(0)
+        return {int(place) for place in (~by_feature).nonzero().flatten()}
+
+    def unread_of(self, projection: Op) -> set[int]:
+        """The features that a projection gives, its bias added, and that no operation reads."""
+        made = projection.output
+        unread, readers = self.unread(made), self.readers.get(made.storage, [])
+        if not unread and len(readers) == 1 and readers[0].pointwise and readers[0].output.numel == made.numel:
+            return self.unread(readers[0].output)
+        return unread
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def parameters(bench: Bench) -> Iterator[Finding]:
+    """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
+    if not kinds(bench.seen):
+        raise NotPossibleError("no product, softmax and product with values follow one another")
+    living = Living(bench.seen.recording)
+    told: set[str] = set()
+    yield from _twice(bench, living, told)
+    yield from _copied_heads(bench)
+    for found, _, _ in kinds(bench.seen):
+        yield from _unused(bench, living, found, told)
+        yield from _unread_features(bench, living, found, told)
+    yield from _without_gradient(bench, living, told)
+
+
+def _twice(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
+    """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
+    shapes = {named.name: named.tensor.shape for named in bench.seen.recording.parameters}
+    sides: dict[str, dict[str, Op]] = defaultdict(dict)
+    inside = set()
+    for found, _ in bench.seen.attentions:
+        for turn in (found, *found.branches):
+            inside.add(turn.module)
+            for side, op in turn.projections.items():
+                if _is_whole(bench, op):
+                    sides[weight_of(bench, op)].setdefault(side, op)
+    served = [name for name, ops in living.reads.items() if len(ops) > 1 or len(sides[name]) > 1]
+    for name in served:
+        if name not in sides and not any(name.startswith(f"{path}." if path else "") for path in inside):
+            continue
+        spare = [n for n, ops in living.reads.items() if not ops and shapes[n] == shapes[name] and _beside(n, name)]
+        spare = [n for n in spare if not _is_told(n, told)]
+        if not spare:
+            continue
+        told |= {_beside(other, name) for other in spare}
+        uses = " and the ".join(sides[name]) if len(sides[name]) > 1 else ""
+        ops = living.reads[name]
+        others = f"{', '.join(spare[:2])}{' and more' if len(spare) > 2 else ''}"
+        yield Finding(
+            "parameters",
+            (f"{name} projects the {uses}" if uses else f"{name} serves {len(ops)} times")
+            + f", and {others} {'is' if len(spare) == 1 else 'are'} read by nothing.",
+            "What has the same shape and stands beside it gets no gradient.",
+            source=(list(sides[name].values()) or ops)[-1].source,
+            module=ops[-1].module if ops else "",
+            fix=f"use {spare[0]} where it belongs.",
+        )
+
+
+def _beside(one: str, other: str) -> str:
+    """Return the module that one parameter is of and that stands beside the other's; empty where none does.
+
+    `k_norm` for `k_norm.weight` beside `q_norm.weight`, `heads.1` for `heads.1.key.weight` beside `heads.0.key.weight`.
+    """
+    left, right = one.split("."), other.split(".")
+    differ = [place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]]
+    if len(left) != len(right) or len(differ) != 1 or (differ[0] == len(left) - 1 and len(left) > 1):
+        return ""
+    return ".".join(left[: differ[0] + 1])
+
+
+def _is_told(name: str, told: set[str]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in told)
+
+
+def _is_whole(bench: Bench, op: Op) -> bool:
+    """Whether a projection multiplies by all of a parameter, and not by a piece."""
+    name = weight_of(bench, op)
+    sizes = {named.name: named.tensor.numel for named in bench.seen.recording.parameters}
+    return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
+
+
+def _copied_heads(bench: Bench) -> Iterator[Finding]:
+    """Yield loops over heads of which two turns have the same weights and the same inputs."""
+    for found, _, count in kinds(bench.seen):
+        signs: dict[tuple[object, ...], int] = {}
+        for place, turn in enumerate(found.branches):
+            sign = tuple(
+                (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
+                for side in _SIDES
+                if side in turn.projections
+                for tensor in turn.projections[side].inputs
+            )
+            first = signs.setdefault(sign, place)
+            other = found.branches[first].projections
+            anew = all(other.get(side) is not turn.projections.get(side) for side in _SIDES)
+            if len(sign) >= 2 * len(_SIDES) and first != place and anew:
+                yield Finding(
+                    "parameters",
+                    f"Heads {first} and {place} are one: they have the same weights, and give the same.",
+                    "W_q, W_k and W_v of both turns of the loop lie in the same memory."
+                    + (f" The same in {count} attentions." if count > 1 else ""),
+                    source=turn.score_product.op.source,
+                    module=turn.module,
+                    fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
+                )
+                break
+
+
+def _unused(bench: Bench, living: Living, found: Attention, told: set[str]) -> Iterator[Finding]:
+    """Yield weights of an attention's module of which nothing is made."""
+    shapes = {named.name: named.tensor.shape for named in bench.seen.recording.parameters}
+    spare = [
+        name
+        for name, ops in living.reads.items()
+        if not ops and len(shapes[name]) > 1 and not _is_told(name, told) and _parent(name) == found.module
+    ]
+    told |= set(spare)
+    width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
+    missed = [name for name in spare if "output" not in found.projections and width in shapes[name]]
+    for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
+        if names:
+            yield Finding(
+                "parameters",
+                f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
+                f"{'is' if len(names) == 1 else 'are'} read by nothing"
+                + (": the heads are never projected back." if sure else "."),
+                "The output hangs on no operation that reads it.",
+                sure=sure,
+                module=found.module,
+            )
+
+
+def _parent(name: str) -> str:
+    """The module that holds the projection that a parameter is of: `self_attn` for `self_attn.q_proj.weight`."""
+    return ".".join(name.split(".")[:-2])
+
+
+def _unread_features(bench: Bench, living: Living, found: Attention, told: set[str]) -> Iterator[Finding]:
+    """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
+    packed = Counter(op.index for side, op in found.projections.items() if side in _SIDES)
+    for side in _SIDES:
+        op = found.projections.get(side)
+        if op is None or packed.pop(op.index, 0) < 2 or found.branches:
+            continue
+        unread, features = living.unread_of(op), op.output.shape[-1]
+        heads = found.stages[f"{side[0]}_heads"].shape[-1]
+        if heads <= len(unread) < features:
+            runs = _runs(sorted(unread))
+            parts = ", ".join(f"{start}–{stop}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
+            name = weight_of(bench, op)
+            told.add(name)
+            yield Finding(
+                "parameters",
+                f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
+                "query, key and value are not three parts of it.",
+                f"No operation that the output hangs on reads features {parts}.",
+                source=op.source,
+                module=found.module,
+                fix="take query, key and value from their own parts.",
+            )
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """The first and the last number of each run of numbers that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        runs[-1:] = [(runs[-1][0], number)] if runs and runs[-1][1] == number - 1 else [*runs[-1:], (number, number)]
+    return runs
+
+
+def _without_gradient(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
+    """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
+    gradients = gradients_of(bench)
+    saturated = not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
+    for found, _, _ in kinds(bench.seen):
+        for side, op in found.projections.items():
+            name = weight_of(bench, op)
+            if name in told or name not in gradients:
+                continue
+            gradient = gradients[name]
+            if gradient is None and _is_whole(bench, op):
+                part = "gets no gradient"
+            elif (
+                gradient is not None
+                and gradient.dim() == 2
+                and side in _SIDES
+                and not saturated
+                and _is_exact(gradient)
+            ):
+                features = op.output.shape[-1]
+                # A square matrix is taken for nn.Linear's, which has the features that come out first.
+                out = 0 if gradient.shape[0] == features else 1
+                dead = (gradient == 0).all(1 - out)
+                dead[sorted(living.unread_of(op))] = False
+                if not found.stages[f"{side[0]}_heads"].shape[-1] <= int(dead.sum()) < dead.numel():
+                    continue
+                part = f"gets no gradient for {int(dead.sum())} of its {dead.numel()} features"
+            else:
+                continue
+            told.add(name)
+            yield Finding(
+                "parameters",
+                f"{name} projects the {side}, and {part}: the graph is cut behind it.",
+                "A sum of the output was taken back through the module.",
+                source=op.source,
+                module=found.module,
+                fix="take detach(), no_grad() or .data out of the way.",
+            )
+
+
+def _is_exact(gradient: torch.Tensor) -> bool:
+    """Whether what is small does not come out as zero."""
+    return gradient.dim() == 2 and gradient.dtype in (torch.float32, torch.float64)
