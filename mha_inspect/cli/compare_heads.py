@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
-from ..targets.spec import divisors
+from ..targets.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
 from .options import NUMBERS, FailIf, Options, TargetArgument, command, counts, option, size
@@ -64,8 +64,8 @@ def compare_heads(
 
     TARGET is a class, or a function that returns a module, which takes a number of heads: it is built once for each.
     """
-    if steps is not None and steps < 1:
-        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
+    if steps is not None:
+        require_steps(steps)
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
     extras |= {"time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
