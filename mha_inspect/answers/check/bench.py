@@ -17,7 +17,7 @@ from ...errors import InputError
 from ...record.arguments import tensors_in
 from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
-from .evidence import Evidence, held, outlined, whole
+from .evidence import Evidence, Outline, held, outlined, whole
 from .intent import Intent
 from .tokens import Flow
 
@@ -78,6 +78,8 @@ class Bench:
         self.once = once
         """Whether it is run once alone."""
         self.runs = 0
+        self.outline: Outline | None = None
+        """The base run without its tensors, where it does the same twice."""
         self.raised_again: RaisedError | None = None
         """What the forward raised when it was called a second time."""
         self._raw: dict[int, Tensor] = {}
@@ -266,24 +268,43 @@ class Bench:
         try:
             if self.once:
                 return whole(first, self._with_wider)
-            seen, numbers, looks = outlined(first)
-            seen = self._with_wider(seen)
-            if not seen.attentions:
-                return Evidence(seen)
-            stages = self.intent.reference is not None
+            outline = outlined(first)
+            outline = replace(outline, run=self._with_wider(outline.run))
+            if not outline.run.attentions:
+                return Evidence(outline.run)
+            stages, returned = self.intent.reference is not None, outline.run.returned
             try:
-                second = self.subject(seed=(self.own.seed or 0) + 1, first=False)
-                made = held(second, seen, numbers, looks, stages=stages)
+                made = held(self.subject(seed=(self.own.seed or 0) + 1, first=False), outline, stages=stages)
             except Exception as error:  # whatever somebody's code may raise when it is called twice
                 self.raised_again = RaisedError(f"{type(error).__name__}: {message_of(error)}")
                 made = None
-            if made is not None and not _alike(made.again, seen.returned):
-                other = held(self.subject(), seen, numbers, looks, stages=stages)
-                made = None if other is None else replace(other, again=made.again)
-            # What does not do the same twice is held whole, from one run.
-            return whole(self.subject(), self._with_wider) if made is None else made
+            again = None if made is None else made.run.returned
+            if made is not None and not _alike(again, returned):
+                made = held(self.subject(), outline, stages=stages)
+            if made is None:  # what does not do the same twice is held whole, from one run
+                return whole(self.subject(), self._with_wider)
+            self.outline = outline
+            return replace(made, run=_returning(made.run, returned), again=again)
         finally:
             self.restore()
+
+    def changed(self, changes: Mapping[str, Any]) -> Bench:
+        """Return the same with other arguments, recorded.
+
+        Raises `RaisedError` where the forward raises.
+        """
+        args, kwargs = self.arguments(changes)
+        made = Bench(replace(self.own, args=args, kwargs=kwargs, without_ones=None), Intent(), self._tick)
+        self.restore()
+        try:
+            evidence = held(made.subject(), self.outline) if self.outline is not None else None
+            made.__dict__["evidence"] = evidence or made.evidence
+        except Exception as error:  # whatever somebody's code may raise under a mask that nobody asked for
+            raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
+        finally:
+            self.restore()
+            self.runs += made.runs
+        return made
 
     def subject(
         self,
@@ -486,6 +507,13 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
     equal = (left == right) | (left.isnan() & right.isnan())
     apart = (left - right).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf")).masked_fill_(equal, 0.0)
     return apart.amax(-1) if apart.shape[-1] else apart.sum(-1)
+
+
+def _returning(seen: Run, returned: Any) -> Run:
+    """The same run with what it returned another time."""
+    made = replace(seen, returned=returned)
+    vars(made).update(graph=seen.graph, attentions=seen.attentions)
+    return made
 
 
 def _alike(left: Any, right: Any) -> bool:

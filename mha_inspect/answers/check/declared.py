@@ -13,16 +13,24 @@ from ...naming.canonical import contents_of
 from ...naming.stages import STAGES
 from ...reports.check import Finding
 from .bench import Bench, NotPossibleError, RaisedError, Source, difference
+from .masks import mask_faults
+from .sight import sights
 
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
+"""Names of arguments that take what the forward returned second."""
 _LOOSE = 100.0
 """Results at other sizes are rounded otherwise: so many times what counts at the same sizes."""
 
 
 def padding(bench: Bench) -> Iterator[Finding]:
     """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
+    found = list(mask_faults(bench))
+    yield from found
     name = bench.intent.padding
-    if name is None:
+    if name is None and not found:
         raise NotPossibleError("not declared: padding")
+    if name is None or any(finding.sure for finding in found):
+        return
     bench.require(name)
     if not bench.sources or not bench.follows or bench.sources[0].batch is None:
         raise NotPossibleError("the output has no place for each token of each row")
@@ -230,7 +238,8 @@ def _mask_line(bench: Bench) -> str:
 
 def cache(bench: Bench) -> Iterator[Finding]:
     """Yield where going on from a cache gives something else than going in one go."""
-    name = bench.intent.cache
+    told = bench.intent.cache
+    name = told or _cache_name(bench)
     if name is None:
         raise NotPossibleError("not declared: cache")
     bench.require(name)
@@ -243,9 +252,13 @@ def cache(bench: Bench) -> Iterator[Finding]:
     limit = _LOOSE * bench.limit
     results = {}
     for how, steps in (("chunks", [(0, half), (half, length)]), ("token by token", singles)):
+        if how != "chunks" and told is None:
+            break
         try:
             made = _stepwise(bench, name, steps)
         except RaisedError as error:
+            if told is None:
+                raise NotPossibleError("not declared: cache") from error
             yield Finding(
                 "cache",
                 f"The forward raises when it goes on from its cache, {how}: {error}.",
@@ -259,7 +272,13 @@ def cache(bench: Bench) -> Iterator[Finding]:
     if not wrong:
         return
     how, (places, apart) = next(iter(wrong.items()))
-    if "token by token" not in wrong:
+    if "token by token" not in results:
+        cause = (
+            "The mask of a chunk may be aligned top left, positions may begin at 0 in each call, or keys be put in "
+            "another order."
+        )
+        fix = "offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past)."
+    elif "token by token" not in wrong:
         cause = (
             "The mask of a chunk is aligned top left: its queries do not see the keys in front of them, or see too few."
         )
@@ -285,6 +304,19 @@ def cache(bench: Bench) -> Iterator[Finding]:
         source=_mask_line(bench),
         fix=fix,
     )
+
+
+def _cache_name(bench: Bench) -> str | None:
+    """Return the argument that takes a cache by its name, of a causal module that returns something second."""
+    name = next((name for name in _CACHES if name in bench.parameters and bench.values.get(name) is None), None)
+    every = sights(bench)
+    if name is None or not every or not all(s.words().startswith("causal") and s.queries == s.keys for s in every):
+        return None
+    try:
+        _second(bench.seen.returned)
+    except NotPossibleError:
+        return None
+    return name
 
 
 def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]]) -> Tensor:

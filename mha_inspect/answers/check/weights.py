@@ -240,7 +240,8 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 def _without_gradient(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
     gradients = gradients_of(bench)
-    saturated = not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
+    # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
+    saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
     for found, _, _ in kinds(bench.seen):
         for side, op in found.projections.items():
             name = weight_of(bench, op)
