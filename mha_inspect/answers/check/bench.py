@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...graph.attention import attentions_of
 from ...record.arguments import tensors_in
 from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
@@ -78,6 +79,8 @@ class Bench:
         self.once = once
         """Whether it is run once alone."""
         self.runs = 0
+        self.like: Run | None = None
+        """A run whose names of axes are taken, where the attentions are alike."""
         self.outline: Outline | None = None
         """The base run without its tensors, where it does the same twice."""
         self.raised_again: RaisedError | None = None
@@ -295,6 +298,7 @@ class Bench:
         """
         args, kwargs = self.arguments(changes)
         made = Bench(replace(self.own, args=args, kwargs=kwargs, without_ones=None), Intent(), self._tick)
+        made.like = self.seen
         self.restore()
         try:
             evidence = held(made.subject(), self.outline) if self.outline is not None else None
@@ -326,6 +330,13 @@ class Bench:
         return replace(self.own, args=args, kwargs=kwargs, seed=self.own.seed if seed is None else seed, grad=grad)
 
     def _with_wider(self, seen: Run) -> Run:
+        if self.like is not None:
+            found = attentions_of(seen.graph)
+            shapes = [[tensor.shape for tensor in one.stages.values()] for one in found]
+            if shapes == [[tensor.shape for tensor in one.stages.values()] for one, _ in self.like.attentions]:
+                named = zip(found, self.like.attentions, strict=True)
+                vars(seen)["attentions"] = tuple((one, names) for one, (_, names) in named)
+            return seen
         return replace(seen, wider=self.own.wider_run(seen)) if self.own.without_ones is not None else seen
 
     @property
@@ -366,6 +377,20 @@ class Bench:
         source, out = self.sources[0], self.output
         axes = [axis for axis in (source.batch, source.positions) if axis is not None]
         return out.dim() > max(axes) and all(out.shape[axis] == source.value.shape[axis] for axis in axes)
+
+    def first_row(self) -> dict[str, Tensor]:
+        """The arguments of the first row of the batch alone; empty where there is one row, or none is known."""
+        source = self.sources[0] if self.sources else None
+        if source is None or source.batch is None or source.rows < 2:
+            return {}
+        changes = {}
+        for name, value in self.values.items():
+            own = next((other for other in self.sources if name in other.names), None)
+            if own is not None and own.batch is not None:
+                changes[name] = value.narrow(own.batch, 0, 1)
+            elif isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == source.rows != source.length:
+                changes[name] = value[:1]
+        return changes
 
     def other_tokens(self, source: Source, index: tuple[Any, ...], *, by: float = 2.0) -> dict[str, Tensor]:
         """The arguments with other tokens at an index: other numbers of the same kind, or other ids that occur."""

@@ -35,6 +35,10 @@ MOST_HEADS = 64
 Keep = Callable[[Tensor], Any]
 
 
+class _OtherRunError(Exception):
+    """A run does something else than the outlined one."""
+
+
 class _Slot:
     """Stands where a tensor would be held: the number of the look at it."""
 
@@ -114,13 +118,13 @@ def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | 
     plan = _Plan(seen, whole_stages=stages)
     wanted = {numbers[key]: keep for key, keep in plan.keeps().items() if key in numbers}
     sieve = _Sieve(own, wanted)
-    returned = sieve.record(own)
+    try:
+        returned = sieve.record(own)
+    except _OtherRunError:
+        return None
     if next(sieve._numbers) != looks:
         return None
     values = {key: sieve.held[numbers[key]][0] for key in plan.held if key in numbers}
-    shapes = {tensor.id: tensor.shape for op in seen.recording.ops for tensor in (*op.inputs, *op.outputs)}
-    if any(tuple(value.shape) != shapes.get(key, value.shape) for key, value in values.items()):
-        return None
     made = replace(seen, recording=replace(seen.recording, values=values), returned=returned)
     vars(made).update(graph=seen.graph, attentions=seen.attentions)  # the same operations ran
     return Evidence(made, plan.unfinite)
@@ -153,6 +157,7 @@ class _Plan:
                 self._whole |= {tensor.id for op in hangs for tensor in op.inputs} - made
         if whole_stages:
             self._whole |= set(self._stages)
+        self._shapes = {t.id: t.shape for op in seen.recording.ops for t in (*op.inputs, *op.outputs)}
         leaves = {named.tensor.id for named in (*seen.recording.parameters, *seen.recording.buffers)}
         self._whole -= leaves
 
@@ -168,8 +173,11 @@ class _Plan:
     def _keep(self, key: int) -> Keep:
         stage = self._stages.get(key)
         whole, is_level, is_bar = key in self._whole, key in self._levels, key in self._bars
+        shape = self._shapes.get(key)
 
         def keep(tensor: Tensor) -> Any:
+            if shape is not None and tuple(tensor.shape) != shape:
+                raise _OtherRunError
             if stage is not None:
                 self._look(key, tensor)
             if whole:  # what is a small part of some memory does not hold all of it
