@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 def main() -> int:
     """Run the command line of this process; the exit code."""
-    from .cli.process import hold_collection, leave_on_interrupt
+    from .cli.process import end_collection, hold_collection, leave_on_interrupt
 
     hold_collection()
     with leave_on_interrupt():
-        return run()
+        code = run()
+    end_collection()
+    return code
 
 
 def run(args: Sequence[str] | None = None) -> int:

@@ -20,11 +20,11 @@ from .answers.trace import report, traced
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
 from .naming.canonical import contents_of, own_axes
+from .naming.kind import kinds_of, mask_notes
 from .naming.stages import STAGES
-from .record.copying import copy_module
-from .record.kept import keep_stages
-from .record.run import AttemptRecorder
-from .record.subject import Run, Subject
+from .record.arguments import copy_module
+from .record.subject import Run, Subject, keep_stages
+from .record.xray import XRay
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
@@ -469,15 +469,14 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
-        self._recorder = AttemptRecorder(keep=keep)
+        self._recorder = XRay(keep=keep)
         self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
         self._kept: tuple[_Kept, ...] = ()
 
     def __enter__(self) -> recording:
-        self._recorder.__enter__()
-        self._recorder.boundary = sys._getframe(1)
+        self._recorder.start(sys._getframe(1))
         return self
 
     def __exit__(
@@ -518,7 +517,9 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             Show(),
             environment=Environment(torch.__version__, "", "", None),
             layer=LayerInfo("recording", {}),
+            kinds=kinds_of(seen, {}),
         )
+        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, {})))
         if self._failed is not None:
             failure, completed = self._failed
             trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .answers.check.check import check
 from .answers.check.intent import Intent
@@ -14,8 +14,7 @@ from .graph.attention import Attention
 from .measure.stage_difference import StageDifference, compare_stage, stage_noise
 from .naming.canonical import contents_of
 from .naming.stages import STAGES
-from .record.copying import copy_module
-from .record.rounding import cast_tensors
+from .record.arguments import cast_tensors, copy_module
 from .record.subject import Run, Subject
 
 
@@ -127,9 +126,7 @@ def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | No
 
 def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Run:
     exact: nn.Module = copy_module(module).double()
-    seen: dict[int, Tensor] = {}
-    cast = [cast_tensors(given, torch.float64, None, seen) for given in (args, kwargs)]
-    return Subject(exact, cast[0], cast[1]).recorded(keep=True)
+    return Subject(exact, *cast_tensors((args, kwargs), torch.float64)).recorded(keep=True)
 
 
 def _table(rows: list[StageDifference], found: Attention, place: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import mha_inspect
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -220,3 +221,33 @@ def test_built_layers(layer):
     trace = trace_layer(spec, InputSpec(batch=3, seq_len=5, causal=True), RunSpec(), layer=layer)
     grouped = ("grouped",) if kv_heads else ()
     assert {attention.kind for attention in trace.attentions} == {("self", "causal", *grouped)}
+
+
+def kinds_in_a_block(module: nn.Module, *args: Tensor, **kwargs: object) -> list[tuple[str, ...]]:
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        module.eval()(*args, **kwargs)
+    return [attention.kind for attention in seen.trace.attentions]
+
+
+@pytest.mark.parametrize("name", {**CAUSAL, **OTHER})
+def test_a_block_tells_kinds_in_the_same_words(name):
+    module, x = Masked({**CAUSAL, **OTHER}[name]), torch.randn(2, 5, 6)
+    assert kinds_in_a_block(module, x) == kinds(module, x)
+
+
+def test_masks_from_a_buffer_and_from_an_argument_in_a_block():
+    module, x = Masked(lambda s: s), torch.randn(2, 5, 6)
+    module.mask = lambda s: s.masked_fill(~module.seen[: s.shape[-2], : s.shape[-1]], LOW)
+    assert kinds_in_a_block(module, x) == [("self", "causal")]
+    layer, above = nn.MultiheadAttention(6, 2, batch_first=True), torch.ones(5, 5).triu(1).bool()
+    assert kinds_in_a_block(layer, x, x, x, attn_mask=above) == [("self", "causal")]
+    assert kinds_in_a_block(layer, x, x.clone(), x, attn_mask=above.T) == [("cross",)]
+
+
+def test_a_mask_that_was_written_after_the_block_tells_nothing():
+    layer, x = nn.MultiheadAttention(6, 2, batch_first=True).eval(), torch.randn(2, 5, 6)
+    mask = torch.ones(5, 5).tril(-1).bool()
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        layer(x, x, x, attn_mask=mask)
+    mask.copy_(torch.ones(5, 5).triu(1))
+    assert [attention.kind for attention in seen.trace.attentions] == [("self",)]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from mha_inspect.graph.attention import Graph, find_attentions
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.sizes import one_size_a_name
-from mha_inspect.record.xray import record_opened
+
+from .recorded import record_opened
 
 B, N, M, E = 7, 11, 13, 15
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.record.copying import copy_module
+from mha_inspect.errors import InputError
+from mha_inspect.record.arguments import copy_module
 
 
 class Holding(nn.Module):
@@ -56,4 +58,31 @@ def test_gradients_and_training_of_such_a_module():
     assert report.gradients.counts[1].verdict == report.training.counts[1].verdict == "differs"
     module = Holding()
     module(x)
+    assert mha_inspect.diff(module, module, x).verdict == "same"
+
+
+class Uncopied(Holding):
+    """Holds what refuses to be copied."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
+        raise TypeError("a lock has no copy")
+
+
+class Silent(Holding):
+    """Its train() returns nothing, so that eval() does not either: timm's LeViT is one."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+
+def test_what_cannot_be_copied_is_said():
+    module, x = Uncopied(), torch.randn(3, 7, 30)
+    assert mha_inspect.trace(module, x).attentions
+    for same_weights in (False, True):
+        with pytest.raises(InputError, match=r"Uncopied cannot be copied.*a lock has no copy"):
+            mha_inspect.diff(module, module, x, same_weights=same_weights)
+
+
+def test_a_module_whose_eval_returns_nothing_is_measured():
+    module, x = Silent(), torch.randn(3, 7, 30)
     assert mha_inspect.diff(module, module, x).verdict == "same"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mha_inspect.record import cut as cutting
+from mha_inspect.record.arguments import first_tensor
 from mha_inspect.record.cut import cut, layouts_of
-from mha_inspect.record.rounding import first_tensor
 from mha_inspect.record.subject import Subject
 from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec

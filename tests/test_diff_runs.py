@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mha_inspect
+from mha_inspect.errors import InputError
 
 DIM, HEADS, BATCH, LENGTH = 22, 2, 3, 5
 
@@ -126,6 +127,37 @@ def test_each_run_begins_with_the_state_that_came_in(x):
     assert report.verdict == "same"
     assert (cached.position, cached.runs.item(), cache.length) == (0, 0, 0)
     torch.testing.assert_close(cached(x, cache), expected)
+
+
+class Writing(Own):
+    """Writes into what it was given."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        x.add_(1)
+        return output
+
+
+class Drawing(Own):
+    """Adds noise of its own, in eval mode as well."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.randn_like(x)
+
+
+def test_what_one_run_writes_into_its_input_no_other_gets(x):
+    before = x.clone()
+    own, plain = Writing(Counter()).eval(), Own(Counter()).eval()
+    report = mha_inspect.diff(own, plain, x, same_weights=True)
+    assert (report.verdict, report.output.max_abs_difference) == ("same", 0)
+    assert report.left.rounding_error == report.right.rounding_error < 1e-6
+    torch.testing.assert_close(x, before, rtol=0, atol=0)
+
+
+def test_numbers_that_are_drawn_in_the_forward_are_no_rounding(x):
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match="Drawing draws random numbers in its forward, and others in another dtype"):
+        mha_inspect.diff(Drawing(Counter()).eval(), Own(Counter()).eval(), x)
 
 
 @pytest.mark.parametrize("turned", [False, True])

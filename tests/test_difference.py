@@ -13,8 +13,8 @@ from mha_inspect.answers.shared_weights import share_drawn
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.reports.diff import DiffReport, StageRow
-from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
 from mha_inspect.targets.layer_sides import make_sides
+from mha_inspect.targets.load import called_with, load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .layers.declared import canonical_weights, load_weights
@@ -41,9 +41,8 @@ def run(layer: str, weights=None, inputs: InputSpec = INPUTS, run: RunSpec | Non
     code = find_layer(layer).load()
     module = code.build(spec)
     load_weights(module, canonical_weights(spec) if weights is None else weights)
-    args, kwargs = arguments_of(module, layer, make_inputs(spec, inputs, run), run)
     with torch.no_grad():
-        return module(*args, **kwargs)[0]
+        return called_with(module, spec, inputs, run, layer).plain()[0]
 
 
 SAME = ("torch", "split-heads", "fold-heads", "per-head", "grouped-query")
@@ -108,7 +107,7 @@ def test_narrow_is_as_far_from_torch_as_torch_says():
     assert report.verdict == "differs"
     assert report.output.max_abs_difference == pytest.approx(float((whole - cut).abs().max()), rel=1e-5)
     assert report.output.relative_difference == pytest.approx(float((whole - cut).norm() / whole.norm()), rel=1e-5)
-    query = make_inputs(SPEC, INPUTS, RunSpec()).query
+    query = load_layer(SPEC, INPUTS, RunSpec()).tensors[0]
     projected = [query @ w.w_q.reshape(EMBED, EMBED).T for w in (weights, kept)]
     row = stage(report, "q_proj")
     assert report.first_differing_stage == "q_proj"
@@ -212,7 +211,7 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     assert (row.right_weights, row.right_output) == ("uniform", "finite")
     # By hand: −1e9 swallows every score in float32, all weights are 1/7, and the context is the mean of the values.
     spec, weights = SPEC, canonical_weights(SPEC)
-    value = make_inputs(spec, inputs, RunSpec()).value[0]
+    value = load_layer(spec, inputs, RunSpec()).tensors[2][0]
     mean = (value @ weights.w_v.reshape(EMBED, EMBED).T + weights.b_v.flatten()).mean(dim=0)
     expected = weights.w_o.reshape(EMBED, EMBED) @ mean + weights.b_o
     torch.testing.assert_close(run("split-heads", inputs=inputs)[0, 0], expected)
@@ -256,7 +255,7 @@ def test_a_dtype_costs_what_it_is_off_the_exact_result():
 def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights():
     # Both hold the same rounded weights: only the arithmetic is noise, and at the input there is none.
     report = diff("torch", "fold-heads", dtype="bfloat16")
-    rounded = make_inputs(replace(SPEC, dtype="bfloat16"), INPUTS, RunSpec()).query.double()
+    rounded = load_layer(replace(SPEC, dtype="bfloat16"), INPUTS, RunSpec()).tensors[0].double()
     module = find_layer("torch").load().build(replace(SPEC, dtype="float64"))
     load_weights(module, canonical_weights(replace(SPEC, dtype="bfloat16")))
     with torch.no_grad():

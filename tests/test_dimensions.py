@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mha_inspect.graph.axis import Axis, fresh, reshape, resolve, unify
 from mha_inspect.graph.dimensions import Dimensions
-from mha_inspect.record.recorder import record
+
+from .recorded import record
 
 SIZES = (2, 3, 5, 7)  # of the tensor that goes in: a b c d
 

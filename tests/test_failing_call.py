@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from mha_inspect.answers.failure import site
 from mha_inspect.answers.failure.call import Reading, dispatched, name_of, read_call
 from mha_inspect.record.arguments import tensors_in
-from mha_inspect.record.run import Attempt, record_until_failure
+from mha_inspect.record.subject import Run, run
 
 from . import test_failure_causes as causes
 
@@ -53,9 +53,10 @@ class Block(nn.Module):
         return self.body(self, *args)
 
 
-def read(module: nn.Module, *args: Any) -> tuple[Reading, Attempt]:
-    attempt = record_until_failure(module, args, {})
+def read(module: nn.Module, *args: Any) -> tuple[Reading, Run]:
+    attempt = run(module, args, {})
     assert attempt.error is not None
+    assert attempt.recorder is not None
     return read_call(attempt.error, attempt.recorder, attempt.recording, in_block=False), attempt
 
 
@@ -123,9 +124,10 @@ def test_what_may_count_draw_or_write_is_not_called_again(body: Callable[..., An
     with watch, pytest.raises(Exception):  # noqa: B017, PT011 - the plain run is the oracle
         watched(X.clone())
     module, x = Block(body), X.clone()
-    attempt = record_until_failure(module, (x,), {})
+    attempt = run(module, (x,), {})
     after, ran = x.clone(), torch.get_rng_state()
     assert attempt.error is not None
+    assert attempt.recorder is not None
     reading = read_call(attempt.error, attempt.recorder, attempt.recording, in_block=False)
     assert ("" if reading.call is None else reading.call.name, reading.told) == (call, whole)
     assert torch.equal(x, after)

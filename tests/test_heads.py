@@ -77,7 +77,7 @@ def test_the_noise_floor_is_the_distance_from_the_same_run_in_float64(dtype):
         AttentionSpec(embed_dim=EMBED, num_heads=5, dtype=name), InputSpec(batch=3, seq_len=7), RunSpec()
     )
     exact = copy.deepcopy(forward.module).double()
-    x = forward.args[0].double()
+    x = forward.tensors[0].double()
     with torch.no_grad():
         expected = (by_hand(5, dtype).double() - exact(x, x, x)[0]).abs().max().item()
     assert expected > 0

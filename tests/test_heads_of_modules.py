@@ -277,3 +277,40 @@ def test_bad_calls(x):
         mha_inspect.compare_heads((1, 1), Attention, x)
     with pytest.raises(TypeError, match="by name"):
         mha_inspect.compare_heads((1, 3), "torch", x)
+
+
+class Writing(Attention):
+    """Writes into what it was given."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        x.mul_(2)
+        return output
+
+
+class Noisy(Attention):
+    """Adds noise of its own, in eval mode as well."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.rand(())
+
+
+def test_what_a_run_writes_into_its_input_no_other_gets(x):
+    before = x.clone()
+    torch.manual_seed(0)
+    report = mha_inspect.compare_heads((1, 2, 5), lambda heads: Writing(DIM, heads).eval(), x, focus=True)
+    torch.manual_seed(0)
+    plain = mha_inspect.compare_heads((1, 2, 5), lambda heads: Attention(DIM, heads).eval(), x, focus=True)
+    assert report.counts == plain.counts
+    assert report.focus == plain.focus
+    assert torch.equal(x, before)
+
+
+def test_what_is_written_over_has_no_gradient(x):
+    with pytest.raises(InputError, match=r"There is no gradient of Writing: .*modified by an inplace operation"):
+        mha_inspect.compare_heads((1, 2), lambda heads: Writing(DIM, heads).eval(), x, gradients=True)
+
+
+def test_a_forward_that_draws_is_not_compared(x):
+    with pytest.raises(SpecError, match="Noisy draws random numbers in its forward"):
+        mha_inspect.compare_heads((1, 2), lambda heads: Noisy(DIM, heads).eval(), x)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.record.kept import unshared
+from mha_inspect.record.storage import unshared
 
 
 class Caching(nn.Module):

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_inspect.answers.kernels import path_of
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.record.recorder import record
 from mha_inspect.record.subject import Run
-from mha_inspect.record.xray import record_opened
 from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .built import trace_layer, trace_module
+from .recorded import record, record_opened
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
-from mha_inspect.record.recorder import record
-from mha_inspect.record.xray import record_opened
+
+from .recorded import record, record_opened
 
 EMBED, HEADS, BATCH, QUERY = 22, 2, 3, 5
 

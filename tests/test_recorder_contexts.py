@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
 from mha_inspect.errors import RecordingError
-from mha_inspect.record.recorder import Recorder, record
+from mha_inspect.record.recorder import Recorder
+
+from .recorded import record
 
 
 def modes() -> tuple[int, bool, bool, bool]:
@@ -97,20 +99,34 @@ def test_blocks_that_are_left_in_the_order_in_which_they_were_entered(second: Ca
     assert (other.seen if isinstance(other, Other) else names(other)) == ["ones", "exp"]
 
 
-def test_generators_that_take_turns_leave_no_mode_on() -> None:
-    def steps(found: list[Recorder]) -> Iterator[torch.Tensor]:
+def test_generators_that_take_turns_are_kept_apart_and_leave_no_mode_on() -> None:
+    def steps(function: Callable[[torch.Tensor], torch.Tensor], found: list[Recorder]) -> Iterator[torch.Tensor]:
         with Recorder() as recorder:
             found.append(recorder)
-            yield torch.ones(3).exp()
-            yield torch.ones(3).sin()
+            x = torch.ones(3)
+            for _ in range(3):
+                yield (x := function(x))
 
     found: list[Recorder] = []
-    one, two = steps(found), steps(found)
-    next(one), next(two), next(one)
-    assert next(one, None) is None
-    next(two)
-    assert next(two, None) is None
-    assert [names(recorder)[-1] for recorder in found] == ["sin", "sin"]
+    one, two = steps(torch.exp, found), steps(torch.sin, found)
+    for step in (one, two, two, one, two, one):
+        next(step)
+    assert next(one, None) is next(two, None) is None
+    assert [names(recorder) for recorder in found] == [["ones", *["exp"] * 3], ["ones", *["sin"] * 3]]
+
+
+def test_a_block_in_somebodys_context_manager_inside_of_another_block_is_recorded_in_both() -> None:
+    @contextmanager
+    def mine() -> Iterator[Recorder]:
+        with Recorder() as recorder:
+            yield recorder
+
+    with Recorder() as outer:
+        with mine() as inner:
+            torch.ones(3).exp()
+        torch.ones(3).sin()
+    assert names(inner) == ["ones", "exp"]
+    assert names(outer) == ["ones", "exp", "ones", "sin"]
 
 
 def test_a_block_in_somebodys_context_manager_is_recorded() -> None:

@@ -8,38 +8,56 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.errors import RecordingError
-from mha_inspect.record.recorder import Recorder, record
+import mha_inspect
+from mha_inspect.record.recorder import Recorder
 
 from .built import trace_module
-
-
-@pytest.fixture
-def layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-
+from .recorded import record
 
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_compiled_module(layer):
-    with pytest.raises(RecordingError, match=r"the module is compiled .* Record its \._orig_mod"):
-        record(torch.compile(layer, backend="eager"), X)
-    assert len(record(torch.compile(layer, backend="eager")._orig_mod, X)[0].ops) > 0
+class Attention(nn.Module):
+    """Attention over six features, which torch.jit can script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(6, 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.packed(x).chunk(3, -1)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
-def test_a_compiled_part(layer):
-    layer[0].compile(backend="eager")
-    with pytest.raises(RecordingError, match=r"module 0 is compiled .* before \.compile\(\)"):
-        record(layer, X)
-
-
-def test_a_scripted_module(layer):
+def made(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    own = Attention().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(layer)
-    with pytest.raises(RecordingError, match="is scripted"):
-        record(scripted, X)
+        if how == "compiled":
+            return torch.compile(own, backend="eager")
+        if how == "compiled in place":
+            own.compile(backend="aot_eager")
+            return own
+        if how == "scripted":
+            return torch.jit.script(own)
+        return torch.jit.trace(own, X)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "part"])
+@pytest.mark.parametrize("how", ["compiled", "compiled in place", "scripted", "traced by torch.jit"])
+def test_code_that_is_no_longer_python_runs_as_it_does_alone(how, inside):
+    module = nn.Sequential(nn.Linear(6, 6), made(how), nn.ReLU()) if inside else made(how)
+    with torch.no_grad():
+        expected = module(X)
+        with mha_inspect.recording() as seen:
+            assert torch.equal(module(X), expected)
+        trace = mha_inspect.trace(module, X)
+    for shown in (seen.trace, trace):
+        assert len(shown.attentions) == 1
+        compiled = [note for note in shown.notes if "compiled (torch.compile)" in note]
+        assert len(compiled) == how.startswith("compiled")
+        assert all(note.startswith("Module 1 is" if inside else "The module is") for note in compiled)
 
 
 def test_flex_attention_is_opened_where_it_runs():

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_inspect.record.arguments import tensors_in
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.recorder import record
+
+from .recorded import record
 
 BATCH, QUERY, EMBED, HEADS = 3, 5, 22, 2
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from einops import rearrange
 
-from mha_inspect.measure.stage_difference import compare_stage, distances, stage_noise
+from mha_inspect.measure.stage_difference import compare_stage, stage_noise
+from mha_inspect.record.rounding import distances
 
 
 def test_distances_worked_by_hand():

@@ -202,10 +202,7 @@ def test_masks_of_torchs_own_modules_mean_what_torch_says():
     assert float(weights.detach()[..., 3:].abs().max()) == 0.0
 
 
-def test_masks_of_unknown_meaning_are_not_made(tmp_path):
-    for asked in ({"causal": True}, {"padding": (1,)}):
-        with pytest.raises(SpecError, match=r"does not say what its mask means.*--input FILE"):
-            call(target("Tutorial"), **asked)
+def test_a_mask_file_is_given_as_it_is(tmp_path):
     file = tmp_path / "mask.pt"
     torch.save(torch.ones(5, 5).tril(), file)
     assert torch.equal(call(target("Tutorial"), attn_mask=file).kwargs["mask"], torch.ones(5, 5).tril())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from mha_inspect.graph.attention import find_attentions
-from mha_inspect.record.recorder import record
+
+from .recorded import record
 
 
 def calls_of(function, *args):

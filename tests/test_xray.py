@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
 from mha_inspect.record import kernels
+from mha_inspect.record.catalog import fused
 from mha_inspect.record.ops import Kernel, Recording
 from mha_inspect.record.subject import Run
-from mha_inspect.record.xray import XRay, record_opened
+from mha_inspect.record.xray import XRay
 
+from .recorded import record_opened
 from .torch_math import torch_math
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 3, 7, 2, 5
@@ -453,7 +455,7 @@ def test_every_kernel_of_torch_that_could_hide_attention_is_known() -> None:
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_")}
     hiding = {n.replace("::", ".") for n in names if any(word in n for word in words) and "backward" not in n}
     composite = {"aten._scaled_dot_product_attention_math"}
-    assert {name for name in hiding if not kernels.way_of(f"{name}.default")} == composite
+    assert {name for name in hiding if not fused(f"{name}.default")} == composite
 
 
 @pytest.mark.cuda

@@ -10,11 +10,11 @@ from itertools import combinations
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..measure.stage_difference import compare_stage, distances, size_of
+from ..measure.stage_difference import compare_stage
 from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
 from ..naming.stages import STAGES
-from ..record.rounding import judge
+from ..record.rounding import distances, judge, size_of
 from ..record.subject import Subject
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus
@@ -23,7 +23,6 @@ from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
 from .head_runs import HeadRun, Place, overall
 from .head_sentences import Carried, Walk, answer, reason
-from .kernels import drops_at_random
 from .learning import Learner, compare_gradients, compare_training
 from .look import Look
 from .timing import compare_times
@@ -123,10 +122,13 @@ def compare_heads(
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
-    if drops_at_random(run.nearest.run):
+    if run.nearest.drops:
         raise SpecError(
             f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
             "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
+            if run.module.training
+            else f"{run.label} draws random numbers in its forward: outputs would differ whatever the heads do. Leave "
+            "them out, or draw them outside of it and give them as an argument."
         )
     if not run.nearest.attentions:
         raise SpecError(f"No attention was found in {run.label}: there are no heads to compare.")

@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..record.arguments import first_tensor
 from ..record.cut import POSITIONS, ROWS, Layout, cut, layouts_of
-from ..record.rounding import first_tensor, rounding_error
+from ..record.rounding import rounding_error
 from ..record.subject import Subject
 from ..reports.common import Verdict
 from ..targets.call import explained

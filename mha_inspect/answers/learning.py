@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
-from ..measure.stage_difference import distances
 from ..measure.weights import PARTS, Weights, weights_of
-from ..record.arguments import tensors_in
-from ..record.copying import copy_module
-from ..record.rounding import first_tensor, judge, rounding_error
+from ..record.arguments import copy_module, first_tensor, tensors_in
+from ..record.rounding import distances, judge, rounding_error
 from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
-from ..text import percent, plural
+from ..targets.memory import is_out_of_memory
+from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
-from .trace import environment_of
+from .trace import environment_of, layer_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
 LEARNING_RATE = 0.1
@@ -102,6 +101,19 @@ class Learner:
             torch.manual_seed((self.own.seed or 0) % 2**64)
             yield
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward pass in the body. Raises `InputError` where autograd cannot go through the forward."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"There is no gradient of {layer_of(self.own).name}: {first_line(error)} Leave out --gradients and "
+                "--steps, or let its forward change nothing in place."
+            ) from None
+
     def loss(self) -> Tensor:
         """Return mean((output - target)²) of one run, with its graph; each begins with the state that came in.
 
@@ -152,7 +164,8 @@ def gradient_of(learner: Learner) -> Gradient:
     named = {name: parameter for name, parameter in learner.own.module.named_parameters() if parameter.requires_grad}
     with learner.undisturbed():
         loss = learner.loss()
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        with learner.backward():
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     by_name = {
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(named.items(), found, strict=True)
@@ -256,7 +269,8 @@ def train(learner: Learner, steps: int) -> Trained:
         for _ in range(steps):
             optimizer.zero_grad()
             loss = copied.loss()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            with copied.backward():
+                loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             optimizer.step()
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())

@@ -15,7 +15,8 @@ from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
-from ..record.rounding import first_tensor, rounding_error
+from ..record.arguments import first_tensor
+from ..record.rounding import rounding_error
 from ..record.subject import Run, Subject
 from ..targets.memory import is_out_of_memory
 from ..text import first_line
@@ -165,7 +166,7 @@ class Look:
     @property
     def drops(self) -> bool:
         """Whether it draws random numbers, as a module in training does."""
-        return self.own.module.training and drops_at_random(self.run)
+        return drops_at_random(self.run)
 
     @property
     def unit(self) -> float:
@@ -190,6 +191,11 @@ class Look:
         if self.drops:
             other.own.module.eval()
         run_in_dtype(self.label, dtype, lambda: other.run)
+        if other.drops:
+            raise InputError(
+                f"{self.label} draws random numbers in its forward, and others in another dtype: how much is rounded "
+                "cannot be measured. Leave them out, or draw them outside of it and give them as an argument."
+            )
         return other
 
     def floor(self, place: int, stage: str, like: Tensor, rows: Rows | None = None) -> float:

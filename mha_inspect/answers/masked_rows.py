@@ -12,7 +12,7 @@ from ..graph.evaluate import Replay, leaves_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, contents_of, is_by_turn, own_axes, sizes_in
 from ..naming.kind import barred_by
-from ..record.rounding import first_tensor
+from ..record.arguments import first_tensor
 from ..record.subject import Run, Subject
 from ..reports.trace import MaskedRow
 

@@ -61,12 +61,12 @@ def _held(weights: Weights) -> dict[str, _Held]:
         shape, which, in_one_piece = _extent(own, weights.module)
         names = own.parameters
         where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        numel = sum((piece.features[1] - piece.features[0]) * (piece.inner or (1,))[0] for piece in own.pieces)
+        numel = sum(one.numel for one in own.parts)
         place = ParameterPlace(
             names, shape, f"{where} {which}".rstrip() if in_one_piece else f"a part of {where}", numel
         )
         heads = 1 if part == "b_o" else own.shape[0]
-        inner = own.pieces[0].inner
+        inner = own.parts[0].inner
         found[part] = _Held(
             place,
             heads,
@@ -87,11 +87,7 @@ def _extent(own: Projection, module: nn.Module) -> tuple[tuple[int, ...], str, b
         torch.cat([of[head] for head in sorted(of)]) for of in (indices_of(part, dim) for dim in range(tensor.dim()))
     ]
     runs = [runs_of(own_places) for own_places in places]
-    numel = sum(
-        (piece.features[1] - piece.features[0]) * (piece.inner or (1,))[0]
-        for piece in own.pieces
-        if piece.parameter == own.parameters[0]
-    )
+    numel = sum(one.numel for one in own.parts if one.parameter.name == own.parameters[0])
     lengths = [stop - start for (start, stop), *_ in runs]
     if any(len(run) != 1 for run in runs) or math.prod(lengths) != numel:
         return as_matrix(own.part, torch.empty(own.shape, device="meta")).shape, "", numel == tensor.numel()

@@ -20,10 +20,11 @@ from ..record.subject import Run, Subject
 from ..reports.common import LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
-from ..targets.layer_inputs import arguments_of, make_inputs
+from ..targets.inputs import Asked, make_call
 from ..targets.load import Layer, load_layer
 from ..targets.memory import require_memory
 from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..targets.target import Target
 from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
@@ -193,8 +194,7 @@ def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
     spec, weight = torch_mha.spec_of(module), module.out_proj.weight
     if _dtype(weight) != spec.dtype:
         return _Known({})
-    run = RunSpec(device=str(weight.device))
-    own = Subject(module, *arguments_of(module, "torch", make_inputs(spec, _INPUTS, run), run))
+    own = make_call(Target(module, "torch", {}), Asked(_INPUTS)).of(module)
     return _read_off(own, _seen(own, per_head), per_head)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsError
-from ..measure.compare import same_bits
 from ..measure.weights import PARTS, Carried, LeftOut, Numbers, Weights, carry, draw
 from ..naming.parameters import Projection
-from ..record.copying import copy_module
+from ..record.arguments import copy_module
+from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
 from ..targets.layer_sides import LayerSide
 from ..targets.load import Layer
@@ -220,7 +220,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _width_of(projection: Projection) -> int | None:
     """How many features each head reads, where that is a part of them."""
-    inner = projection.pieces[0].inner
+    inner = projection.parts[0].inner
     return inner[0] if inner is not None and inner[0] < projection.shape[-1] else None
 
 

@@ -11,7 +11,7 @@ from einops import repeat
 from torch import Tensor
 
 from ..measure.weights import Weights, weights_of
-from ..record.rounding import first_tensor
+from ..record.arguments import first_tensor
 from ..record.subject import Subject
 from ..reports.common import Environment
 from ..reports.diff import DiffSide, SideName, StageSide

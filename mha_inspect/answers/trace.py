@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from ..graph.attention import Attention
+from ..graph.evaluate import leaves_of
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.kind import kinds_of, mask_notes
 from ..naming.linear import product_pairs
+from ..naming.sizes import pairs_named_after
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
-from ..naming.unit_sizes import pairs_named_after
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
-from ..record.run import record_until_failure
-from ..record.subject import Run, State, Subject
+from ..record.subject import Run, State, Subject, run
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
@@ -50,16 +50,17 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         before = own.state()
         seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
+        leaves = leaves_of(seen.recording, own)
         made = report(
             seen,
             own_axes(seen),
             show,
-            kinds=kinds_of(seen, own),
+            kinds=kinds_of(seen, leaves),
             environment=environment_of(own),
             layer=layer_of(own),
             masked=_masked_rows(own, before, seen, keep),
         )
-        notes = (*mask_notes(seen, own), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
+        notes = (*mask_notes(seen, leaves), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
     return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
 
 
@@ -74,18 +75,18 @@ def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[Ma
 
 def _run(own: Subject, show: Show, keep: bool) -> Run:
     """The run. Raises `ForwardError` where the forward raises."""
-    attempt = record_until_failure(own.module, own.args, own.kwargs, keep=keep)
-    if attempt.error is None:
-        return Run(attempt.recording, attempt.returned)
+    seen = run(own.module, own.args, own.kwargs, keep=keep)
+    if seen.error is None:
+        return seen
     from .failure.report import forward_error
 
-    cause: Exception | None = attempt.error
-    failure = forward_error(own, attempt, show)
+    cause: Exception | None = seen.error
+    failure = forward_error(own, seen, show)
     try:
         raise failure from (None if failure is cause else cause)
     finally:
         # The error's traceback leads to this frame: what led back to the error would keep its tensors.
-        del attempt, cause, failure
+        del seen, cause, failure
 
 
 def environment_of(own: Subject) -> Environment:
@@ -134,7 +135,7 @@ def report(
         returns=_returns(seen, axes, content),
         proof=proof_of(seen) if proof is None else proof,
         masked_rows=masked,
-        notes=_of_rows(seen),
+        notes=(*_of_rows(seen), *seen.recording.notes),
         products=_products(seen),
         ops=_op_lines(seen, axes) if show.ops else None,
     )

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,19 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _files(path: Path) -> list[Path]:
     try:
         is_folder = os.path.isdir(path)
-        found = next((sorted(own) for place in _PLACES if (own := list(path.glob(place)))), []) if is_folder else [path]
+        names = sorted(os.listdir(path)) if is_folder else []
+        places = ([path / name for name in names if fnmatch(name, place)] for place in _PLACES)
+        found = next((own for own in places if own), []) if is_folder else [path]
     except OSError as error:
         raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None
     if not found:
         raise InputError(f"{path_name(path)} has no file of tensors in it: {', '.join(SUFFIXES)}. Name another folder.")
     if not found[0].name.casefold().endswith(_INDEX):
         return found
-    names = _json(found[0]).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    weights = _json(found[0]).get("weight_map")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         raise InputError(f"{path_name(found[0])} is no index of shards: it has no weight_map. Name the files' folder.")
-    shards = sorted(set(names.values()))
+    shards = sorted(set(weights.values()))
     outside = next((name for name in shards if Path(name).name != name), None)
     if outside is not None:
         raise UnsafeFileError(f"{path_name(found[0])} names {shown(outside)}: shards lie beside their index alone.")

@@ -22,14 +22,14 @@ from .options import FORMS, NUMBERS, FailIf, Options, command, is_target, option
 from .output import give, prepare
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
 
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..targets.call import Call
+    from ..targets.inputs import Triple
     from ..targets.target import Target
 
-    Given = tuple[Tensor, Tensor, Tensor]
 
 PANEL = "Comparison"
 USUAL = ("torch", "per-head")
@@ -321,6 +321,7 @@ def _taken_by(other: _Asked) -> frozenset[str]:
 
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
     """A target, run. Raises `TargetFailedError` where its forward raises."""
+
     from ..answers.side import Side
     from ..targets.call import explained
     from ..targets.load import subject_of
@@ -337,10 +338,10 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
 
 def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
     """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
+
     from ..answers.side import Side
-    from ..targets.layer_inputs import make_inputs
     from ..targets.layer_sides import parse_settings
-    from ..targets.load import called_with
+    from ..targets.load import load_layer
     from ..targets.pairing import layer_inputs
 
     kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
@@ -350,8 +351,8 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
 
     given = layer_inputs(target.module, call)
     unbatched = given[0].dim() == 2
-    if not unbatched and _sequence_first(target, options):
-        given = _each_once(lambda tensor: tensor.transpose(0, 1).contiguous(), given)
+    if not unbatched and not call.batch_first:
+        given = _turned(given)
     query, key, value = given
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
     spec = replace(_spec(kind, options, beside, target.name, widths), **of(AttentionSpec))
@@ -366,32 +367,15 @@ def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, besi
     )
     inputs, run = replace(inputs, **of(InputSpec)), replace(subject.run(options), **of(RunSpec))
     check_settings(kind, spec, inputs, run)
-    made = make_inputs(spec, inputs, run)
-
-    def laid_out(tensor: Tensor) -> Tensor:
-        moved = tensor.to(device=made.query.device, dtype=made.query.dtype)
-        return moved if spec.batch_first or unbatched else moved.transpose(0, 1).contiguous()
-
-    query, key, value = _each_once(laid_out, given)
-    made = replace(made, query=query, key=key, value=value)
-    own = called_with(kind.load().build(spec, run.device), spec, run, made, kind.name)
-    return Side(asked.name, own, settings)
+    given = given if spec.batch_first or unbatched else _turned(given)
+    return Side(asked.name, load_layer(spec, inputs, run, kind.name, given=given), settings)
 
 
-def _each_once(change: Callable[[Tensor], Tensor], given: Given) -> Given:
-    """Change query, key and value, one that serves as several staying one."""
-    changed = {id(tensor): change(tensor) for tensor in {id(tensor): tensor for tensor in given}.values()}
+def _turned(given: Triple) -> Triple:
+    """Query, key and value with batch and length in each other's place, one that serves as several staying one."""
+    changed = {id(tensor): tensor.transpose(0, 1).contiguous() for tensor in given}
     query, key, value = (changed[id(tensor)] for tensor in given)
     return query, key, value
-
-
-def _sequence_first(target: Target, options: Options) -> bool:
-    """Whether the target takes `query batch embed`."""
-    owners = (getattr(module, "batch_first", None) for module in target.module.modules())
-    said = next((flag for flag in owners if isinstance(flag, bool)), None)
-    if "batch_first" in options.given:
-        said = options.batch_first
-    return said is False
 
 
 def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:

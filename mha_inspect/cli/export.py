@@ -58,6 +58,8 @@ class Target:
                 f"{name} {ending}: the ending says how it is written. Use one of {', '.join(FORMAT_OF_SUFFIX)}."
             )
         real = Path(os.path.realpath(asked))
+        if real.is_symlink():
+            raise ExportError(f"{name} is a link that leads to itself. Name another place.")
         folder = real.parent
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "is not there"
@@ -84,8 +86,11 @@ class Target:
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):
-                # A device or a pipe is written to; put a file in its place and it is gone.
-                with open(self.real, "wb") as device:
+                # A device or a pipe is written to; put a file in its place and it is gone. A pipe that nobody reads is
+                # refused by the system where it is not waited for.
+                descriptor = os.open(self.real, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+                os.set_blocking(descriptor, True)
+                with open(descriptor, "wb") as device:
                     device.write(data)
                 return
             self._replace(data, before)

@@ -12,5 +12,5 @@ def layers(options: Options) -> ExitCode:
     from ..layers.listing import list_layers
     from .output import give, prepare
 
-    give(list_layers(), options, prepare(options))
+    give(list_layers(), options, prepare(options, computes=False))
     return ExitCode.OK

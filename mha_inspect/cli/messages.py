@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
-from ..errors import ExitCode, MhaInspectError
+from ..errors import ExitCode, InputError, MhaInspectError
 from ..targets.memory import is_out_of_memory
-from ..text import MESSAGE, did_you_mean, listed, message_of, shortened, shown
+from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 
 _LONGEST = 1500
 
@@ -22,9 +24,7 @@ def explain(error: BaseException) -> ExitCode:
         # Typer's own options (--show-completion) leave with 1 when they cannot; here 1 is an answer.
         return ExitCode.USAGE if error.exit_code else ExitCode.OK
     if isinstance(error, OSError):
-        from .output import unwritable
-
-        error = unwritable(error) or error  # help pages are printed by Typer
+        error = _of_file(error)
     if isinstance(error, MhaInspectError):
         if error.exit_code is not ExitCode.CLOSED_PIPE:
             say(str(error))
@@ -36,13 +36,25 @@ def explain(error: BaseException) -> ExitCode:
         say("interrupted.")
         return ExitCode.INTERRUPTED
     if is_out_of_memory(error):
-        say(f"out of memory: {_allocation(error)}. Try a smaller --batch or --seq-len, or --device meta for shapes.")
+        said = _allocation(error)
+        shapes = "" if said.startswith("Storage size") else ", or --device meta for shapes"
+        say(f"out of memory: {said}. Try a smaller --batch or --seq-len{shapes}.")
         return ExitCode.REFUSED
     import traceback
 
     traceback.print_exception(type(error), error, error.__traceback__)
     say("this is a fault of mha-inspect. Please report it, with the command and the lines above.")
     return ExitCode.BUG
+
+
+def _of_file(error: OSError) -> BaseException:
+    """Return what an error of the system means: for stdout, to which Typer prints by itself, or for a user's file."""
+    from .output import unwritable
+
+    ours = Path(__file__).parents[1]
+    if error.filename is None or ours in Path(os.fsdecode(error.filename)).parents:
+        return unwritable(error) or error
+    return InputError(f"{printable(error.filename, 200)} cannot be used: {error.strerror}. Name another one.")
 
 
 def say(message: str) -> None:
@@ -55,7 +67,7 @@ def say(message: str) -> None:
 def _allocation(error: BaseException) -> str:
     """Return what was asked for, out of a message that begins with the line of C++ which asked."""
     text = message_of(error)
-    start = max(text.find("you tried to allocate"), text.find("Tried to allocate"), 0)
+    start = max(text.find("you tried to allocate"), text.find("Tried to allocate"), text.find("Storage size"), 0)
     return (text[start:].strip() or "an allocation failed").splitlines()[0].split(". ")[0].rstrip(".")
 
 

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
+from ..targets.memory import require_loadable
 from ..text import shown
 from .export import ExportFormat, Target
 from .screen import columns, in_color, is_terminal
@@ -36,17 +37,20 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options, *, draws: bool = False, prints: bool = True) -> Target | None:
+def prepare(options: Options, *, draws: bool = False, prints: bool = True, computes: bool = True) -> Target | None:
     """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
     Args:
         options: what was asked for.
         draws: whether there is a picture.
         prints: whether it was asked for by name, so that an .svg is one of it.
+        computes: whether torch is needed.
 
-    Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, and `InputError`
-    when nothing is there to make one with.
+    Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, `InputError` when
+    nothing is there to make one with, and `MhaInspectError` where torch could not be loaded.
     """
+    if computes:
+        require_loadable()
     if options.export is None:
         return None
     target = Target.of(options.export)

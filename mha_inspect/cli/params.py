@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
+from ..layers.settings import check_settings
 from ..text import shown
 from . import subject
 from .options import Options, TargetArgument, command, option
@@ -83,13 +84,14 @@ def params(
     else:
         options.require_no_target_settings("params")
         for count in heads:
-            subject.attention(options, count)
-        subject.inputs(options)
+            spec = subject.attention(options, count)
+            check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
     picture = is_wanted(picture)
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
-    export = prepare(options, draws=picture)
+    reads = picture or options.stats or options.values
+    export = prepare(options, draws=picture, computes=not is_file or reads or like is not None)
 
     if is_file:
         report = _of_checkpoint(str(target), options, like, per_head=per_head, norms=picture, module=module or "")

@@ -7,7 +7,7 @@ product with the values; from the operands of those two products back to the pro
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isclose, prod
 
@@ -32,7 +32,22 @@ def find_attentions(recording: Recording) -> list[Attention]:
 def attentions_of(graph: Graph) -> list[Attention]:
     """Every attention of a recording whose dataflow has been read already, in the order of computation."""
     finder = _Finder(graph)
-    return merge_branches(graph, [found for op in graph.recording.ops if (found := finder.attention(op)) is not None])
+    found = [own for op in graph.recording.ops if (own := finder.attention(op)) is not None]
+    return merge_branches(graph, finder.with_own_outputs([own for own in found if not _is_dispatch(graph, own, found)]))
+
+
+def _is_dispatch(graph: Graph, own: Attention, every: list[Attention]) -> bool:
+    """Whether one product gives the weights of two averages, the one of what comes of the other.
+
+    That is a soft mixture of experts: tokens are handed out to slots as they are, and what is made of them is handed
+    back. Where values are projected, two sides attend to each other.
+    """
+    others = [other for other in every if other is not own and other.score_product.op is own.score_product.op]
+    return any(
+        "value" not in first.projections and graph.leads_to(first.stages["context"], second.stages["v_heads"])
+        for other in others
+        for first, second in ((own, other), (other, own))
+    )
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,8 @@ class _Finder:
         query, key = (product.right, product.left) if key_first else (product.left, product.right)
         value_first = averaged.right.id == ahead.carried.id
         value = averaged.left if value_first else averaged.right
+        if any(step.tensor.id == softmax.output.id for step in graph.back(value, graph.carries)):
+            return None  # weights that meet themselves, as where a matrix of them is inverted
         q_heads, q_scale = self._heads(product, query, transposed=key_first)
         k_heads, k_scale = self._heads(product, key, transposed=not key_first)
         v_heads, _ = self._heads(averaged, value, transposed=value_first)
@@ -121,7 +138,20 @@ class _Finder:
             weights_path=ahead.path,
             projections=projections,
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
+            along={name: tuple(op for op in end.path if graph.is_projection(op)) for name, end in ends.items()},
         )
+
+    def with_own_outputs(self, found: list[Attention]) -> list[Attention]:
+        """Without outputs that are another's queries, keys or values: what projects those is no W_o."""
+        taken = {op.index for own in found for side, op in own.projections.items() if side != "output"}
+        return [self._without_output(own) if _output_of(own) in taken else own for own in found]
+
+    def _without_output(self, own: Attention) -> Attention:
+        stages = {name: tensor for name, tensor in own.stages.items() if name not in ("concat", "output")}
+        concat = self._onward(stages["context"], own.module)
+        if concat.id != stages["context"].id:
+            stages["concat"] = concat
+        return replace(own, stages=stages, projections={k: op for k, op in own.projections.items() if k != "output"})
 
     def _mixings(self, ops: Iterable[Op]) -> tuple[Mixing, ...]:
         return tuple(mixing for op in ops if (mixing := mixing_of(self.graph, op)) is not None)
@@ -179,9 +209,11 @@ class _Finder:
         self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
     ) -> dict[str, _Projection]:
         """The projections of query, key and value, those that there are."""
-        found = {
-            name: self._projection(stages[f"{name[0]}_heads"], module, positions.get(name, set()))
-            for name in ("query", "key", "value")
+        query = self._projection(stages["q_heads"], module, set())
+        like = None if query is None else self._origin(query.op)
+        found = {"query": query} | {
+            name: self._projection(stages[f"{name[0]}_heads"], module, positions[name], like)
+            for name in ("key", "value")
         }
         ends = {name: end for name, end in found.items() if end is not None}
         for name, end in ends.items():
@@ -211,8 +243,14 @@ class _Finder:
             op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
         )
 
-    def _projection(self, heads: TensorRef, module: str, positions: set[Axis]) -> _Projection | None:
-        """The nearest projection behind a tensor of heads.
+    def _origin(self, op: Op) -> int:
+        """The id of what a projection projects, before it was moved about."""
+        return self.graph.before_moves(self.graph.projected(op)).id
+
+    def _projection(
+        self, heads: TensorRef, module: str, positions: set[Axis], like: int | None = None
+    ) -> _Projection | None:
+        """The nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
 
         Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
         that gives `positions` makes fewer keys of many, and is passed where the features come from another.
@@ -231,9 +269,10 @@ class _Finder:
                 if not own and (along or any(passed.does("norms") for passed in step.path)):
                     break
                 nearest = end
-                if not any(passed.base_name == "cat" for passed in step.path):
+                added = like is not None and any(map(self._adds, step.path)) and not self._is_of(end, like)
+                if not added and not any(passed.base_name == "cat" for passed in step.path):
                     break
-            elif inside(op.module, module) and op is not nearest.op and self._feeds(nearest.op, op):
+            elif self._is_of(end, like) or self._is_before(op, nearest.op, module):
                 return end
         return nearest or along
 
@@ -243,6 +282,17 @@ class _Finder:
         dim = () if mixing is None else self.graph.dimensions.of(op.output)[mixing.place]
         given = set(wide(dim))
         return bool(given) and given <= positions
+
+    def _adds(self, op: Op) -> bool:
+        """Whether this adds up two tensors that come from what is given."""
+        return op.base_name.rstrip("_") == "add" and sum(map(self.graph.comes_from_inputs, op.inputs)) > 1
+
+    def _is_of(self, end: _Projection, like: int | None) -> bool:
+        """Whether a projection, one of several that are added up, projects a tensor, by its id."""
+        return self._origin(end.op) == like and any(map(self._adds, end.path))
+
+    def _is_before(self, op: Op, nearest: Op, module: str) -> bool:
+        return inside(op.module, module) and op is not nearest and self._feeds(nearest, op)
 
     def _feeds(self, first: Op, second: Op) -> bool:
         """Whether one projection projects what another gives."""
@@ -354,6 +404,11 @@ class _Finder:
             if features_last and self.graph.dimensions.of(followers[0].output)[-1:] != features:
                 return tensor
             tensor = followers[0].output
+
+
+def _output_of(found: Attention) -> int:
+    """Index of the product that gives the output; -1 where there is none."""
+    return found.projections["output"].index if "output" in found.projections else -1
 
 
 def _elements(tensor: TensorRef) -> int:

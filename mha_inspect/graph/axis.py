@@ -32,15 +32,12 @@ Dim = tuple[Axis, ...]
 """One dimension of a tensor."""
 
 
-def resolve(dim: Iterable[Axis]) -> Dim:
+def resolve(dim: Dim) -> Dim:
     """The atoms as they are known now."""
-    found: list[Axis] = []
     for atom in dim:
         if atom.parts:
-            found.extend(_leaves(atom))
-        else:
-            found.append(atom)
-    return tuple(found)
+            return tuple([leaf for one in dim for leaf in (_leaves(one) if one.parts else (one,))])
+    return dim
 
 
 def _leaves(atom: Axis) -> Dim:
@@ -77,7 +74,7 @@ def join(dims: Sequence[Dim]) -> Dim:
     whole = _together(dims)
     if whole is not None:
         return whole
-    atom = Axis(sum(size_of(resolve(dim)) for dim in dims))
+    atom = Axis(sum(size_of(dim) for dim in dims))
     atom.joined = tuple(dims)
     return (atom,)
 
@@ -87,9 +84,9 @@ def piece(whole: Dim, start: int, size: int) -> Dim:
     known = resolve(whole)
     at = 0
     for dim in known[0].joined if len(known) == 1 else ():
-        if at == start and size_of(resolve(dim)) == size:
+        if at == start and size_of(dim) == size:
             return dim
-        at += size_of(resolve(dim))
+        at += size_of(dim)
     atom = Axis(size)
     atom.origins[size] = (whole, start)
     return (atom,)
@@ -99,7 +96,7 @@ def _together(dims: Sequence[Dim]) -> Dim | None:
     """The dimension of which these are all the pieces, in whatever order; None where they are not."""
     origins = []
     for dim in dims:
-        known, size = resolve(dim), size_of(resolve(dim))
+        known, size = resolve(dim), size_of(dim)
         if not known or size not in known[0].origins:
             return None
         origins.append((*known[0].origins[size], size))

@@ -14,11 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..record.catalog import does, named
+from ..record.catalog import axes_rule, does, named
 from ..record.ops import Named, Op, TensorRef
 from .dimensions import Axis, wide
 from .linear import features_of
 from .pieces import setting
+from .products import summed_places
 from .walk import Graph
 
 _LONGEST = 600
@@ -145,7 +146,10 @@ class Origins:
             if not len(now.at):
                 return
         name = op.base_name.rstrip("_")
-        if name in _NO_SOURCE or op.base_name in _STATISTICS:
+        if name in _NO_SOURCE:
+            return
+        if op.base_name in _STATISTICS:
+            yield from self._pooled(op, now)
             return
         if does(name, "product", "convolution"):
             yield from self._factors(op, now, ends)
@@ -213,6 +217,20 @@ class Origins:
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
             kind = "norm" if does(name, "norms") else kind
             yield self._marked(op, now.taking(source, index_of(own, source.shape)), kind)
+
+    def _pooled(self, op: Op, now: Elements) -> Iterator[Elements]:
+        """Where positions were put together: what one of them holds. Of what hangs on all features none is followed."""
+        source = op.inputs[0]
+        if axes_rule(op.base_name) != "reduce" or "norm" in op.base_name:
+            return
+        places, dims = summed_places(op), self._graph.dimensions.of(source)
+        if not self._features.isdisjoint(axis for place in places for axis in dims[place]):
+            return
+        coordinates = coordinates_of(now.at, now.tensor.shape)
+        for place in places if len(now.tensor.shape) < len(source.shape) else ():
+            coordinates.insert(place, torch.zeros_like(now.at))
+        own = [torch.zeros_like(now.at) if place in places else c for place, c in enumerate(coordinates)]
+        yield now.taking(source, index_of(own, source.shape))
 
     def _gathered(self, op: Op, now: Elements) -> Iterator[Elements]:
         """Where elements were picked by a table of indices: by what it holds, where that was kept."""

@@ -60,6 +60,8 @@ class Attention:
     """What is done to the weights before they meet the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
+    along: dict[str, tuple[Op, ...]] = field(default_factory=dict)
+    """`key`, `value` to the products after their projection that make fewer positions of all."""
     branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""

@@ -163,7 +163,7 @@ def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: Tensor
         return Softmaxed(key_first=False)
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), _wide(graph, masked, dim)
-    if over & set(axes.batch) and not (size_of(rows) > 1 and size_of(columns) > 1):
+    if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):
         return None
     averaged = ahead.product.axes(graph.dimensions)
     weights_last = ahead.product.right.id == ahead.carried.id
@@ -189,7 +189,7 @@ def _pools(graph: Graph, product: Product, ahead: Meeting) -> bool:
     """Whether a parameter's scores of some features weigh the very same features: pooling, and no attention."""
     keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
     values = ahead.product.left if ahead.product.right.id == ahead.carried.id else ahead.product.right
-    return len(keys) == 1 and graph.before_moves(keys[0]).id == graph.before_moves(values).id
+    return len(keys) == 1 and graph.before_moves(keys[0], whole=True).id == graph.before_moves(values, whole=True).id
 
 
 def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:

@@ -91,4 +91,4 @@ def counter(dim: Dim, count: int) -> Dim:
     """The axis that counts equal pieces like this one, where as many are put together again."""
     resolved = resolve(dim)
     known = resolved[0].counters.get(size_of(resolved), ()) if resolved else ()
-    return known if known and size_of(resolve(known)) == count else fresh(count)
+    return known if known and size_of(known) == count else fresh(count)

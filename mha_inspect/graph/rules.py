@@ -36,7 +36,7 @@ def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     for operand in inputs:
         for back, dim in enumerate(reversed(operand)):
             place = len(shape) - 1 - back
-            if place < 0 or size_of(resolve(dim)) != shape[place]:
+            if place < 0 or size_of(dim) != shape[place]:
                 continue
             known = dims[place]
             if known is None:
@@ -62,11 +62,11 @@ def _told_apart(dims: list[Dim], inputs: tuple[Dims, ...]) -> Dims:
 
 def _owner(dim: Dim, inputs: tuple[Dims, ...], back: int) -> int | None:
     """The one operand that has a dimension, at so many places from the last; None where both have it."""
-    size = size_of(resolve(dim))
+    size = size_of(dim)
     owners = [
         which
         for which, operand in enumerate(inputs)
-        if back < len(operand) and size > 1 and size_of(resolve(operand[len(operand) - 1 - back])) == size
+        if back < len(operand) and size > 1 and size_of(operand[len(operand) - 1 - back]) == size
     ]
     return owners[0] if len(owners) == 1 else None
 
@@ -103,7 +103,7 @@ def _expand(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     shape, dims = op.output.shape, inputs[0]
     padded = [None] * (len(shape) - len(dims)) + list(dims)
     yield tuple(
-        dim if dim is not None and size_of(resolve(dim)) == size else fresh(size)
+        dim if dim is not None and size_of(dim) == size else fresh(size)
         for dim, size in zip(padded, shape, strict=True)
     )
 
@@ -124,8 +124,7 @@ def _narrow(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """Paddings and the like: a dimension whose size is unchanged is the same axis."""
     for output in op.outputs:
         yield tuple(
-            dim if size_of(resolve(dim)) == size else fresh(size)
-            for dim, size in zip(inputs[0], output.shape, strict=True)
+            dim if size_of(dim) == size else fresh(size) for dim, size in zip(inputs[0], output.shape, strict=True)
         )
 
 
@@ -146,7 +145,7 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         return
     if len({tensor.id for tensor in op.inputs}) == 1:
         dim = (*fresh(len(joined)), *joined[0])
-    elif place == rank - 1 and len({size_of(resolve(part)) for part in joined}) == 1:
+    elif place == rank - 1 and len({size_of(part) for part in joined}) == 1:
         for part in joined[1:]:
             unify(joined[0], part)
         dim = (*counter(joined[0], len(joined)), *joined[0])
@@ -165,7 +164,7 @@ def _turned(operands: list[Dims], place: int) -> Dim:
         return ()
     pieces = resolve(first[-1])
     known = pieces[0].counters.get(size_of(pieces), ()) if pieces and place != len(first) - 1 else ()
-    return known if known and size_of(resolve(known)) == len(operands) else ()
+    return known if known and size_of(known) == len(operands) else ()
 
 
 def _stack(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -196,8 +195,7 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     if len(a) == 3:
         unify(a[0], b[0])
     rows, columns = a[-2], b[-1]
-    shared = set(resolve(rows)) & set(resolve(columns))
-    if shared:
+    if {*resolve(rows), *(atom for dim in a[:-2] for atom in resolve(dim))} & set(resolve(columns)):
         columns = tuple(twin(atom) if atom.size > 1 else atom for atom in resolve(columns))
     dims = (*a[:-2], rows, columns)
     if len(inputs) == 3:
@@ -239,7 +237,7 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     source, indices = inputs[0], inputs[-1]
     place = setting(op, 1, "dim", 0) % max(len(source), 1)
     yield tuple(
-        b if at == place or size_of(resolve(a)) != size_of(resolve(b)) else a
+        b if at == place or size_of(a) != size_of(b) else a
         for at, (a, b) in enumerate(zip(source, indices, strict=True))
     )
 

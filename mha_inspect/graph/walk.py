@@ -219,6 +219,16 @@ class Graph:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
 
+    def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
+        """Whether one tensor has a part in another, by whatever operations."""
+        made = {start.id}
+        for op in self.recording.ops[self.recording.producers.get(start.id, -1) + 1 :]:
+            if any(tensor.id in made for tensor in op.inputs):
+                made.update(tensor.id for tensor in op.outputs)
+            if end.id in made:
+                return True
+        return False
+
     def after_call(self, op: Op) -> TensorRef:
         """What the call in Python returned that this operation is the heart of: its result, moved and biased."""
         tensor = op.output
@@ -240,9 +250,11 @@ class Graph:
             tensor = behind.inputs[0]
         return tensor
 
-    def before_moves(self, tensor: TensorRef) -> TensorRef:
-        """Where elements come from that were only moved."""
+    def before_moves(self, tensor: TensorRef, *, whole: bool = False) -> TensorRef:
+        """Where elements come from that were only moved; with `whole`, as long as all of them were."""
         while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
+            if whole and behind.inputs[0].numel > tensor.numel:
+                break
             tensor = behind.inputs[0]
         return tensor
 

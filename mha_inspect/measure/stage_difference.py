@@ -11,9 +11,8 @@ from einops import rearrange
 from torch import Tensor
 
 from ..naming.stages import CANONICAL_AXES
-from ..record.rounding import judge, rounding_error
+from ..record.rounding import distances, judge, rounding_error
 from ..reports.common import Verdict
-from .compare import parts
 
 NoiseFloor = float | Callable[[], float]
 """A noise floor, or what measures it when it is needed: content that is the same needs none."""
@@ -76,7 +75,7 @@ def compare_stage(
     if pair is None:
         note = f"shapes differ: {list(left.shape)} and {list(right.shape)} in {axes}"
         return StageDifference(stage, None, None, None, None, "differs", axes, note)
-    largest, relative = (0.0, 0.0) if _equal(pair.left, pair.right) else distances(pair.left, pair.right)
+    largest, relative = distances(pair.left, pair.right)
     if largest == 0:
         return StageDifference(stage, 0.0, relative, None, 0.0, "same", pair.how or axes)
     floor = noise_floor if isinstance(noise_floor, (int, float)) else noise_floor()
@@ -133,61 +132,3 @@ def stage_noise(stage: str, content: Tensor, exact: Tensor, like: Tensor | None 
         return rounding_error(content, exact)
     reduced = reduce_heads(exact, pair.how) if pair.how else exact
     return rounding_error(pair.left, reduced)
-
-
-def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[float, float]:
-    """Largest difference, and ‖left - right‖ / ‖left‖, of two tensors of one shape.
-
-    Numbers of float32 and less are subtracted in float32, which is off by at most 2⁻²⁴ of a difference, and squares are
-    summed in float64. NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else
-    they are an infinite one. ‖left‖ is over its finite elements: `size_of(left)`, or `size` where that is known.
-    """
-    if left is right:
-        return 0.0, 0.0
-    largest = apart = 0.0
-    for one, other in parts(left, right):
-        difference = _wide(one) - _wide(other)
-        bounds = [float(bound) for bound in torch.aminmax(difference)] if difference.numel() else [0.0, 0.0]
-        if not all(map(math.isfinite, bounds)):
-            one, other = one.double(), other.double()
-            same = (one == other) | (one.isnan() & other.isnan())
-            difference = (one - other).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-            difference = difference.masked_fill_(same, 0.0)
-            bounds = [float(bound) for bound in torch.aminmax(difference)]
-        largest = max(largest, -bounds[0], bounds[1])
-        apart += float(torch.linalg.vector_norm(difference.double())) ** 2
-    if apart == 0:
-        return largest, 0.0
-    whole = size_of(left) if size is None else size
-    return largest, math.sqrt(apart) / whole if whole else math.inf
-
-
-def size_of(tensor: Tensor) -> float:
-    """‖tensor‖ over its finite elements, summed in float64."""
-    total = 0.0
-    for part, _ in parts(tensor, tensor):
-        norm = float(torch.linalg.vector_norm(part.double()))
-        if not math.isfinite(norm):
-            norm = float(torch.linalg.vector_norm(part.double().masked_fill(~part.isfinite(), 0.0)))
-        total += norm**2
-    return math.sqrt(total)
-
-
-def _wide(numbers: Tensor) -> Tensor:
-    if numbers.dtype in (torch.float32, torch.float64):
-        return numbers
-    return numbers.float() if numbers.is_floating_point() else numbers.double()
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    """Whether both hold the same numbers; False as well where one is not finite, and more must be looked at.
-
-    The difference of two numbers is 0 only where they are equal, and to subtract is far quicker than to compare.
-    """
-    if left.dtype != right.dtype or left.device != right.device or not left.numel():
-        return False
-    for one, other in parts(left, right):
-        low, high = torch.aminmax(one - other)
-        if not (bool(low == 0) and bool(high == 0)):
-            return False
-    return True

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..naming.parameters import Projection, projections
+from ..record.rounding import same_bits
 from ..record.subject import Run
-from .compare import same_bits
 
 PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v")
 """In the order in which their numbers are drawn."""
@@ -236,11 +236,11 @@ def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor 
 
 
 def _why_not(part: str, destination: Weights) -> str:
-    pieces = destination.projections[part].pieces
-    inner = pieces[0].inner
+    first = destination.projections[part].parts[0]
+    inner = first.inner
     width = destination.projections[part].shape[-1]
     if inner is not None and inner[0] < width and part != "W_o":
-        features = pieces[0].features[1] - pieces[0].features[0]
+        features = len(next(iter(first.heads.values())))
         heads = destination.projections[part].shape[0]
         return f"keeps {heads} blocks of {[features, inner[0]]} and loses the rest"
     return "one parameter serves several of its projections"

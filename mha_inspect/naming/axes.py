@@ -120,8 +120,10 @@ class AxisNames:
             expected = ["head_dim", "key_head_dim"]
         tensor = self._found.stages[stage]
         side = self._sides[_side(stage)]
-        if stage in ("k_heads", "v_heads") and self._roles.own_keys:
-            side = [*side, ("query", self._roles.own_keys)]
+        own_keys = self._roles.own_keys
+        held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
+        if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
+            side = [*side, ("query", own_keys)]
         given = self._found.stages.get("query", self._found.stages.get("output"))
         width = given.shape[-1] if given is not None and given.shape else 0
         if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
@@ -145,7 +147,9 @@ class AxisNames:
         # What was given to the forward may have been moved before it is projected.
         features = [wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
         last = [wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
-        return stage == "output" or any(dim in features for dim in last)
+        if stage == "output":
+            return not any(set(dim) & {*self._roles.query} for dim in last)
+        return any(dim in features for dim in last)
 
     def _packed(self, stage: str) -> tuple[str, int, int]:
         """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
@@ -217,6 +221,8 @@ class AxisNames:
             return
         place, run = left[0]
         name = missing[0]
+        if name in ("embed", *_OWN_WIDTH.values()) and run != (0, len(dims[place])):
+            return
         known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
         if name in known and _size(dims[place], run) != known[name]:
             return
@@ -236,6 +242,10 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return the axes that a view which mixes positions is taken for, of stages laid out as textbooks have it."""
     meant = {stage: axes.replace("(kv_heads head_dim)", "embed") for stage, axes in CANONICAL_AXES.items()}
     meant = {stage: axes.replace("(heads head_dim)", "embed") for stage, axes in meant.items()}
+    width = shapes["q_heads"][1] * shapes["q_heads"][-1]
+    for stage in ("q_proj", "k_proj", "v_proj"):
+        if stage in shapes and shapes[stage][-1] != width:
+            meant[stage] = meant[stage].replace("embed", "packed")
     return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
 
 
@@ -280,7 +290,7 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
                 (
                     f"{name}_{group.index(atom) + 1}"
                     for name, group in known
-                    if name in ("batch", "query", "key") and len(group) > 1 and atom in group
+                    if name in ("batch", "windows", "query", "key") and len(group) > 1 and atom in group
                 ),
                 None,
             )

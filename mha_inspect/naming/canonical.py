@@ -12,8 +12,8 @@ from ..graph.attention import Attention
 from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
+from .sizes import at_size
 from .stages import CANONICAL_AXES
-from .unit_sizes import at_size
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@ That is looked up in the mask's content, which is computed again. Keys that the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import takewhile
 
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import CannotReplayError, Replay, leaves_of, takes_shape_only
+from ..graph.evaluate import CannotReplayError, Replay, takes_shape_only
 from ..graph.walk import inside
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run, Subject
+from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
 
@@ -27,16 +28,21 @@ _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: Run, own: Subject) -> list[tuple[str, ...]]:
-    """The kind of each attention of a run, in order."""
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+def kinds_of(seen: Run, leaves: Mapping[int, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Return the kind of each attention of a run, in order.
+
+    Args:
+        seen: the run.
+        leaves: what is known of what the run began with, by TensorRef id: a mask is computed again from that.
+    """
+    replay = Replay(seen.recording, leaves)
     known: dict[tuple[object, ...], bool | None] = {}
     return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
 
 
-def mask_notes(seen: Run, own: Subject) -> tuple[str, ...]:
-    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
+def mask_notes(seen: Run, leaves: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing. `leaves` are as in `kinds_of`."""
+    replay = Replay(seen.recording, leaves)
     for found, _ in seen.attentions:
         for op in found.masks:
             masks = [] if op.does("fills") else _masks_of(seen, found, op)
@@ -69,14 +75,13 @@ def _kind(
 
 def _source(seen: Run, found: Attention) -> str:
     """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
-    query, key = found.stages.get("query"), found.stages.get("key")
-    if query is None or key is None:
-        return ""
-    before = seen.graph.before_moves
+    stages, before = found.stages, seen.graph.before_moves
+    query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
     if left.id == right.id or _is_one(left, right) or _within(seen, found, query) & _within(seen, found, key):
         return "self"
-    return "cross"
+    # Heads that came in may have been projected from one tensor.
+    return "cross" if "query" in stages and "key" in stages else ""
 
 
 def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:
@@ -232,7 +237,7 @@ def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> b
 def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:
     """Return where one of an attention's masks leaves no weight, in its own layout; None where that is not known."""
     try:
-        return _barred(op, _masks_of(seen, found, op), replay)
+        return _barred(seen, op, _masks_of(seen, found, op), replay)
     except CannotReplayError:
         return None
 
@@ -244,7 +249,7 @@ def _masks_of(seen: Run, found: Attention, op: Op) -> list[TensorRef]:
     return [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
 
 
-def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
+def _barred(seen: Run, op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
     """Where an operation leaves no weight."""
     if op.does("fills_where"):
         mask = next((tensor for tensor in op.inputs if tensor.dtype == "bool"), None)
@@ -252,13 +257,25 @@ def _barred(op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | N
             return None
         value = replay.value(mask)
         # where(allowed, scores, low) keeps where it is true; masked_fill(scores, barred, low) bars there.
-        keeps = op.base_name == "where" and op.inputs[0].id == mask.id and _scores_first(op, others)
+        picks = op.base_name == "where" and op.inputs[0].id == mask.id
+        keeps = picks and _scores_first(op, others) and not _is_lowered(seen, op.inputs[1])
         return ~value if keeps else value
     if len(others) != 1:
         return None
     value = replay.value(others[0])
     value = -value if op.base_name.startswith("sub") else value
     return value <= _BARRED
+
+
+def _is_lowered(seen: Run, scores: TensorRef) -> bool:
+    """Whether so much was taken off the scores that no weight is left."""
+    op = seen.recording.producer(scores)
+    if op is None or op.base_name.rstrip("_") not in ("add", "sub") or len(op.args) < 2:
+        return False
+    number = op.args[1]
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    return (-number if op.base_name.startswith("sub") else number) <= _BARRED
 
 
 def _scores_first(op: Op, others: list[TensorRef]) -> bool:

@@ -17,6 +17,7 @@ _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
     "norm": "scales the {made} after their projection",
     "before": "a projection to something narrower, on the way to the {made}",
+    "beside": "another projection that the {made} are made of",
     "scale before": "scales what is on the way to the {made}, before they are projected",
     "along": "makes other positions of those of the {made}, after their projection",
     "learned": "the {made} themselves: learned, the same for every input",
@@ -68,9 +69,9 @@ def roles_of(run: Run) -> dict[str, ParameterRole]:
 
 
 def _merged(roles: list[ParameterRole]) -> ParameterRole:
-    """One role of a parameter that several attentions share."""
-    texts = list(dict.fromkeys(role.text for role in roles))
-    return roles[0] if len(texts) == 1 else replace(roles[0], text="; ".join(texts))
+    """One role of a parameter that several attentions share: the one that tells most, in the words of all."""
+    texts = dict.fromkeys(role.text for role in roles)
+    return replace(max(roles, key=lambda role: len(role.heads)), text="; ".join(texts))
 
 
 class _OfAttention:
@@ -119,7 +120,10 @@ class _OfAttention:
         projection, op = self._found.projections.get(SIDES[part.letter]), part.operation
         late = projection is None or op is None or op.index > projection.index
         if part.kind == "before" and op is not None:
-            return "along" if late and projection is not None else part.kind
+            if op in self._found.along.get(SIDES[part.letter], ()):
+                return "along"
+            narrower = op in self._found.earlier.get(SIDES[part.letter], ())
+            return part.kind if narrower or projection is None else "beside"
         return part.kind if part.kind not in ("norm", "before") else "norm" if late else "scale before"
 
     def _behind(self, tensors: Iterable[TensorRef], through: Callable[[Op], bool]) -> list[str]:
@@ -245,7 +249,9 @@ class _OfAttention:
         if all(len(run) == 1 for run in runs):
             where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
             way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
-            return f"{matrices} {way}: {unit} {where}"
+            users = self._users() if any(part.letter in "kv" for part in parts) else ""
+            served = f"; the first head of keys and values is for the query heads {users}" if users else ""
+            return f"{matrices} {way}: {unit} {where}{served}"
         return f"{matrices} {_by_head(parts, dim, unit)}"
 
     def _of_features(self, part: Part) -> str:
@@ -276,14 +282,18 @@ class _OfAttention:
 
     def _shared_by(self, part: Part) -> str:
         """Who uses the heads of keys and values, where several query heads share one."""
-        serves = self._finder.serves
         group = self._names.num_heads // max(self._names.num_kv_heads, 1)
         if part.letter not in "kv" or group < 2:
             return ""
-        if serves and any(list(users) != list(range(users[0], users[0] + len(users))) for users in serves if users):
-            users = ", ".join(map(str, serves[0][:3])) + (", …" if len(serves[0]) > 3 else "")
-            return f", each for {group} query heads: the first for {users}"
-        return f", each for {group} query heads"
+        users = self._users()
+        return f", each for {group} query heads" + (f": the first for {users}" if users else "")
+
+    def _users(self) -> str:
+        """The query heads that use the first head of keys and values; empty where they are neighbours."""
+        serves = self._finder.serves
+        if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in serves if users):
+            return ""
+        return ", ".join(map(str, serves[0][:3])) + (", …" if len(serves[0]) > 3 else "")
 
 
 def _unit(shape: Sequence[int], dim: int) -> str:

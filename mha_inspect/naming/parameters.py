@@ -6,7 +6,7 @@ and a head's weights are a view of the parameter, to read and to write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,57 +24,40 @@ _PACKED = {"qkv": "qkv", "kv": "kv", "qk": "qk"}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some features of one head, evenly spaced in one parameter."""
-
-    head: int
-    """Of a key or a value that several heads share: which of the key/value heads."""
-    features: tuple[int, int]
-    """Which of the head's features: start included, stop not."""
-    parameter: str
-    place: int
-    """Where the first number is, in elements of the parameter's memory."""
-    step: int
-    """From a feature to the next."""
-    inner: tuple[int, int] | None
-    """How many numbers a feature has in a matrix (what it takes in; for W_o what it gives), and the step from one to
-    the next; None for a bias, which has one."""
-    reads: int = 0
-    """The first of the features coming in that it reads, where it does not read all of them."""
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """`head_dim embed` of a matrix, or `head_dim` of a bias: a view of the parameter, also to write into."""
-        number = self.features[1] - self.features[0]
-        inner = () if self.inner is None else (self.inner,)
-        size, stride = (number, *(n for n, _ in inner)), (self.step, *(step for _, step in inner))
-        return parameter.detach().as_strided(size, stride, parameter.storage_offset() + self.place)
-
-
-@dataclass(frozen=True)
 class View:
     """A matrix or bias by head, as the parameters of a module hold it."""
 
     shape: tuple[int, ...]
     """`heads head_dim embed` of a matrix, `heads head_dim` of a bias, `embed` of b_o."""
-    pieces: tuple[tuple[Piece, Tensor], ...]
-    """Each piece, and its numbers in the parameter."""
+    held: tuple[tuple[Part, Tensor], ...]
+    """What each parameter holds of it, and the parameter."""
 
     def read(self) -> Tensor:
         """Return a copy of the numbers by head, with zeros for the features that a head does not read."""
-        numbers = self.pieces[0][1].new_zeros(self.shape)
-        for piece, own in self.pieces:
-            self._within(numbers, piece).copy_(own)
+        numbers = self.held[0][1].new_zeros(self.shape)
+        for own, features, memory, places in self._pieces(numbers):
+            own[features] = memory[places]
         return numbers
 
     def write(self, numbers: Tensor) -> None:
         """Copy numbers by head into the parameters; what a head does not read has no place, and is left out."""
-        for piece, own in self.pieces:
-            own.copy_(self._within(numbers, piece))
+        for own, features, memory, places in self._pieces(numbers):
+            memory[places] = own[features].to(memory)
 
-    def _within(self, numbers: Tensor, piece: Piece) -> Tensor:
-        own = numbers if len(self.shape) == 1 else numbers[piece.head]
-        head = own[slice(*piece.features)]
-        return head if piece.inner is None else head[:, piece.reads : piece.reads + piece.inner[0]]
+    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Each head's numbers, which features of them a parameter holds, its memory, and where there these are."""
+        for part, parameter in self.held:
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            memory = parameter.detach().as_strided((last + 1,), (1,), parameter.storage_offset())
+            for head, every in part.heads.items():
+                own = numbers if len(self.shape) == 1 else numbers[head]
+                features = (every >= 0).nonzero().flatten()
+                places = every[features]
+                if part.inner is not None:
+                    reads = 0 if part.reads is None else part.reads.get(head, 0)
+                    own = own[:, reads : reads + part.inner[0]]
+                    places = places[:, None] + part.inner[1] * torch.arange(part.inner[0])
+                yield own, features, memory, places
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +75,6 @@ class Projection:
     """Where the part begins along the dimension in which the heads are."""
     shape: tuple[int, ...]
     """`heads head_dim embed` of a matrix, also of W_o; `heads head_dim` of a bias, `embed` of b_o."""
-    pieces: tuple[Piece, ...]
-    """Where each feature of each head is."""
     is_whole: bool
     """Whether that is known of every feature, and the numbers there are used as they are: not so for weights that the
     forward makes of several parameters."""
@@ -118,9 +99,7 @@ class Projection:
         """
         if not self.is_whole:
             return None
-        return View(
-            self.shape, tuple((piece, piece.of(module.get_parameter(piece.parameter))) for piece in self.pieces)
-        )
+        return View(self.shape, tuple((part, module.get_parameter(part.parameter.name)) for part in self.parts))
 
 
 def projections(run: Run) -> tuple[Projection, ...]:
@@ -156,10 +135,10 @@ def _projection(
 ) -> Projection:
     first = parts[0]
     width = max(len(own) for part in parts for own in part.heads.values())
-    pieces = tuple(piece for part in parts for piece in _pieces(part))
-    covered = torch.zeros(width if name == "b_o" else heads * width, dtype=torch.long)
-    for piece in pieces:
-        covered[piece.head * width + piece.features[0] : piece.head * width + piece.features[1]] += 1
+    covered = torch.zeros(1 if name == "b_o" else heads, width, dtype=torch.long)
+    for part in parts:
+        for head, places in part.heads.items():
+            covered[head, : len(places)] += places >= 0
     single = name == "b_o"
     embed = first.width if first.inner is not None else 0
     shape = (width,) if single else (heads, width, embed) if first.kind == "W" else (heads, width)
@@ -169,25 +148,7 @@ def _projection(
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )
     pattern, offset = _pattern(first, together, heads)
-    return Projection(number, name, pattern, offset, shape, pieces, is_whole, serves, tuple(parts))
-
-
-def _pieces(part: Part) -> list[Piece]:
-    found = []
-    for head, places in sorted(part.heads.items()):
-        start = 0
-        while start < len(places):
-            if int(places[start]) < 0:
-                start += 1
-                continue
-            steps = places[start:].diff()
-            step = int(steps[0]) if len(steps) and int(places[start + 1]) >= 0 else 0
-            same = int((steps == step).long().cumprod(0).sum()) if step else 0
-            reads = 0 if part.reads is None else part.reads.get(head, 0)
-            name, first = part.parameter.name, int(places[start])
-            found.append(Piece(head, (start, start + same + 1), name, first, step or 1, part.inner, reads))
-            start += same + 1
-    return found
+    return Projection(number, name, pattern, offset, shape, is_whole, serves, tuple(parts))
 
 
 def _pattern(part: Part, together: list[Part], heads: int) -> tuple[str, int]:

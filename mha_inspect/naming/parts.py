@@ -58,6 +58,11 @@ class Part:
     """The one by which it first meets what is projected."""
 
     @property
+    def numel(self) -> int:
+        """How many numbers it is."""
+        return sum(int((own >= 0).sum()) for own in self.heads.values()) * (1 if self.inner is None else self.inner[0])
+
+    @property
     def is_shared(self) -> bool:
         """Whether heads have elements in common: then it belongs to none."""
         first, *others = self.heads.values()
@@ -173,7 +178,9 @@ class Finder:
             return []
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
         stops = [tensor for tensor in given if not self._graph.is_weight(tensor)]
-        made = [self._graph.recording.producers.get(tensor.id, -1) for tensor in stops]
+        own = [turn.stages[side] for turn in self._turns if side in turn.stages]
+        # A learned query is made of parameters alone, all of which are followed.
+        made = [-1 if self._graph.is_weight(t) else self._graph.recording.producers.get(t.id, -1) for t in own]
         ops = self._ops(side)
         earlier = self.found.earlier.get(side, ())
         met: list[Met] = []
@@ -183,8 +190,8 @@ class Finder:
             trail = self._origins.back(layout.elements(first), stops, ends=ends, since=min(made, default=-1))
             met += trail.met
             first += layout.num_heads
-        own = [op.index for op in ops]
-        met = [replace(one, kind=_kind(one, own)) for one in met]
+        last = [op.index for op in ops]
+        met = [replace(one, kind=_kind(one, last)) for one in met]
         return self._told(letter, met, first, layouts[0].head_dim, self._key_heads(letter, met, layouts, first))
 
     def _layouts(self, stage: str) -> list[_Layout] | None:
@@ -247,7 +254,7 @@ class Finder:
             op = several[0].operation
             inner, moved, reads, comes_in = None, True, None, 0
             if kind in ("W", "before") and op is not None and letter != "o" and self._graph.is_projection(op):
-                inner, moved = self._inner(op, several[0])
+                inner, moved = self._inner(op, several[0].parameter.name), self._only_moved(self._weight(op)[0])
                 reads = self._reads(letter, several, width, numbers) if kind == "W" else None
                 comes_in = 0 if inner is None else inner[0]
                 if reads:
@@ -255,21 +262,24 @@ class Finder:
             parts.append(Part(kind, letter, several[0].parameter, table, inner, comes_in, reads, moved, op))
         return parts
 
-    def _inner(self, op: Op, met: Met) -> tuple[tuple[int, int] | None, bool]:
-        """How the numbers of one feature lie in a matrix, and whether they are used as they are."""
+    def _inner(self, op: Op, name: str, along: int | None = None) -> tuple[int, int] | None:
+        """How many numbers of a parameter a feature has, and the step from one to the next; None where it is not even.
+
+        They are what a product sums over, or with `along` what it gives along that dimension.
+        """
         weight, number = self._weight(op)
-        coordinates = [torch.zeros(number, dtype=torch.long) for _ in op.output.shape]
+        number = number if along is None else op.output.shape[along]
         every = torch.arange(number)
-        tensor, at = next(one for one in product_sources(op, coordinates, every) if one[0].id == weight.id)
-        trail = self._origins.back(Elements(tensor, at, every, kind="W"))
-        own = [one for one in trail.met if one.parameter.name == met.parameter.name]
-        inner = None
-        if own and len(own[0].places) == number:
-            places = own[0].places[torch.argsort(own[0].ids)]
-            step = int(places[1] - places[0]) if number > 1 else 1
-            if step and bool((places - places[0] == step * every).all()):
-                inner = (number, step)
-        return inner, self._only_moved(weight)
+        coordinates = [every if place == along else torch.zeros_like(every) for place in range(len(op.output.shape))]
+        sources = product_sources(op, coordinates, every if along is None else 0)
+        at = next(at for tensor, at in sources if tensor.id == weight.id)
+        trail = self._origins.back(Elements(weight, at, every, kind="W"))
+        own = [one for one in trail.met if one.parameter.name == name]
+        if not own or len(own[0].places) != number:
+            return None
+        places = own[0].places[torch.argsort(own[0].ids)]
+        step = int(places[1] - places[0]) if number > 1 else 1
+        return (number, step) if step and bool((places - places[0] == step * every).all()) else None
 
     def _weight(self, op: Op) -> tuple[TensorRef, int]:
         """The weight of a product, and how many numbers of it make one number of the result."""
@@ -393,21 +403,10 @@ class Finder:
     def _given(self, op: Op, name: str) -> tuple[int, int] | None:
         """How many numbers a column of an output's matrix has, and the step from one to the next."""
         weight, _ = self._weight(op)
-        shape = op.output.shape
-        rows = op.base_name != "convolution" and self._graph.operands(op) is not None and weight.id == op.inputs[-2].id
-        dim = 1 if op.base_name == "convolution" else len(shape) - (2 if rows and len(shape) > 1 else 1)
-        number = shape[dim]
-        every = torch.arange(number)
-        coordinates = [every if place == dim else torch.zeros_like(every) for place in range(len(shape))]
-        tensor, at = next(one for one in product_sources(op, coordinates) if one[0].id == weight.id)
-        met = [
-            one for one in self._origins.back(Elements(tensor, at, every, kind="W")).met if one.parameter.name == name
-        ]
-        if not met or len(met[0].places) != number:
-            return None
-        places = met[0].places
-        step = int(places[1] - places[0]) if number > 1 else 1
-        return (number, step) if step and bool((places - places[0] == step * every).all()) else None
+        if op.base_name == "convolution":
+            return self._inner(op, name, along=1)
+        rows = self._graph.operands(op) is not None and weight.id == op.inputs[-2].id and len(op.output.shape) > 1
+        return self._inner(op, name, along=len(op.output.shape) - (2 if rows else 1))
 
     def _added(self, output: TensorRef, ops: list[Op], since: int, known: set[str]) -> list[Part]:
         """What is added to the output, or scales it: it belongs to no head."""

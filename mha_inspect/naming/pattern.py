@@ -17,9 +17,14 @@ Dims = list[list[str]]
 """A pattern, dimension by dimension: several names where it has brackets."""
 
 
+def words_of(pattern: str) -> list[str]:
+    """`batch query (heads head_dim)` as what stands for each dimension."""
+    return re.findall(r"\([^)]*\)|\S+", pattern)
+
+
 def dims_of(pattern: str) -> Dims:
     """`batch query (heads head_dim)` as the names in each dimension."""
-    return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", pattern)]
+    return [word.strip("()").split() for word in words_of(pattern)]
 
 
 def rearrangement(left: str, right: str, shapes: tuple[Sequence[int], Sequence[int]]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..graph.dimensions import Axis, Dim, Dimensions, size_of, wide
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..graph.found import Attention
 
 Group = tuple[str, Dim]
@@ -67,7 +67,12 @@ class Roles:
             return set()
         dims = list(self._dimensions.of(stages["query"]))
         if dims and "query" in projections:
-            del dims[1 if projections["query"].base_name == "convolution" and len(dims) > 2 else -1]
+            op = projections["query"]
+            # Features that were moved before they were projected stand elsewhere than last.
+            summed = set(wide(*(dim for read in op.inputs for dim in self._dimensions.of(read)[-1:])))
+            moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
+            last = 1 if op.base_name == "convolution" and len(dims) > 2 else -1
+            del dims[moved[0] if len(moved) == 1 else last]
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
@@ -81,16 +86,20 @@ class Roles:
             return False
         lost = not {a for dim in self._dimensions.of(stages["q_proj"])[1:] for a in dim} & {*query, *self.head_dim}
         width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
-        return lost and shapes[0] == (batch, length, width) and heads * head_dim == width
+        packed = sum(op is self._found.projections["query"] for op in self._found.projections.values())
+        return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""
         stages = self._found.stages
         dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
+        apart = tuple(atom for atom in wide(folded) if atom in dims[-2]) if len(dims) > 2 else ()
         keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
-        if keys & set(wide(self._source_key)):
+        heads = [atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim]
+        twice = all(heads.count(atom) > 1 and atom in self._source_key for atom in apart)
+        if not twice and keys & set(wide(self._source_key)):
             return ()  # the keys are all there for every query: there is only one
-        return tuple(atom for atom in wide(folded) if atom in dims[-2]) if len(dims) > 2 else ()
+        return apart
 
     def _features(self) -> set[Axis]:
         """The atoms of the dimensions in which a projection puts heads and their features."""
@@ -179,7 +188,8 @@ class Roles:
         if not self._found.branches or concat is None or not concat.shape:
             return ()
         known = {*self.value_dim, *self.heads}
-        return tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+        counted = tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
+        return counted if size_of(counted) in (1, len(self._found.branches)) else ()
 
     @property
     def kv_heads(self) -> Dim:
@@ -188,8 +198,13 @@ class Roles:
         if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        shared = tuple(atom for atom in self.heads if atom in atoms)
+        shared = tuple(atom for atom in self.heads if atom in atoms or self._is_piece(atom, atoms))
         return shared or self._picked("key")
+
+    def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
+        """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
+        cut_from, _ = atom.origins.get(atom.size, ((), 0))
+        return 1 < atom.size < size_of(self.heads) and bool(set(resolve(cut_from)) & whole)
 
     def _picked(self, side: str) -> Dim:
         """Heads of a projection of keys or values, where those that meet the queries were picked from them."""

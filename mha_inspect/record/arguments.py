@@ -1,18 +1,25 @@
-"""The tensors in what goes into a forward and comes out of it, by their names and places."""
+"""What goes into a forward and comes out of it: the tensors in it by name, and copies of it and of the module."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..targets.memory import is_out_of_memory
+from ..text import first_line
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments under the names that `forward` gives them, in its order."""
+    """Return the arguments under the names that `forward` gives them, in its order."""
     function = module.forward if isinstance(module, nn.Module) else module
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
@@ -20,10 +27,15 @@ def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
 
 
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, with its place: `1.attentions.0`."""
-    if isinstance(value, torch.Tensor):
+def tensors_in(value: Any, name: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses, with its place: `1.attentions.0`.
+
+    `within` has the ids of what the value lies in: what holds itself is gone through once.
+    """
+    if isinstance(value, Tensor):
         yield name, value
+        return
+    if id(value) in within:
         return
     children: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
@@ -32,9 +44,22 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         names = getattr(value, "_fields", range(len(value)))
         children = [(str(key), child) for key, child in zip(names, value, strict=True)]
     elif is_dataclass(value) and not isinstance(value, type):
-        children = [(f.name, getattr(value, f.name)) for f in fields(value)]
+        children = [(f.name, getattr(value, f.name, None)) for f in fields(value)]
     for key, child in children:
-        yield from tensors_in(child, f"{name}.{key}" if name else key)
+        yield from tensors_in(child, f"{name}.{key}" if name else key, (*within, id(value)))
+
+
+def first_tensor(result: Any) -> Tensor:
+    """Return the tensor that a module's result is, or begins with: `output` of `(output, weights)`.
+
+    Raises `InputError` when there is none.
+    """
+    for _, tensor in tensors_in(result):
+        return tensor
+    raise InputError(
+        f"the forward returned {'None' if result is None else f'a {type(result).__name__}'}, with no tensor in it to "
+        "compare. Let it return its output."
+    )
 
 
 def described(values: Mapping[str, Any]) -> str:
@@ -43,8 +68,61 @@ def described(values: Mapping[str, Any]) -> str:
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_described, value))})"
+    if isinstance(value, dict):
+        return f"{{{described(value)}}}"
     return str(value)
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tuples, lists and dicts with something made of each thing in them; one that is given twice stays one."""
+    seen: dict[int, Any] = {}
+
+    def walk(part: Any) -> Any:
+        if type(part) in (tuple, list):
+            return type(part)(map(walk, part))
+        if type(part) is dict:
+            return {name: walk(item) for name, item in part.items()}
+        if id(part) not in seen:
+            seen[id(part)] = change(part)
+        return seen[id(part)]
+
+    return walk(value)
+
+
+def cast_tensors(value: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """Return tuples, lists and dicts with their tensors detached, those of floating-point numbers in `dtype`."""
+
+    def cast(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return part.detach().to(device=device, dtype=dtype if part.is_floating_point() else None)
+
+    return changed(value, cast)
+
+
+def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:
+    """Return a deep copy; `instead` has what stands in it for objects of the module, by their ids.
+
+    Many modules hold on to the weights of their last run, with the graph that they came of. Such a tensor cannot be
+    copied: its content is.
+
+    Raises `InputError` where an object of the module refuses to be copied.
+    """
+    memo = dict(instead or {})
+    for part in module.modules():
+        for _, tensor in tensors_in(vars(part)):
+            if not tensor.is_leaf:
+                memo.setdefault(id(tensor), tensor.detach().clone())
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # whatever the copying of somebody's objects may raise
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"{type(module).__name__} cannot be copied, and it is measured and changed in a copy: {first_line(error)}. "
+            "Let what it holds be copied by copy.deepcopy."
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -58,7 +59,7 @@ index_select | index_select | gathers copies
 gather | gather | gathers
 as_strided | strided |
 unfold | unfold |
-im2col | columns |
+im2col | columns | copies
 detach | pointwise | masks
 alias lift_fresh | pointwise |
 _to_copy | pointwise | copies masks
@@ -129,3 +130,62 @@ def axes_rule(base_name: str) -> str:
 def named(trait: Trait) -> frozenset[str]:
     """Return the names of the operations that have a trait."""
     return frozenset(name for name, (_, traits) in _OPERATIONS.items() if trait in traits)
+
+
+Way = Literal["reopen", "attention", "part", "adding", "unknown"]
+"""How a fused kernel is opened. One that is a program over the dispatcher is watched where it runs; a leaf is computed
+once more beside its result: an attention, a part of one, a product that adds a mask. Of others no steps are known."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A kernel of torch that does several steps of attention in one."""
+
+    way: Way
+    title: str
+    """What it is, in one phrase."""
+    hides: frozenset[str]
+    """The stages of attention that it hides from who runs it."""
+
+
+_HIDDEN = {
+    "layer": "q_proj k_proj v_proj q_heads k_heads v_heads scores masked_scores weights context concat",
+    "attention": "scores masked_scores weights",
+    "softmax": "masked_scores",
+    "product": "scores",
+    "split": "",
+}
+MULTI_HEAD = "aten._native_multi_head_attention"
+_KERNELS = f"""
+{MULTI_HEAD} | reopen | layer | the fast path: the whole layer is one kernel
+aten._transformer_encoder_layer_fwd | reopen | layer | the fast path: the whole encoder layer is one kernel
+aten._triton_multi_head_attention | unknown | layer | the whole layer is one kernel
+higher_order.flex_attention | reopen | attention | flex attention: one kernel
+aten._scaled_dot_product | attention | attention | fused attention: scores and weights never reach memory
+aten._flash_attention_forward | attention | attention | flash attention: scores and weights never reach memory
+aten._efficient_attention_forward | attention | attention | efficient attention: scores and weights never reach memory
+aten._cudnn_attention_forward | attention | attention | cuDNN's attention: scores and weights never reach memory
+aten._triton_scaled_dot_attention | attention | attention | fused attention: scores and weights never reach memory
+torch_attn._varlen_attn | attention | attention | attention over packed rows: scores and weights never reach memory
+aten._transform_bias_rescale_qkv.default | part | split | adds the bias, and splits queries, keys and values
+aten._transform_bias_rescale_qkv | unknown | split | adds the bias, and splits queries, keys and values
+aten._masked_softmax.default | part | softmax | masks the scores and takes the softmax
+aten._masked_softmax | unknown | softmax | masks the scores and takes the softmax
+aten.baddbmm.default | adding | product | a product that adds the mask: the scores without it are never made
+aten.addmm.default | adding | product | a product that adds the mask: the scores without it are never made
+"""
+"""Start of a kernel's whole name, how it is opened, what it hides, and what it is."""
+_FUSED = {
+    start: Fused(way, title, frozenset(_HIDDEN[hidden].split()))  # type: ignore[arg-type]
+    for start, way, hidden, title in (
+        (part.strip() for part in row.split("|")) for row in _KERNELS.strip().splitlines()
+    )
+}
+
+
+def fused(name: str) -> Fused | None:
+    """Return what a kernel of this name hides, and how it is opened; None for an operation that hides nothing."""
+    if "backward" in name or name.startswith("aten._scaled_dot_product_attention_math."):
+        return None  # the latter is a composite of operations that are seen
+    found = next((kernel for start, kernel in _FUSED.items() if name.startswith(start)), None)
+    return None if found is not None and found.way == "reopen" and name.endswith(".out") else found

@@ -24,16 +24,15 @@ _STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int) -> Check:
     """Return what compares a kernel's result with its steps', `... heads query head_dim`, beside measured rounding.
 
-    A few rows of one head are looked at, those where the two are farthest apart. Without `made` (steps that are
-    described alone) they are computed and compared, of another head at each `turn`. What is returned may be called when
-    the run is over: it holds no tensor of the run.
+    A few rows of one head are looked at, the one where the two are farthest apart among them. Without `made` (steps
+    that are described alone) they are computed and compared, of another head at each `turn`. What is returned may be
+    called when the run is over: it holds no tensor of the run.
     """
     count = given.shape[-2]
-    place = _worst(given, made) if made is not None else (*_at(turn, given.shape[:-2]), count - 1, 0)
-    rows = [*range(0, count, max(1, count // _ROWS))][:_ROWS]
-    rows = sorted({*rows, place[-2]})
-    queries, head = torch.tensor(rows, device=given.device), place[:-2]
-    few, own = asked.of_head(head, queries), given[head][queries]
+    head, row = _worst(given, made) if made is not None else (_at(turn, given.shape[:-2]), count - 1)
+    step = max(1, count // _ROWS)
+    rows = range(row % step, count, step)
+    few, own = asked.of_head(head, rows), given[head][rows.start :: rows.step]
     if made is not None:
         difference = max_difference(given, made)
         return lambda: _judged(few, own, difference)
@@ -97,11 +96,12 @@ def _at(turn: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
-def _worst(given: Tensor, made: Tensor) -> tuple[int, ...]:
-    """Where two tensors are farthest apart."""
+def _worst(given: Tensor, made: Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the head, and its row, where two tensors are farthest apart."""
     apart = (given - made).abs()
     largest = float(apart.max())
     if not math.isfinite(largest):
         same = (given == made) | (given.isnan() & made.isnan())
         apart = apart.nan_to_num(nan=math.inf).masked_fill(same, 0.0)
-    return tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    *head, row, _ = (int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    return tuple(head), row

@@ -1,8 +1,7 @@
-"""The fused kernels of torch that can hide attention, and the steps of those whose inside cannot be watched.
+"""The steps of torch's fused kernels whose inside cannot be watched.
 
-A kernel is one of three. A program over the dispatcher is watched where it runs (`REOPENED`). A leaf is computed once
-more beside its result, by the functions here, in operations that are recorded: `do` runs each of them. Anything else is
-named, with the reason why it is not opened.
+Such a kernel is computed once more beside its result, by the functions here, in operations that are recorded: `do` runs
+each of them. What it does that no steps follow is named, with the reason why it is not opened.
 """
 
 from __future__ import annotations
@@ -12,76 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .schema import about
 from .sketch import Sketch
 
 _A = torch.ops.aten
 Do = Callable[..., Any]
 """Runs one operation of torch, and has it recorded."""
 
-_INSIDE_SDPA = frozenset({"scores", "masked_scores", "weights"})
-_INSIDE_LAYER = _INSIDE_SDPA | {"q_proj", "k_proj", "v_proj", "q_heads", "k_heads", "v_heads", "context", "concat"}
-MULTI_HEAD = "aten._native_multi_head_attention"
-REOPENED = (MULTI_HEAD, "aten._transformer_encoder_layer_fwd", "higher_order.flex_attention")
-"""Kernels that call the dispatcher for all that they do."""
-_FUSED: tuple[tuple[str, str, frozenset[str]], ...] = (
-    (MULTI_HEAD, "the fast path: the whole layer is one kernel", _INSIDE_LAYER),
-    ("aten._transformer_encoder_layer_fwd", "the fast path: the whole encoder layer is one kernel", _INSIDE_LAYER),
-    ("aten._triton_multi_head_attention", "the whole layer is one kernel", _INSIDE_LAYER),
-    ("aten._scaled_dot_product", "fused attention: scores and weights never reach memory", _INSIDE_SDPA),
-    ("aten._flash_attention_forward", "flash attention: scores and weights never reach memory", _INSIDE_SDPA),
-    ("aten._efficient_attention_forward", "efficient attention: scores and weights never reach memory", _INSIDE_SDPA),
-    ("aten._cudnn_attention_forward", "cuDNN's attention: scores and weights never reach memory", _INSIDE_SDPA),
-    ("aten._triton_scaled_dot_attention", "fused attention: scores and weights never reach memory", _INSIDE_SDPA),
-    ("torch_attn._varlen_attn", "attention over packed rows: scores and weights never reach memory", _INSIDE_SDPA),
-    ("higher_order.flex_attention", "flex attention: one kernel", _INSIDE_SDPA),
-    ("aten._transform_bias_rescale_qkv", "adds the bias, and splits queries, keys and values", frozenset()),
-    ("aten._masked_softmax", "masks the scores and takes the softmax", frozenset({"masked_scores"})),
-)
-"""Start of a kernel's name, what it is, and the stages that it hides."""
-_ADDING = ("a product that adds the mask: the scores without it are never made", frozenset({"scores"}))
-
-
-Way = Literal["", "reopen", "attention", "part", "adding", "unknown"]
-"""How a kernel is opened; empty for an operation that hides nothing."""
-
-
-def way_of(name: str) -> Way:
-    """Return how an operation of this name is opened."""
-    if name.startswith(REOPENED):
-        return "" if name.endswith(".out") else "reopen"
-    if name in PARTS:
-        return "adding" if name.endswith("mm.default") else "part"
-    if name.startswith("aten._scaled_dot_product_attention_math.") or not is_fused(name):
-        return ""  # the first is a composite of operations that are seen
-    whole = ("aten._triton_multi", "aten._masked_softmax", "aten._transform_bias")
-    return "unknown" if name.startswith(whole) else "attention"
-
-
-def is_fused(name: str) -> bool:
-    """Whether an operation of this name does several steps of attention in one."""
-    return name.startswith(tuple(start for start, _, _ in _FUSED)) and "backward" not in name
-
-
-def title_of(name: str) -> str:
-    """What a kernel is, in one phrase."""
-    return next((title for start, title, _ in _FUSED if name.startswith(start)), _ADDING[0])
-
-
-def hidden_by(name: str) -> frozenset[str]:
-    """The stages of attention that a kernel hides."""
-    return next((hidden for start, _, hidden in _FUSED if name.startswith(start)), _ADDING[1])
-
 
 class NotOpenedError(Exception):
     """A kernel does something that no steps here follow; the message is the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Attention:
     """What an attention kernel was asked for: `... heads query head_dim`, `... heads key head_dim`."""
 
@@ -100,7 +47,7 @@ class Attention:
     """What is taken off for each key of distance, by head."""
     scale: float = 1.0
     dropout: float = 0.0
-    few: tuple[Tensor, int] | None = None
+    few: tuple[range, int] | None = None
     """Which queries these are, and of how many, where others were left out."""
 
     @property
@@ -150,19 +97,20 @@ class Attention:
             )
         return sum(parts[1:], parts[0]) if parts else None
 
-    def of_head(self, place: tuple[int, ...], queries: Tensor) -> Attention:
+    def of_head(self, place: tuple[int, ...], queries: range) -> Attention:
         """The same of one head and these queries alone."""
+        rows: tuple[Any, ...] = (*place, slice(queries.start, queries.stop, queries.step))
         group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
         shared = (*place[:-1], place[-1] // group) if place else place
         bias, slopes = self.bias, self.slopes
         if bias is not None:
-            bias = bias.expand(*self.query.shape[:-2], *bias.shape[-2:])[place][None]
-            bias = bias[:, queries] if bias.shape[-2] > 1 else bias
+            shape = self.query.shape[:-2]
+            bias = bias.expand(*shape, *bias.shape[-2:])[rows if bias.shape[-2] > 1 else place][None]
         if slopes is not None:
             slopes = slopes.expand(self.query.shape[:-2])[place][None]
         return replace(
             self,
-            query=self.query[place][queries][None],
+            query=self.query[rows][None],
             key=self.key[shared][None],
             value=self.value[shared][None],
             bias=bias,
@@ -212,7 +160,7 @@ def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     for name in ("seqused_k", "seqlen_k", "block_table", "dropout_mask"):
         if got.get(name) is not None:
             raise NotOpenedError(f"it is given {name}")
-    name = str(func)
+    name = about(func).name
     starts = [
         next(
             (got[f"{start}_{side}"] for start in ("cum_seq", "cu_seqlens", "cu_seq") if f"{start}_{side}" in got), None
@@ -311,8 +259,9 @@ def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
         elif device.type == "meta":
             added = torch.empty(asked.scores_shape[-2:], dtype=dtype, device=device)
         else:
-            queries = torch.arange(asked.query.shape[-2], device=device) if asked.few is None else asked.few[0]
-            added = asked.added(queries, dtype)
+            queries = range(asked.query.shape[-2]) if asked.few is None else asked.few[0]
+            rows = torch.arange(queries.start, queries.stop, queries.step, device=device)
+            added = asked.added(rows, dtype)
         bias = added if bias is None else do(_A.add.Tensor, bias, added)
     return bias
 

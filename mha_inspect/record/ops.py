@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +49,11 @@ class TensorRef:
         return self.numel * self.itemsize
 
 
+@cache
+def _base_name(name: str) -> str:
+    return name.split(".")[1]
+
+
 @dataclass(slots=True)
 class Op:
     """One tensor operation that PyTorch dispatched."""
@@ -78,7 +83,7 @@ class Op:
     @property
     def base_name(self) -> str:
         """Name without namespace and overload: `bmm`."""
-        return self.name.split(".")[1]
+        return _base_name(self.name)
 
     def does(self, *traits: catalog.Trait) -> bool:
         """Return whether this has one of these traits; the table of them is `record.catalog`."""
@@ -156,13 +161,15 @@ class Recording:
     """TensorRef id to the index of the operation that made it; one that came from outside is not in it."""
     fast_path_refusals: tuple[str, ...] = ()
     """Why torch's multi-head attention did not take its fast path, in its own words, one a module; else empty."""
+    notes: tuple[str, ...] = ()
+    """What of the run cannot be seen, as sentences."""
     kernels: tuple[Kernel, ...] = ()
     """Every fused kernel that ran, in order."""
     scalars: dict[int, float] = field(default_factory=dict)
     """TensorRef id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
     constants: dict[int, Any] = field(default_factory=dict, compare=False)
-    """TensorRef id to the torch tensor, for those from outside that have no name, were not written in the run, and
-    were still there when it ended: a mask that a module holds as a plain attribute."""
+    """TensorRef id to the torch tensor, for those from outside that were not written since and are still there: a mask
+    that a module holds as a buffer or as a plain attribute. Parameters and named inputs are not among them."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)
     """TensorRef id to the torch tensor, for those that were kept."""
 

@@ -7,9 +7,10 @@ wrapped or replaced, so what is recorded runs as it runs without the recorder, t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from inspect import CO_GENERATOR
 from itertools import count
 from threading import get_ident
 from types import FrameType
@@ -18,40 +19,90 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
-from .arguments import argument_names, tensors_in
-from .mode_stack import put_on, take_off
-from .ops import RESULT, Kind, Named, Recording
-from .replay import Replay
+from ..text import plural
+from .arguments import tensors_in
+from .ops import RESULT, Kind, Named, Recording, TensorRef
+from .replay import Replay, uncollected
 from .schema import About, about, known_as
-from .site import ModuleCall, Site
+from .site import ATTENTION_FORWARD, ModuleCall, Site
 from .sketch import Sketch
-from .source import ATTENTION_FORWARD
-from .storage import Look, look_at, weak_refs
+from .storage import Look, Outside, looker
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
-_RUNNING: ContextVar[tuple[object, ...]] = ContextVar("recorders that were entered", default=())
+_RUNNING: ContextVar[tuple[_Block, ...]] = ContextVar("blocks that were entered", default=())
 """torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
 _NUMBERS, _MARKS = count(), count(2)
+_LARGEST = 1 << 24
+"""Elements up to which what came from outside is held on to."""
 
 
-def record(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
-    """Run `module(*args, **kwargs)` once and record it.
+def put_on(mode: TorchDispatchMode) -> None:
+    """Put a mode of torch's on top of the stack of this thread, and touch nothing else.
 
-    Returns the recording and what the module returned. With `keep` every tensor is kept, in `Recording.values`, as it
-    was when it was made (a later in-place operation does not reach it); without it none is held a moment longer than in
-    a plain run.
+    A mode's own `__enter__` notes in variables of a module, which all threads share, whether any mode is on. Two
+    threads that enter and leave beside each other leave those wrong, and the recorder needs none of what asks for them.
     """
-    recorder = Recorder(module if isinstance(module, nn.Module) else None, keep=keep)
-    recorder.take_inputs(argument_names(module, args, kwargs))
-    with recorder:
-        returned = module(*args, **kwargs)
-    return recorder.finish(returned), returned
+    dispatch._push_mode(mode)
+
+
+def take_off(mode: TorchDispatchMode) -> None:
+    """Take a mode off, also from under others; nothing where it is not on.
+
+    Tasks and generators that take turns leave their blocks in any order, and torch would take off whatever is on top.
+    """
+    stack = dispatch._get_current_dispatch_mode_stack()
+    places = [place for place, other in enumerate(stack) if other is mode]
+    above = stack[places[-1] + 1 :] if places else []
+    for _ in above:
+        dispatch._pop_mode()
+    if places:
+        dispatch._pop_mode()
+    for other in above:
+        dispatch._push_mode(other)
+
+
+class _Block:
+    """The code that a recorder was entered around."""
+
+    __slots__ = ("frame", "is_generator", "within")
+
+    def __init__(self, frame: FrameType, running: tuple[_Block, ...]) -> None:
+        self.frame: FrameType | None = frame
+        """The frame that it stands in: whatever called that one did not ask for the operations. None at the end."""
+        self.is_generator = bool(frame.f_code.co_flags & CO_GENERATOR)
+        self.within = _around(frame, running)
+        """The blocks that it was entered in."""
+
+    def asks(self, frame: FrameType | None, running: tuple[_Block, ...]) -> bool:
+        """Return whether what a frame asks for belongs to this block.
+
+        A generator that has stood still in its block is recorded with whoever goes on, as somebody's context manager
+        is; but not where that is a block of its own that this one was not entered in, as another generator's.
+        """
+        around = _around(frame, running)
+        return self in around or all(block in self.within for block in around)
+
+
+def _around(frame: FrameType | None, blocks: tuple[_Block, ...]) -> tuple[_Block, ...]:
+    """Return the blocks whose frames are beneath a frame, or are it."""
+    frames = set()
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    return tuple(block for block in blocks if block.frame in frames)
+
+
+class _Mark:
+    """Lives as long as the call of a module."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Recorder(TorchDispatchMode):
@@ -76,25 +127,28 @@ class Recorder(TorchDispatchMode):
         self._entries: list[Any] = []
         """Entries of operations; names with what is known under them; what tells entries when it is called."""
         self._replay = Replay()
-        self._weak = weak_refs()
-        self._look = self._look_and_keep if keep else look_at
+        self._outside: list[Outside] = []
+        """What came from outside, but parameters and named inputs; a module that makes a mask may hold it anyhow."""
+        self._look_at = looker()
+        self._look = self._look_and_keep if keep else self._look_at
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
         self._buffers: list[Named] = []
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
+        self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
-        self._kept: dict[int, dict[Any, list[torch.Tensor]]] = {}
+        self._kept: dict[int, dict[Any, list[Any]]] = {}
         self._last_site: Site = []
         self._mark = 1
         self._key = f".recorder {next(_NUMBERS)}"
-        """The name of what is noted in the frame of each call of a module: it lives as long as the call."""
-        self._token = object()
+        """The name of the mark in the frame of each call of a module."""
+        self._calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
+        """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
+        self._block: _Block | None = None
+        """None while it is not on."""
         self._thread: int | None = None
-        """The thread that entered it; None while it is not on."""
-        self._closed = False
-        self.boundary: FrameType | None = None
-        """The frame that the block stands in: whatever called that one did not ask for the operations."""
+        """The thread that entered it last."""
         self._asking: FrameType | None = None
         """The frame that asked for what is running, where that is not the one that torch came from: a composite
         operation that is taken apart, a kernel that is opened."""
@@ -106,47 +160,69 @@ class Recorder(TorchDispatchMode):
             self._learn(root)
 
     def __enter__(self) -> Recorder:
-        """Start to record what this thread and context run. Raises `RecordingError` where it is on already."""
-        if self._thread is not None:
-            raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
-        self.boundary = sys._getframe(1)
-        self._thread, self._closed = get_ident(), False
-        _RUNNING.set((*_RUNNING.get(), self._token))
-        put_on(self)
+        self.start(sys._getframe(1))
         return self
+
+    def start(self, frame: FrameType) -> None:
+        """Start to record what this thread and context run, in a block that stands in a frame.
+
+        Raises `RecordingError` where it is on already.
+        """
+        if self._block is not None:
+            raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
+        running = _RUNNING.get()
+        self._block, self._thread = _Block(frame, running), get_ident()
+        _RUNNING.set((*running, self._block))
+        put_on(self)
 
     def __exit__(self, *exc: Any) -> None:
         """Stop to record. Raises `RecordingError` in a thread that did not enter it; nothing more is recorded then."""
-        self.boundary, self._closed = None, True
-        if self._thread != get_ident():
+        block = self._block
+        if block is not None:
+            block.frame = None
+        if block is None or self._thread != get_ident():
             raise RecordingError(
                 "this recording was not entered in the thread that leaves it: torch records by thread. "
                 "Enter and leave it in one thread, around what runs there."
             )
-        self._thread = None
-        _RUNNING.set(tuple(token for token in _RUNNING.get() if token is not self._token))
+        self._block = None
+        _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not block))
         take_off(self)
+
+    @property
+    def _boundary(self) -> FrameType | None:
+        return None if self._block is None else self._block.frame
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
+        look = self._look
+        parameters: dict[int, tuple[str, Look]] = {}
+        buffers: dict[int, tuple[str, Look]] = {}
         for path, module in root.named_modules():
-            _require_eager(module, path)
             if self._path(module) is None:
                 self._paths[id(module)] = ref(module), path
-        look, weak = self._look, self._weak
-        named = [(name, p) for name, p in root.named_parameters() if not nn.parameter.is_lazy(p)]
-        self._entries.append((self._parameters, [(name, look(p, weak)) for name, p in named]))
-        self._entries.append((self._buffers, [(name, look(buffer, weak)) for name, buffer in root.named_buffers()]))
+                if _is_compiled(module):
+                    self._compiled.append(path)
+            start = f"{path}." if path else ""
+            for found, own, outside in (
+                (parameters, module._parameters, None),
+                (buffers, module._buffers, self._outside),
+            ):
+                for name, tensor in own.items():
+                    if tensor is not None and id(tensor) not in found and not nn.parameter.is_lazy(tensor):
+                        found[id(tensor)] = start + name, look(tensor, outside)
+        self._entries.append((self._parameters, [*parameters.values()]))
+        self._entries.append((self._buffers, [*buffers.values()]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
-        looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(arguments)]
+        looks = [(name, self._look(tensor)) for name, tensor in tensors_in(arguments)]
         self._entries.append((self._inputs, looks))
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
         replay = self._catch_up()
-        looks = [(name, self._look(tensor, self._weak)) for name, tensor in tensors_in(returned)]
+        looks = [(name, self._look(tensor)) for name, tensor in tensors_in(returned)]
         outputs = tuple(replay.named(looks))
         return Recording(
             ops=replay.ops(),
@@ -157,30 +233,44 @@ class Recorder(TorchDispatchMode):
             outputs=outputs,
             producers=replay.producers,
             fast_path_refusals=tuple(self._refusals.values()),
-            constants=replay.constants(one.tensor.id for one in (*self._inputs, *self._parameters, *self._buffers)),
+            notes=_of_compiled(self._compiled),
+            constants=self._constants(replay),
             values=replay.release(),
         )
+
+    def _constants(self, replay: Replay) -> dict[int, torch.Tensor]:
+        """Return what came from outside, was not written since and is still there, by the numbers of the tensors."""
+        found = {}
+        for look, weak, version in self._outside:
+            tensor = weak()
+            if tensor is not None and tensor._version == version and tensor.numel() <= _LARGEST:
+                found[replay.read(look).id] = tensor.detach()
+        return found
 
     def _catch_up(self) -> Replay:
         """Work out what was written down since the last time."""
         replay, entries = self._replay, self._entries
         self._entries = []
-        for entry in entries:
-            if isinstance(entry[0], About):
-                replay.add(entry)
-            elif isinstance(entry[0], list):
-                entry[0].extend(replay.named(entry[1]))
-            else:
-                for told in entry[0]():
-                    replay.add(told)
+        with uncollected():
+            for entry in entries:
+                if isinstance(entry[0], About):
+                    replay.add(entry)
+                elif isinstance(entry[0], list):
+                    entry[0].extend(replay.named(entry[1]))
+                else:
+                    for told in entry[0]():
+                        replay.add(told)
         return replay
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
-        if self._closed or (self._token not in _RUNNING.get() and get_ident() == self._thread):
-            return func(*args, **kwargs) if kwargs else func(*args)  # another task's, or after the end
+        block, running = self._block, _RUNNING.get()
+        if block is None or block.frame is None or (block not in running and get_ident() == self._thread):
+            return func(*args, **kwargs) if kwargs else func(*args)  # after the end; another task
+        if block.is_generator and len(running) > 1 and not block.asks(sys._getframe(1), running):
+            return func(*args, **kwargs) if kwargs else func(*args)  # another generator's
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = about(func)
@@ -192,9 +282,11 @@ class Recorder(TorchDispatchMode):
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
         # What is done here is done at each operation: no more than what would be gone later. `Replay` does the rest.
-        weak, look, plain = self._weak, self._look, self._plain
+        look, plain = self._look, self._plain
+        outside = self._outside
         given = [
-            arg if type(arg) in _PLAIN else look(arg, weak) if isinstance(arg, _Tensor) else plain(arg) for arg in args
+            arg if type(arg) in _PLAIN else look(arg, outside) if isinstance(arg, _Tensor) else plain(arg)
+            for arg in args
         ]
         if not kwargs:
             named = written = None
@@ -205,11 +297,8 @@ class Recorder(TorchDispatchMode):
             named = {name: plain(arg) for name, arg in kwargs.items()}
             written = self._about_to_write(known, args, kwargs) if known.written else None
             result = func(*args, **kwargs)
-        if isinstance(result, _Tensor):
-            made = [look(result, weak)]
-        else:
-            made = [look(tensor, weak) for _, tensor in tensors_in(result)]
-        left = None if written is None else [look(tensor, weak) for tensor in written]
+        made = [look(result)] if isinstance(result, _Tensor) else [look(tensor) for _, tensor in tensors_in(result)]
+        left = None if written is None else [look(tensor) for tensor in written]
         entries = self._entries
         place = len(entries)  # a module that is seen for the first time is told of after its first operation
         site = self._site(self._asking or sys._getframe(1))
@@ -235,8 +324,8 @@ class Recorder(TorchDispatchMode):
         known = LINK if func is None else known_as(func, name)
         given = [self._plain(arg) for arg in args]
         named = {key: self._plain(arg) for key, arg in kwargs.items()}
-        made = [self._look(tensor, self._weak) for _, tensor in tensors_in(result)]
-        left = None if written is None else [self._look(tensor, self._weak) for tensor in written]
+        made = [self._look(tensor) for _, tensor in tensors_in(result)]
+        left = None if written is None else [self._look(tensor) for tensor in written]
         entries, place = self._entries, len(self._entries)
         site = self._site(self._asking or sys._getframe(1))
         entries.insert(place, (known, given, named, made, left, site, self._mark, kind, self._kernel))
@@ -284,23 +373,30 @@ class Recorder(TorchDispatchMode):
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return self._look(value, self._weak)
+            return self._look(value, self._outside)
         if isinstance(value, Sketch):
             return value.look
         if isinstance(value, (list, tuple)):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _look_and_keep(self, tensor: torch.Tensor, weak: Any) -> Look:
+    def _look_and_keep(self, tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
         """Return what identifies a tensor now, and the tensor."""
-        look = look_at(tensor, weak)
+        look = self._look_at(tensor)
         if nn.parameter.is_lazy(tensor):
             return look
         views = self._kept.setdefault(id(look[0]), {})
         held = views.get(look[1:5])
         if held is None:
-            held = views[look[1:5]] = [tensor.detach()]
+            held = views[look[1:5]] = self.hold(tensor)
         return (*look[:5], look[5] if len(look) > 5 else None, held)
+
+    def hold(self, tensor: torch.Tensor) -> list[Any]:
+        """Return a place with what is kept of a tensor that was not seen before: all of it, or what can be cloned.
+
+        A clone is put into its place before the memory is written.
+        """
+        return [tensor.detach()]
 
     def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
@@ -308,13 +404,13 @@ class Recorder(TorchDispatchMode):
         written = [tensor for _, tensor in tensors_in(places)]
         if self._keep:
             for tensor in written:
-                for held in self._kept.pop(id(look_at(tensor, self._weak)[0]), {}).values():
+                for held in self._kept.pop(id(self._look_at(tensor)[0]), {}).values():
                     held[0] = held[0].clone()
         return written
 
     def _site(self, frame: FrameType | None) -> Site:
         """Return where Python stands: the same list as last time where it stands there still."""
-        boundary = self.boundary
+        boundary, calls = self._boundary, self._calls
         site: Site = []
         add = site.append
         attention = None
@@ -323,10 +419,9 @@ class Recorder(TorchDispatchMode):
             add(code)
             add(frame.f_lasti)
             if code is _MODULE_CALL:
-                names = frame.f_locals
-                call = names.get(self._key)
-                if call is None:
-                    call = self._begin(frame, names)
+                noted = calls.get(id(frame))
+                # The note lives as long as the call: while it does, no other frame has its address.
+                call = noted[1] if noted is not None and noted[0]() is not None else self._begin(frame)
                 add(call)
                 if attention is not None and call.refused_at != attention.f_lasti:
                     call.refused_at = attention.f_lasti
@@ -343,11 +438,13 @@ class Recorder(TorchDispatchMode):
         self._last_site = site
         return site
 
-    def _begin(self, frame: FrameType, names: dict[str, Any]) -> ModuleCall:
-        """Return a note of the call of a module, and leave it in the call's frame.
+    def _begin(self, frame: FrameType) -> ModuleCall:
+        """Note the call of a module, and leave a mark among the names in its frame, which goes with them.
 
-        A frame has no identity that outlives it: its address is used again, and to hold it would hold its tensors.
+        A frame has no identity that outlives it: its address is used again, and to hold it would hold its tensors. And
+        each look at its names copies all of them.
         """
+        names = frame.f_locals
         module = names["self"]
         path = self._path(module)
         if path is None:
@@ -359,13 +456,23 @@ class Recorder(TorchDispatchMode):
         last = self._last_site
         above = self._site(frame.f_back)
         self._last_site = last
-        call = names[self._key] = ModuleCall(path, above)
+        mark = names[self._key] = _Mark()
+        call = ModuleCall(path, above)
+        self._calls[id(frame)] = ref(mark), call
         return call
 
     def _ask_for_refusal(self, frame: FrameType) -> None:
         """Note why multi-head attention takes no fast path, in torch's own words."""
         names = frame.f_locals
         self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
+
+    def identify(self, tensor: torch.Tensor) -> TensorRef:
+        """Return what the recording calls this tensor."""
+        return self._catch_up().read(self._look(tensor))
+
+    def path_of(self, module: object) -> str:
+        """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
+        return self._path(module) or ""
 
     def _path(self, module: object) -> str | None:
         """Return the path of a module inside of the recorded one; None for one that is not known."""
@@ -375,7 +482,7 @@ class Recorder(TorchDispatchMode):
     def _outermost(self, frame: FrameType | None) -> nn.Module:
         """Return the module whose call, of those that are running, began first."""
         found = None
-        while frame is not None and frame is not self.boundary:
+        while frame is not None and frame is not self._boundary:
             found = frame if frame.f_code is _MODULE_CALL else found
             frame = frame.f_back
         assert found is not None
@@ -383,20 +490,18 @@ class Recorder(TorchDispatchMode):
         return module
 
 
-def _require_eager(module: nn.Module, path: str) -> None:
-    """Refuse code that is no longer Python: what runs is not what the lines say, and no line asks for it.
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether what runs of a module are kernels that were fused from its lines (torch.compile)."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
-    Raises `RecordingError`.
-    """
-    name = f"module {path}" if path else "the module"
-    if isinstance(module, torch.jit.ScriptModule):
-        raise RecordingError(
-            f"{name} is scripted (torch.jit): its operations come from no line of Python. "
-            "Record the module that it was made from."
-        )
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        way_out = "its ._orig_mod" if hasattr(module, "_orig_mod") else "it before .compile()"
-        raise RecordingError(
-            f"{name} is compiled (torch.compile): what runs are kernels that were fused from its lines. "
-            f"Record {way_out}."
-        )
+
+def _of_compiled(paths: Sequence[str]) -> tuple[str, ...]:
+    """Say what is not seen of modules that are compiled."""
+    if not paths:
+        return ()
+    first = f"Module {paths[0]}" if paths[0] else "The module"
+    others = f" and {plural(len(paths) - 1, 'other')} are" if len(paths) > 1 else " is"
+    return (
+        f"{first}{others} compiled (torch.compile): what a kernel does that was fused from many lines is not seen. "
+        "Call what was compiled, its ._orig_mod, or run it before .compile(), to see all of it.",
+    )

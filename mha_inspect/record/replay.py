@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from threading import Lock
 from typing import Any
-from weakref import ref
-
-import torch
 
 from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
 from .schema import About
 from .site import Site, place_of_site
 from .storage import Look
-from .turns import tell_turns_apart
 
-_LARGEST = 1 << 24
-"""Elements up to which what came from outside without a name is held on to."""
 _DTYPE_NAMES: dict[Any, str] = {}
 
 Entry = tuple[
@@ -28,9 +26,9 @@ and the kernel that it is a step of."""
 
 
 class _Storage:
-    """What is known of one piece of memory: which tensors look at it, and how often it was written."""
+    """What is known of one piece of memory: which tensors look at it."""
 
-    __slots__ = ("made_by", "number", "owner", "seen", "version")
+    __slots__ = ("made_by", "number", "owner", "seen")
 
     def __init__(self, number: int, made_by: int | None, owner: Any) -> None:
         self.number = number
@@ -38,9 +36,8 @@ class _Storage:
         """The weak reference that tells it from others, held so that no other comes to have its id."""
         self.made_by = made_by
         """The operation that wrote it last; None where it came from outside."""
-        self.version = 0
-        self.seen: dict[tuple[Any, ...], tuple[TensorRef, int]] = {}
-        """Offset, shape, stride and dtype, to the tensor and the version at which it was seen."""
+        self.seen: dict[tuple[Any, ...], TensorRef] = {}
+        """Offset, shape, stride and dtype, to the tensor that was seen since the memory was written last."""
 
 
 class Replay:
@@ -54,8 +51,9 @@ class Replay:
         self._storages: dict[int, _Storage] = {}
         self._num_storages = 0
         self._num_tensors = 0
-        self._rows: list[tuple[Any, ...]] = []
+        self._ops: list[Op] = []
         self._calls: list[int] = []
+        """The number of the call of each operation, before turns of loops are told apart."""
         self._whole: set[int] = set()
         self._last: tuple[Any, int, tuple[str, str]] = (None, 0, ("", ""))
         self._names: dict[Any, str] = {}
@@ -67,15 +65,15 @@ class Replay:
             storage = self._add_storage(look, None)
         key = look[1:5]
         seen = storage.seen.get(key)
-        if seen is not None and seen[1] == storage.version:
-            return seen[0]
+        if seen is not None:
+            return seen
         # Written since through another view, or never seen: its content is what the last writer of this memory left.
         return self._new(look, key, storage, storage.made_by)
 
     def add(self, entry: Entry) -> None:
         """Take in one operation."""
         known, args, kwargs, made, written, site, mark, kind, kernel = entry
-        index = len(self._rows)
+        index = len(self._ops)
         inputs: list[TensorRef] = []
         plain_args = tuple([self._plain(arg, inputs) for arg in args])
         plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()} if kwargs else {}
@@ -103,44 +101,31 @@ class Replay:
         self._calls.append(call)
         if mark < 0:
             self._whole.add(call)
-        self._rows.append((known, plain_args, plain_kwargs, tuple(inputs), tuple(outputs), kind, place, kernel))
+        read = tuple(inputs)
+        read = plain_args if read == plain_args else read  # one tuple where it may be: there are many
+        wrote = tuple(outputs)
+        self._ops.append(
+            Op(index, known.name, plain_args, plain_kwargs, read, wrote, kind, known.pointwise, *place, call, kernel)
+        )
 
     def _follows_kernel(self, known: About) -> bool:
         """Return whether an operation takes off what the call to the kernel before it has put on: a batch of one."""
-        return known.base_name == "squeeze" and self._rows[-1][-1] is not None
+        return known.base_name == "squeeze" and self._ops[-1].kernel is not None
 
     def _take_in_what_leads_here(self, call: int) -> None:
         """Count the operations just before a kernel that the same call in Python makes of inputs without a batch."""
         asked = self._calls[-1]
-        for index in reversed(range(len(self._rows))):
-            if self._calls[index] != asked or self._rows[index][0].base_name != "unsqueeze":
+        for index in reversed(range(len(self._ops))):
+            if self._calls[index] != asked or self._ops[index].base_name != "unsqueeze":
                 return
             self._calls[index] = call
 
     def ops(self) -> tuple[Op, ...]:
         """Return the operations up to here."""
-        calls = tell_turns_apart(self._calls, [row[0].name for row in self._rows], self._whole)
-        return tuple(
-            [
-                Op(
-                    index,
-                    known.name,
-                    args,
-                    kwargs,
-                    inputs,
-                    outputs,
-                    kind,
-                    known.pointwise,
-                    place[0],
-                    place[1],
-                    call,
-                    kernel,
-                )
-                for index, ((known, args, kwargs, inputs, outputs, kind, place, kernel), call) in enumerate(
-                    zip(self._rows, calls, strict=True)
-                )
-            ]
-        )
+        calls = tell_turns_apart(self._calls, [op.name for op in self._ops], self._whole)
+        for op, call in zip(self._ops, calls, strict=True):
+            op.call = call
+        return tuple(self._ops)
 
     def named(self, looks: Iterable[tuple[str, Look]]) -> list[Named]:
         """Return the tensors that were looked at, by name."""
@@ -169,14 +154,13 @@ class Replay:
         if storage is None or not (told or storage.number in given or storage.made_by == index):
             storage = self._add_storage(look, index)
         elif in_place and storage.made_by != index:
-            storage.version += 1
+            storage.seen.clear()
             storage.made_by = index
         else:
             seen = storage.seen.get(key)
-            if seen is not None and seen[1] == storage.version:
-                unchanged = seen[0] is given.get(storage.number)  # a view that changes nothing
-                if unchanged or self.producers.get(seen[0].id) == index:  # or what it wrote, returned as well
-                    return seen[0]
+            unchanged = seen is not None and seen is given.get(storage.number)  # a view that changes nothing
+            if seen is not None and (unchanged or self.producers.get(seen.id) == index):  # what it wrote, as well
+                return seen
         return self._new(look, key, storage, index)
 
     def _add_storage(self, look: Look, made_by: int | None) -> _Storage:
@@ -185,12 +169,13 @@ class Replay:
         return storage
 
     def _new(self, look: Look, key: tuple[Any, ...], storage: _Storage, made_by: int | None) -> TensorRef:
-        offset, shape, stride, dtype = key
+        offset, size, stride, dtype = key
+        shape = tuple(size)
         number = self._num_tensors
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
-        made = TensorRef(number, tuple(shape), stride, offset, name, dtype.itemsize, storage.number)
+        made = TensorRef(number, shape, stride, offset, name, dtype.itemsize, storage.number)
         self._num_tensors = number + 1
-        storage.seen[key] = (made, storage.version)
+        storage.seen[offset, shape, stride, dtype] = made
         if made_by is not None:
             self.producers[number] = made_by
         if len(look) > 5:
@@ -200,20 +185,56 @@ class Replay:
                 self._held[number] = look[6]
         return made
 
-    def constants(self, named: Iterable[int]) -> dict[int, Any]:
-        """Return what came from outside without one of these names, was never written and is still there."""
-        names, found = set(named), {}
-        for storage in self._storages.values():
-            memory = storage.owner() if storage.made_by is None and isinstance(storage.owner, ref) else None
-            if isinstance(memory, torch.UntypedStorage):
-                for (offset, shape, stride, dtype), (tensor, _) in storage.seen.items():
-                    if tensor.id not in names and tensor.numel <= _LARGEST:
-                        whole = torch.empty(0, dtype=dtype, device=memory.device)
-                        found[tensor.id] = whole.set_(memory, offset, tuple(shape), stride)
-        return found
-
     def release(self) -> dict[int, Any]:
         """Return the kept tensors by the tensor's number."""
         self.values.update({number: held[0] for number, held in self._held.items()})
         self._held.clear()
         return self.values
+
+
+_collecting = Lock()
+_paused: list[bool] = []
+"""For each thread that is in `uncollected` now, whether Python collected when the first of them entered."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Make much of which nothing can be freed, without Python going through all that there is to find that out.
+
+    No code of the user's runs in here: what a forward leaves behind is collected as ever.
+    """
+    with _collecting:
+        _paused.append(_paused[0] if _paused else gc.isenabled())
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _collecting:
+            if _paused.pop() and not _paused:
+                gc.enable()
+
+
+def tell_turns_apart(calls: Sequence[int], names: Sequence[str], whole: frozenset[int] | set[int]) -> list[int]:
+    """Return the number of the call of each operation, those of each turn of `for w in ws: x = w @ x` their own.
+
+    A call is told by where Python stands, and there it stands in every turn. What gives the turns away is that the same
+    operations come over and over. Calls in `whole` are known to be one.
+    """
+    free = max(calls, default=-1) + 1
+    told = list(calls)
+    for call, group in groupby(range(len(calls)), key=calls.__getitem__):
+        together = list(group)
+        if len(together) == 1 or call in whole:
+            continue
+        size = _period([names[place] for place in together])
+        for start in range(size, len(together), size):
+            told[together[start] : together[start] + size] = [free] * size
+            free += 1
+    return told
+
+
+def _period(names: Sequence[str]) -> int:
+    """Return the length of what is repeated from the first to the last name; all of it where nothing is."""
+    whole = len(names)
+    lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
+    return next((size for size in lengths if names[size:] == names[:-size]), whole)

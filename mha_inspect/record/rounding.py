@@ -1,4 +1,4 @@
-"""How large rounding errors are in this computation and dtype, and what a difference means beside them.
+"""How far two tensors are apart, and what that means beside a rounding error that was measured.
 
 A fixed tolerance is wrong both ways: it calls small outputs equal that are far apart, and large ones different that are
 rounded alike. So the rounding error is measured, in the same run, against the same computation in float64.
@@ -7,23 +7,22 @@ rounded alike. So the rounding error is measured, in the same run, against the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import InputError
-from ..measure.compare import parts
 from ..reports.common import Verdict
-from .arguments import tensors_in
-from .copying import copy_module
 
 DIFFERS_ABOVE = 10.0
 """A difference of more than this many times the noise floor is no rounding error."""
 SAME_UP_TO = 2.0
 """Two results that are each one noise floor away from the exact one are at most this many apart."""
+_CHUNK = 1 << 15
+"""Elements that are compared together: few enough to stay in a processor's cache, and for torch not to share them out
+among threads, which wait for each other where the machine is busy."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Rounding:
 
 
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:
-    """The difference in units of the noise floor, and what that means.
+    """Return the difference in units of the noise floor, and what that means.
 
     No difference is 0 times any floor. A difference beside a floor of 0 is infinitely many times it. A NaN differs.
     """
@@ -55,112 +54,103 @@ def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict
 
 
 def max_difference(left: Tensor, right: Tensor) -> float:
-    """Largest difference between elements of two tensors of one shape, taken in float64.
-
-    NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else they are an
-    infinite one.
-    """
-    quick = _largest_finite(left, right)
-    if quick is not None:
-        return quick
-    left64, right64 = (side.detach().cpu().double() for side in (left, right))
-    equal = (left64 == right64) | (left64.isnan() & right64.isnan())
-    apart = (left64 - right64).abs().nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(equal, 0.0)
-    return float(apart.max()) if apart.numel() else 0.0
-
-
-def float64_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The module's first output, computed in float64 by a copy of it, on the CPU where the device has no float64.
-
-    A module in training mode is run in eval mode: dropout draws other elements in another dtype.
-    """
-    return _first_output(module, args, kwargs, torch.float64)
-
-
-def noise_floor(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reference: Tensor | None = None
-) -> float:
-    """Largest rounding error of the module's first output, measured against float64.
-
-    Elements that are not finite (a fully masked row) are left out. For a float64 module there is nothing finer to
-    measure against: float32 is measured and scaled by the ratio of the two dtypes' rounding steps. `reference` is what
-    `float64_output` gave, where it is already there. Nothing about the module changes, nor do the global generators.
-    """
-    dtype = _dtype_of(module, args)
-    measured = torch.float32 if dtype == torch.float64 else dtype
-    exact = float64_output(module, args, kwargs) if reference is None else reference
-    floor = rounding_error(_first_output(module, args, kwargs, measured), exact)
-    return floor * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if measured != dtype else floor
+    """Return the largest difference between elements of two tensors of one shape, as `distances` takes it."""
+    return max((largest for _, largest in _differences(left, right)), default=0.0)
 
 
 def rounding_error(output: Tensor, reference: Tensor) -> float:
-    """Largest difference over the elements that are finite on both sides."""
-    quick = _largest_finite(output, reference)
-    if quick is not None:
-        return quick
-    left, right = output.detach().cpu().double(), reference.detach().cpu().double()
-    finite = left.isfinite() & right.isfinite()
-    return max_difference(left[finite], right[finite])
+    """Return the largest difference over the elements that are finite on both sides."""
+    return max((largest for _, largest in _differences(output, reference, finite=True)), default=0.0)
 
 
-def _largest_finite(left: Tensor, right: Tensor) -> float | None:
-    """Largest difference where every one is finite; None where one is not, and the elements must be looked at.
+def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[float, float]:
+    """Return the largest difference, and ‖left - right‖ / ‖left‖, of two tensors of one shape.
 
-    Comparisons element by element take ten times as long as one subtraction, and are seldom needed.
+    Numbers of float32 and less are subtracted in float32, which is off by at most 2⁻²⁴ of a difference, and squares are
+    summed in float64. NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else
+    they are an infinite one. ‖left‖ is over its finite elements: `size_of(left)`, or `size` where that is known.
     """
-    if not left.numel():
-        return None
-    largest = 0.0
+    largest = apart = 0.0
+    for difference, most in _differences(left, right):
+        largest = max(largest, most)
+        if most:
+            apart += float(torch.linalg.vector_norm(difference.double())) ** 2
+    if apart == 0:
+        return largest, 0.0
+    whole = size_of(left) if size is None else size
+    return largest, math.sqrt(apart) / whole if whole else math.inf
+
+
+def size_of(tensor: Tensor) -> float:
+    """Return ‖tensor‖ over its finite elements, summed in float64."""
+    total = 0.0
+    for part, _ in parts(tensor, tensor):
+        norm = float(torch.linalg.vector_norm(part.double()))
+        if not math.isfinite(norm):
+            norm = float(torch.linalg.vector_norm(part.double().masked_fill(~part.isfinite(), 0.0)))
+        total += norm**2
+    return math.sqrt(total)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors of any shape are equal down to the sign of a zero, a NaN equal to itself.
+
+    False where shape or dtype is another. On meta, where there is nothing to compare, these alone decide.
+    """
+    if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
+        return False
+    if left.is_meta or not left.numel():
+        return True
+    bits = _BITS.get(left.element_size(), torch.uint8)  # complex numbers of 16 bytes: byte by byte
+    one, other = (side.detach().flatten().view(bits) for side in (left, right))
+    return all(int(bound) == 0 for pair in parts(one, other) for bound in torch.aminmax(pair[0] - pair[1]))
+
+
+def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterator[tuple[Tensor, float]]:
+    """Yield what two tensors are apart, a part at a time, and the largest of it.
+
+    Where a number is not finite its difference is as `distances` says; with `finite` there is none. To compare element
+    by element takes ten times as long as one subtraction, and is seldom needed.
+    """
+    if left is right or not left.numel():
+        return
     for one, other in parts(left, right):
-        low, high = map(float, torch.aminmax(one.double() - other.double()))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            return None
-        largest = max(largest, -low, high)
-    return largest
+        difference = _wide(one) - _wide(other)
+        largest = _largest(difference)
+        if not math.isfinite(largest):
+            one, other = one.double(), other.double()
+            none = (one == other) | (one.isnan() & other.isnan())
+            none = none | ~(one.isfinite() & other.isfinite()) if finite else none
+            difference = (one - other).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+            largest = _largest(difference.masked_fill_(none, 0.0))
+        yield difference, largest
 
 
-def first_tensor(result: Any) -> Tensor:
-    """The tensor that a module's result is, or begins with: `output` of `(output, weights)`.
-
-    Raises `InputError` when there is none.
-    """
-    for _, tensor in tensors_in(result):
-        return tensor
-    raise InputError(
-        f"the forward returned {'None' if result is None else f'a {type(result).__name__}'}, with no tensor in it to "
-        "compare. Let it return its output."
-    )
+def _largest(difference: Tensor) -> float:
+    low, high = map(float, torch.aminmax(difference))
+    return math.nan if math.isnan(low) else max(0.0, -low, high)
 
 
-def _dtype_of(module: nn.Module, args: tuple[Any, ...]) -> torch.dtype:
-    tensors = [*module.parameters(), *(arg for arg in args if isinstance(arg, Tensor))]
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
+def _wide(numbers: Tensor) -> Tensor:
+    if numbers.dtype in (torch.float32, torch.float64):
+        return numbers
+    return numbers.float() if numbers.is_floating_point() else numbers.double()
 
 
-def _first_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    tensors = [*module.parameters(), *(arg for arg in args if isinstance(arg, Tensor))]
-    no_float64 = any(tensor.device.type == "mps" for tensor in tensors) and dtype == torch.float64
-    device = torch.device("cpu") if no_float64 else None
-    if module.training or dtype != _dtype_of(module, args):
-        module = copy_module(module).to(device=device, dtype=dtype).eval()
-    cast: dict[int, Tensor] = {}
-    gpus = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=gpus):
-        result = module(
-            *(cast_tensors(arg, dtype, device, cast) for arg in args),
-            **{name: cast_tensors(arg, dtype, device, cast) for name, arg in kwargs.items()},
-        )
-    return first_tensor(result).detach()
+def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same elements of two tensors of one shape, detached: a part at a time on the CPU; elsewhere, where each
+    look is waited for, all at once. Each pair has one shape again, of fewer rows or dimensions."""
+    if left.device != right.device or left.device.type == "mps":  # mps has no float64: it hands its numbers over
+        left, right = left.cpu(), right.cpu()
+    yield from _split(left.detach(), right.detach())
 
 
-def cast_tensors(value: Any, dtype: torch.dtype, device: torch.device | None, seen: dict[int, Tensor]) -> Any:
-    """Tensors of floating-point numbers in `dtype`, through tuples, lists and dicts; one given twice stays one."""
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = value.detach().to(device=device, dtype=dtype if value.is_floating_point() else None)
-        return seen[id(value)]
-    if type(value) in (tuple, list):
-        return type(value)(cast_tensors(part, dtype, device, seen) for part in value)
-    if type(value) is dict:
-        return {name: cast_tensors(part, dtype, device, seen) for name, part in value.items()}
-    return value
+def _split(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if left.device.type != "cpu" or left.numel() <= _CHUNK:
+        yield left, right
+    elif left.shape[0] == 1:
+        yield from _split(left[0], right[0])
+    else:
+        rows = max(1, left.shape[0] * _CHUNK // left.numel())
+        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
+            yield from _split(one, other)

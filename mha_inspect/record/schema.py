@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .kernels import Way, way_of
+from .catalog import Fused, Way, fused
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,12 @@ class About:
     makes_views: bool
     written: tuple[tuple[int, str], ...]
     """Place and name of each argument that it writes into."""
-    fused: Way = ""
+    fused: Fused | None = None
+
+    @property
+    def way(self) -> Way | None:
+        """How it is opened; None for an operation that hides nothing."""
+        return None if self.fused is None else self.fused.way
 
 
 @cache
@@ -37,7 +42,7 @@ def about(func: Any) -> About:
             composite=False,
             makes_views=False,
             written=(),
-            fused=way_of(f"higher_order.{name}"),
+            fused=fused(f"higher_order.{name}"),
         )
 
     def has_kernel(operation: str, key: str) -> bool:
@@ -57,7 +62,7 @@ def about(func: Any) -> About:
             for place, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
-        fused=way_of(name),
+        fused=fused(name),
     )
 
 

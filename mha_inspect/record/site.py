@@ -2,9 +2,95 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any
 
-from .source import line_at
+import torch
+from torch import nn
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PASS_ON = tuple(
+    os.sep.join(("torch", *tail))
+    for tail in (("nn", "modules", "module.py"), ("_ops.py",), ("utils", "_contextlib.py"))
+)
+_OWN = (
+    os.path.join(_PACKAGE, "record", ""),
+    os.path.join(_PACKAGE, "answers", ""),
+)
+"""Folders of this package whose code runs between the user's and torch's, and asks for nothing itself."""
+ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
+"""The function that decides on the fast path."""
+_WRITTEN_OUT = {ATTENTION_FORWARD} | {
+    function.__code__
+    for name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed")
+    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private: they may go
+}
+"""Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a function's code stands."""
+
+    file: str
+    """Path to show; empty for code that only passes calls on."""
+    library: bool
+    """Whether it belongs to torch or to this recorder."""
+    written_out: bool
+    """Whether it is a function of torch that writes attention out."""
+
+
+@cache
+def place_of(code: CodeType) -> Place:
+    """Where a function's code stands."""
+    path = code.co_filename
+    if path.startswith(_OWN) or path.endswith(_PASS_ON):
+        return Place("", library=True, written_out=False)
+    if path.startswith(_TORCH):
+        return Place(
+            "torch/" + path[len(_TORCH) :].replace(os.sep, "/"), library=True, written_out=code in _WRITTEN_OUT
+        )
+    for root in sorted(sys.path, key=len, reverse=True):
+        if root and "packages" in root and path.startswith(root + os.sep):
+            path = path[len(root) + 1 :]
+            break
+    else:
+        here = os.getcwd() + os.sep
+        own = os.path.dirname(_PACKAGE) + os.sep
+        path = path.removeprefix(own) if path.startswith(own + "mha_inspect") else path.removeprefix(here)
+    return Place(path.replace(os.sep, "/"), library=False, written_out=False)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that some operation was asked for by, directly or further down."""
+
+    text: str
+    """`attention.py:41`; empty for code that only passes calls on."""
+    library: bool
+    """Whether it is a line of torch that says less than the line that called it."""
+
+
+_LINES: dict[tuple[int, int], tuple[Line, CodeType]] = {}
+"""By the code's address and the instruction in it, as to hash code takes longer. The code is held, so that no other
+comes to stand at its address."""
+
+
+def line_at(code: CodeType, instruction: int) -> Line:
+    """Return the line of an instruction, given as `f_lasti` of a frame tells it."""
+    known = _LINES.get((id(code), instruction))
+    if known is None:
+        place = place_of(code)
+        number = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
+        text = f"{place.file}:{number or code.co_firstlineno}" if place.file else ""
+        known = _LINES[id(code), instruction] = Line(text, place.library and not place.written_out), code
+    return known[0]
+
 
 Site = list[Any]
 """Code and instruction of each frame from the innermost to the first call of a module, that one included, then its

@@ -25,7 +25,7 @@ class _Memory:
     __slots__ = ("__weakref__",)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sketch:
     """A tensor by its description."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -15,25 +17,8 @@ Look = tuple[Any, ...]
 number or None; where it is kept, a list with the tensor. The same memory has the same reference, which no other has."""
 
 
-def identity(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]]:
-    """Return the address of a tensor's storage, and what tells it from other views of the same storage."""
-    if tensor.is_nested:  # rows of different lengths have no shape: one buffer
-        rows = _buffer(tensor)
-        return rows.untyped_storage()._cdata, (0, (rows.numel(),), (1,), tensor.dtype)
-    try:
-        address = tensor.untyped_storage()._cdata
-        return address, (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage of their own
-        return id(tensor), (0, _shape(tensor), (), tensor.dtype)
-
-
-def _buffer(nested: torch.Tensor) -> torch.Tensor:
-    rows: torch.Tensor = nested if nested.layout == torch.strided else nested.__dict__["_values"]
-    return rows
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)  # one that is lazy has no shape yet
+Outside = tuple[Look, Any, int]
+"""A tensor that came from outside: how it was, a weak reference to it, and how often it had been written by then."""
 
 
 class _AddressRefs:
@@ -60,40 +45,56 @@ _PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _LASTING = _has_lasting_storages()
 
 
-def weak_refs() -> Any:
-    """Return what makes the weak reference to a storage: the same one whenever it is asked about the same memory.
+def looker() -> Callable[..., Look]:
+    """Return what looks at a tensor: the same look for as long as the tensor is the same.
 
-    Python's own lies in memory of Python's. torch's keeps what is left of a storage in place, between the large blocks
-    that a forward frees, and so they cannot be joined and used again.
+    Where it is given a list as well, it adds the tensors to it that it has never looked at before.
+
+    Python's own references to a storage lie in memory of Python's. torch's keeps what is left of a storage in place,
+    between the large blocks that a forward frees, and so they cannot be joined and used again. And the less is made
+    while a forward runs, the less often Python goes through all that there is for what can be freed.
     """
-    return ref if _LASTING else _AddressRefs()
+    weak: Any = ref if _LASTING else _AddressRefs()
+    known: dict[Look, Look] = {}
+    once = known.setdefault
 
-
-def look_at(tensor: torch.Tensor, weak: Any) -> Look:
-    """Return what identifies a tensor now."""
-    if type(tensor) in _PLAIN_TYPES:
-        try:
-            shape = tensor.shape
-            if shape:
-                return weak(tensor.untyped_storage()), tensor.storage_offset(), shape, tensor.stride(), tensor.dtype
-            look: Look = weak(tensor.untyped_storage()), tensor.storage_offset(), (), (), tensor.dtype
-        except (NotImplementedError, RuntimeError):
+    def look_at(tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
+        if type(tensor) in _PLAIN_TYPES:
+            try:
+                shape = tensor.shape
+                look: Look = (
+                    weak(tensor.untyped_storage()),
+                    tensor.storage_offset(),
+                    shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                )
+            except (NotImplementedError, RuntimeError):
+                look = _look_closely(tensor, weak)
+        else:
             look = _look_closely(tensor, weak)
-    else:
-        look = _look_closely(tensor, weak)
-    return look if look[2] else (*look, _number(tensor))
+        if not look[2]:
+            look = *look, _number(tensor)
+        found = once(look, look)
+        if found is look and outside is not None:
+            with suppress(RuntimeError, TypeError):  # one of inference mode does not count how often it is written
+                outside.append((look, ref(tensor), tensor._version))
+        return found
+
+    return look_at
 
 
 def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
-    """Return the same of a tensor of any class and layout, as `identity` does."""
-    if tensor.is_nested:
-        rows = _buffer(tensor)
+    """Return the same of a tensor of any class and layout."""
+    if tensor.is_nested:  # rows of different lengths have no shape: one buffer
+        rows = tensor if tensor.layout == torch.strided else tensor.__dict__["_values"]
         return weak(rows.untyped_storage()), 0, (rows.numel(),), (1,), tensor.dtype
     try:
         memory = weak(tensor.untyped_storage())
         return memory, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-    except (NotImplementedError, RuntimeError, ValueError):  # the last of one that is lazy: it has none yet
-        return ref(tensor), 0, _shape(tensor), (), tensor.dtype
+    except (NotImplementedError, RuntimeError, ValueError):
+        # Sparse and wrapped tensors have no storage of their own, and one that is lazy has no shape either.
+        return ref(tensor), 0, () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape), (), tensor.dtype
 
 
 def _number(tensor: torch.Tensor) -> float | None:
@@ -102,3 +103,34 @@ def _number(tensor: torch.Tensor) -> float | None:
         with suppress(RuntimeError, ValueError):  # one without memory: a zero of forward-mode gradients, fake, lazy
             return tensor.item()
     return None
+
+
+Stages = tuple[dict[str, torch.Tensor], ...]
+"""For each attention, stage name to tensor."""
+
+
+def unshared(stages: Stages) -> Stages:
+    """Return the same tensors, those copied whose memory is held by somebody else too.
+
+    While a run is recorded, a kept tensor is copied before its memory is written. Afterwards nobody looks, and the
+    memory may be anybody's: an output that was returned, an input, a parameter, a cache.
+    """
+    look_at = looker()
+    every = {id(tensor): tensor for held in stages for tensor in held.values()}
+    memory = {number: look_at(tensor)[0] for number, tensor in every.items()}
+    own = Counter(map(id, memory.values()))
+    kept = {
+        number: tensor.clone() if _holders(tensor) > own[id(memory[number])] else tensor
+        for number, tensor in every.items()
+    }
+    return tuple({stage: kept[id(tensor)] for stage, tensor in held.items()} for held in stages)
+
+
+def _holders(tensor: torch.Tensor) -> float:
+    """Return how many tensors look at this one's memory, itself included; infinitely many where torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # no storage to ask: it is copied
+        return float("inf")
+    return float("inf") if count is None else int(count(storage._cdata)) - 1  # `storage` is one more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..graph.attention import Attention, Graph, attentions_of
 from ..naming.axes import AxisNames
-from ..naming.unit_sizes import named_after
-from .arguments import argument_names, described, tensors_in
-from .copying import copy_module
+from ..naming.sizes import named_after
+from .arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from .footprint import kept_bytes
 from .ops import Recording
-from .rounding import cast_tensors
-from .xray import record_opened
+from .replay import uncollected
+from .storage import Stages, unshared
+from .xray import XRay
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
@@ -89,7 +90,13 @@ class Subject:
     def recorded(self, *, keep: bool = False) -> Run:
         """Run it once and record it, its fused kernels opened; with `keep` the tensors are kept."""
         with self.settings():
-            return Run(*record_opened(self.module, *self.args, keep=keep, **self.kwargs))
+            seen = run(self.module, self.args, self.kwargs, keep=keep)
+        if seen.error is None:
+            return seen
+        try:
+            raise seen.error
+        finally:
+            del seen  # the error's traceback leads to this frame
 
     def plain(self) -> Any:
         """Run it as it is, and hand on what it returned."""
@@ -142,12 +149,14 @@ class Subject:
 
         What cannot be copied stays as it is.
         """
-        shared = {id(parameter): parameter for parameter in self.module.parameters()}
+        # A lazy parameter gets its shape in the first run, and so from one that is to leave no trace.
+        shared = {id(parameter): parameter for parameter in self.module.parameters() if not is_lazy(parameter)}
         try:
             module = copy_module(self.module, shared)
         except Exception:  # whatever the copying of somebody's objects may raise
-            return self
-        return replace(self, module=module, args=_fresh(self.args), kwargs=_fresh(self.kwargs))
+            module = self.module
+        args, kwargs = changed((self.args, self.kwargs), _fresh)
+        return replace(self, module=module, args=args, kwargs=kwargs)
 
     @contextmanager
     def apart(self) -> Iterator[Subject]:
@@ -159,8 +168,7 @@ class Subject:
     def with_arguments_of(self, other: Subject, dtype: torch.dtype) -> Subject:
         """Return this module with the arguments of another subject, cast to a dtype."""
         device = next((p.device for p in self.module.parameters() if p.device.type == "cpu"), None)
-        seen: dict[int, torch.Tensor] = {}
-        args, kwargs = (cast_tensors(given, dtype, device, seen) for given in (other.args, other.kwargs))
+        args, kwargs = cast_tensors((other.args, other.kwargs), dtype, device)
         return replace(self, args=args, kwargs=kwargs)
 
     def state(self) -> State:
@@ -188,16 +196,18 @@ class Subject:
 
 
 def _fresh(value: Any) -> Any:
-    """Arguments, with copies of what is neither a tensor nor plain data: a cache of keys, for one."""
-    if isinstance(value, (torch.Tensor, nn.Module, *_PLAIN)):
+    """Return an argument, or a copy of one that may be written to: of a tensor, of a cache of keys.
+
+    What overlaps in memory is no such tensor: torch does not write to it.
+    """
+    if isinstance(value, (nn.Module, *_PLAIN)):
         return value
-    if type(value) in (list, tuple):
-        return type(value)(map(_fresh, value))
-    if type(value) is dict:
-        return {name: _fresh(item) for name, item in value.items()}
     try:
-        return copy.deepcopy(value)
-    except Exception:  # as above
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        overlaps = value.layout == torch.strided and 0 in value.stride() and value.numel() > 1
+        return value if value.is_meta or overlaps else value.detach().clone()
+    except Exception:  # whatever the copying of somebody's objects may raise
         return value
 
 
@@ -208,20 +218,50 @@ def _elements(own: Subject) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run and the attentions in it."""
+    """A recorded run, and the attentions in it."""
 
     recording: Recording
-    returned: Any
+    returned: Any = None
     wider: Run | None = None
     """A run of the same forward in which no size is one: names of axes are taken from it."""
+    error: Exception | None = None
+    """What it raised; None where it returned."""
+    recorder: XRay | None = None
+    """What recorded a run that raised, to be asked what any tensor of it is."""
 
     @cached_property
     def graph(self) -> Graph:
         """The dataflow."""
-        return Graph(self.recording)
+        with uncollected():
+            return Graph(self.recording)
 
     @cached_property
     def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
         """Every attention with the names of its axes."""
-        own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
+        with uncollected():
+            own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
         return own if self.wider is None else named_after(own, self.wider.attentions)
+
+
+def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = False) -> Run:
+    """Run `module(*args, **kwargs)` once and record it, as far as it comes; with `keep` every tensor is kept.
+
+    An exception that is no `Exception` (an interrupt) passes through.
+    """
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
+    recorder.take_inputs(argument_names(module, args, kwargs))
+    try:
+        with recorder:
+            returned = module(*args, **kwargs)
+    except Exception as error:
+        # Not kept in a variable of this frame: the error's traceback holds the frame.
+        return Run(recorder.finish(), error=error, recorder=recorder)
+    return Run(recorder.finish(returned), returned)
+
+
+def keep_stages(recording: Recording, attentions: Sequence[tuple[Attention, AxisNames]]) -> Stages:
+    """Return the tensors of each attention's stages, in memory of their own. The recording keeps none any longer."""
+    values = recording.values
+    stages = tuple({stage: values[tensor.id] for stage, tensor in found.stages.items()} for found, _ in attentions)
+    values.clear()
+    return unshared(stages)

@@ -20,25 +20,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..targets.memory import is_out_of_memory
 from ..text import first_line
-from .arguments import argument_names, tensors_in
+from .arguments import tensors_in
+from .catalog import MULTI_HEAD, Fused, fused
 from .kernel_proof import Check, check_part, few_rows
 from .kernels import (
-    MULTI_HEAD,
     PARTS,
-    REOPENED,
     Attention,
     Do,
     NotOpenedError,
     attention,
     bound,
-    hidden_by,
     read_attention,
     run,
-    title_of,
 )
-from .mode_stack import put_on, take_off
 from .ops import RESULT, Kernel, Op, Recording
-from .recorder import LINK, Recorder
+from .recorder import LINK, Recorder, put_on, take_off
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
@@ -47,15 +43,6 @@ from .sketch import Sketch, sketched
 _Key = torch._C.DispatchKey
 BUDGET = 1 << 30
 """Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
-
-
-def record_opened(module: Callable[..., Any], *args: Any, keep: bool = False, **kwargs: Any) -> tuple[Recording, Any]:
-    """Run `module(*args, **kwargs)` once and record it with its fused kernels opened; also return what it returned."""
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
-    recorder.take_inputs(argument_names(module, args, kwargs))
-    with recorder:
-        returned = module(*args, **kwargs)
-    return recorder.finish(returned), returned
 
 
 class XRay(Recorder):
@@ -75,7 +62,7 @@ class XRay(Recorder):
         recording = super().finish(returned)
         if not self._kernels:
             return recording
-        watched = {place for place, kernel in enumerate(self._kernels) if kernel.op.startswith(REOPENED)}
+        watched = {place for place, kernel in enumerate(self._kernels) if _is_watched(kernel)}
         calls = _calls_of([op for op in recording.ops if op.kernel in watched])
         ops = tuple([replace(op, call=calls[op.index]) if op.index in calls else op for op in recording.ops])
         return replace(recording, ops=ops, kernels=tuple(self._kernels))
@@ -86,8 +73,8 @@ class XRay(Recorder):
         asking, whole = self._asking, self._whole
         self._asking = asking or frame
         try:
-            if known.fused and (known.fused != "adding" or _adds_scores(args, kwargs)):
-                return self._open(known, func, args, kwargs)
+            if known.fused and (known.way != "adding" or _adds_scores(args, kwargs)):
+                return self._open(known.fused, known, func, args, kwargs)
             if not self._inside:
                 return NotImplemented
             if not whole:
@@ -120,15 +107,15 @@ class XRay(Recorder):
 
     # -- the three ways -----------------------------------------------------------------------------------------------
 
-    def _open(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, place, was = known.name, len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = Kernel(name, title_of(name), hidden_by(name), opened=False, note="it raised", within=self._within)
+    def _open(self, hiding: Fused, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place, was = len(self._kernels), (self._within, self._kernel, self._inside)
+        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it raised", within=self._within)
         self._kernels.append(kernel)
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
         self._new_call()
         try:
-            way = self._reopen if known.fused == "reopen" else self._rebuild
+            way = self._reopen if known.way == "reopen" else self._rebuild
             result, changes = way(known, func, args, kwargs)
         finally:
             self._within, self._kernel, self._inside = was
@@ -164,9 +151,9 @@ class XRay(Recorder):
         start = len(self._entries), len(self._kernels)
         try:
             with self._beside():
-                if known.fused == "reopen":
+                if known.way == "reopen":
                     return result, self._pad(known, func, args, kwargs, result)
-                steps = self._attend if known.fused == "attention" else self._take_part
+                steps = self._attend if known.way == "attention" else self._take_part
                 with self._one_call():
                     return result, steps(known, func, args, kwargs, result)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
@@ -319,7 +306,7 @@ class XRay(Recorder):
         return told
 
     def _sketch(self, tensor: Tensor) -> Sketch:
-        return Sketch.of(tensor, self._look(tensor, self._weak))
+        return Sketch.of(tensor, self._look(tensor))
 
     def _run_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
@@ -339,6 +326,11 @@ class XRay(Recorder):
         mark, kernels = start
         self._entries[mark:] = [entry for entry in self._entries[mark:] if isinstance(entry[0], list)]
         del self._kernels[kernels:]
+
+
+def _is_watched(kernel: Kernel) -> bool:
+    known = fused(kernel.op)
+    return known is not None and known.way == "reopen"
 
 
 def _calls_of(ops: list[Op]) -> dict[int, int]:

@@ -58,7 +58,7 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         "parameters",
     )
     if any(p.heads is not None for p in parameters):
-        yield Section((_per_head(parameters),), "by head", "both ends included")
+        yield _per_head(parameters)
     if report.per_head_proof is not None:
         yield Section((_proof(report.per_head_proof),))
     if report.side_by_side is not None:
@@ -95,7 +95,12 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         for (_, shape), names in groups.items():
             sizes = text.shape(shape)
             rows.append((what, times(names), *(("", sizes) if what == "missing" else (sizes, ""))))
-    rows += [("wrong shape", one.name, text.shape(one.shape), text.shape(one.expected)) for one in like.wrong_shape]
+    others: dict[tuple[str, str, str], list[str]] = {}
+    for wrong in like.wrong_shape:
+        others.setdefault((alike(wrong.name), text.shape(wrong.shape), text.shape(wrong.expected)), []).append(
+            wrong.name
+        )
+    rows += [("wrong shape", times(names), shape, wanted) for (_, shape, wanted), names in others.items()]
     if rows:
         columns = (Column("what"), Column("name", tone="strong"), Column("in the file"), Column(f"in {like.module}"))
         yield table(columns, rows)
@@ -193,7 +198,8 @@ def _bounds(piece: HeadSlice) -> tuple[str, str]:
     return text.span(piece.rows), "" if piece.columns is None else text.span(piece.columns)
 
 
-def _per_head(parameters: tuple[Parameter, ...]) -> Table:
+def _per_head(parameters: Sequence[Parameter]) -> Section:
+    """Return a table with a row a head; of a model, which has several attentions, a row a part, all heads in it."""
     columns = (
         Column("parameter"),
         Column("part", tone="strong"),
@@ -201,10 +207,47 @@ def _per_head(parameters: tuple[Parameter, ...]) -> Table:
         Column("rows", "right"),
         Column("columns", "right", optional=True),
     )
-    return table(
-        columns,
-        ((p.name, s.part, str(s.head), *_bounds(s)) for p in parameters if p.heads is not None for s in p.heads),
-    )
+    parts: dict[tuple[str, str], list[HeadSlice]] = {}
+    for p in parameters:
+        for piece in p.heads or ():
+            parts.setdefault((p.name, piece.part), []).append(piece)
+    is_model = len(parts) > len({part for _, part in parts})
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for (name, part), pieces in parts.items():
+        for heads, *bounds in _every_head(pieces) if is_model else _each_head(pieces):
+            groups.setdefault((alike(name) if is_model else name, part, heads, *bounds), []).append(name)
+    rows = ((times(names), *map(str, own)) for (_, *own), names in groups.items())
+    detail = "both ends included" + (", h the number of the head" if is_model else "")
+    return Section((table(columns, rows),), "by head", detail)
+
+
+def _each_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
+    return ((str(piece.head), *_bounds(piece)) for piece in pieces)
+
+
+def _every_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
+    """Yield one row for heads whose bounds go up in even steps, `64h to 64h+63`; else a row a head."""
+    rows = _in_steps([(piece.head, piece.rows) for piece in pieces])
+    columns = _in_steps([(piece.head, piece.columns) for piece in pieces if piece.columns is not None])
+    if len(pieces) == 1 or rows is None or columns is None:
+        yield from _each_head(pieces)
+    else:
+        yield text.spans(piece.head for piece in pieces), rows, columns
+
+
+def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
+    """Return the bounds of head h; empty where there are none, None where no line goes through them."""
+    if not bounds:
+        return ""
+    (first, (start, stop)), (last, (end, _)) = bounds[0], bounds[-1]
+    step = (end - start) // (last - first) if last != first else 0
+    begin, width = start - step * first, stop - start
+    if any(own != (begin + step * head, begin + step * head + width) for head, own in bounds):
+        return None
+    if not step:
+        return text.span((begin, begin + width))
+    ends = [f"{step}h+{offset}" if offset else f"{step}h" for offset in dict.fromkeys((begin, begin + width - 1))]
+    return " to ".join(ends)
 
 
 def _proof(proof: PerHeadProof) -> Paragraph:

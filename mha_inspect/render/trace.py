@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
@@ -42,7 +43,7 @@ STAGE_COLUMNS = (
 
 
 def trace_page(trace: Trace) -> Page:
-    """Return the page: how PyTorch runs it, the stages, what it returns, and the proof, which is the last line.
+    """Return the page: the stages, what is returned, how PyTorch runs it, and the proof, which is the last line.
 
     Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
     """
@@ -50,8 +51,6 @@ def trace_page(trace: Trace) -> Page:
 
 
 def _sections(trace: Trace) -> Iterator[Section]:
-    if trace.failure is None or trace.attentions:
-        yield Section((_path(trace.path),))
     if len(trace.attentions) > 1:
         yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
     yield from _in_full(trace)
@@ -63,6 +62,8 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield from _products(trace.products)
     if trace.returns:
         yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
+    if trace.failure is None or trace.attentions:
+        yield Section((_path(trace.path),), "kernels")
     if trace.masked_rows:
         yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
     if trace.ops is not None:
@@ -83,7 +84,8 @@ def _in_full(trace: Trace) -> Iterator[Section]:
     """Yield the attentions in full: those that were chosen, or else each kind once, with those that are alike."""
     several = len(trace.attentions) > 1
     groups = _alike(trace)
-    for numbers_of, attention in groups[:MOST_SHOWN] if trace.chosen is None else groups:
+    shown = groups[:MOST_SHOWN] if trace.chosen is None else groups
+    for numbers_of, attention in shown:
         title = f"attention {numbers_of[0]}" if several else "attention"
         section = _attention(attention, title, trace.environment.dtype)
         if len(numbers_of) > 1:
@@ -91,11 +93,44 @@ def _in_full(trace: Trace) -> Iterator[Section]:
             others = f"{those.format(text.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
             section = replace(section, blocks=(*section.blocks, *notes([others])))
         yield section
+    explained = next(filter(None, (tuple(_layout(attention)) for _, attention in shown)), ())
+    yield Section(tuple(Paragraph(line, "muted") for line in explained))
     if trace.chosen is None and len(groups) > MOST_SHOWN:
         rest = ", ".join(str(numbers_of[0]) for numbers_of, _ in groups[MOST_SHOWN:])
         yield Section(
             (Paragraph(f"{len(groups) - MOST_SHOWN} more that differ: see them with --attention N, N one of {rest}."),)
         )
+
+
+_NAMES = re.compile(r"\([^)]*\)|\S+")
+
+
+def _layout(attention: Attention) -> Iterator[str]:
+    """Yield what there is to say, once a page, of axes that share a dimension, and of a layout that turns."""
+    sizes = {"heads": attention.num_heads, "head_dim": attention.head_dim}
+    patterns = [(stage, _NAMES.findall(stage.axes)) for stage in attention.stages]
+    for shared in ("(batch heads)", "(heads head_dim)"):
+        found = next((s.shape[n.index(shared)] for s, n in patterns if shared in n and len(n) == len(s.shape)), None)
+        if found is not None:
+            fast = shared.strip("()").split()[1]
+            product = f"{found // sizes[fast]} × {sizes[fast]} = {found}"
+            yield f"{shared} is one axis with both in it, {fast} counting fastest: {product}."
+            break
+    turned = [stage for stage, names in patterns if _is_sequence_first(names)]
+    if turned and any(names[:1] == ["batch"] for _, names in patterns):
+        first, last = turned[0], turned[-1]
+        inside = first.op is not None and first.op.source.startswith("torch/")
+        so = "torch works sequence-first inside" if inside else "sequence-first"
+        yield (
+            f"From {first.name} to {last.name} positions stand before the batch ({so}): {text.shape(first.shape)} is "
+            f"{first.axes}."
+        )
+
+
+def _is_sequence_first(names: Sequence[str]) -> bool:
+    """Return whether positions stand before the batch."""
+    order = [name for name in re.findall(r"\w+", " ".join(names)) if name in ("query", "key", "batch")]
+    return order[:2] in (["query", "batch"], ["key", "batch"])
 
 
 def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:

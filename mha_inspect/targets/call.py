@@ -29,6 +29,10 @@ class Call:
     """Names of those among them of whose shape nobody said anything."""
     origin: str = "drawn from the seed"
     """Where those come from."""
+    batch_first: bool = True
+    """Whether sequences are `batch sequence ...`, and not `sequence batch ...`."""
+    said: tuple[str, ...] = ()
+    """What else was decided about them, as sentences."""
     without_ones: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
     """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
 
@@ -43,13 +47,13 @@ class Call:
         )
 
     @property
-    def told(self) -> str:
-        """What the forward was called with, in a sentence; empty where it takes nothing."""
+    def told(self) -> tuple[str, ...]:
+        """What the forward was called with and why, as sentences; empty where it takes nothing."""
         if not self.described:
-            return ""
+            return self.said
         were = "was" if len(self.drawn) == 1 else "were"
         drawn = f" {', '.join(self.drawn)} {were} {self.origin}." if self.drawn else ""
-        return f"The forward was called with {self.described}.{drawn}"
+        return (f"The forward was called with {self.described}.{drawn}", *self.said)
 
     @property
     def hint(self) -> str:
@@ -58,7 +62,9 @@ class Call:
         return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
 
     def _shape(self, name: str) -> str:
-        tensor: Any = self.kwargs.get(name, self.args[0] if self.args else None)
+        owner, _, key = name.partition(".")
+        tensor: Any = self.kwargs.get(owner, self.args[0] if self.args else None)
+        tensor = tensor[key] if key else tensor
         sizes = "x".join(map(str, tensor.shape))
         return f"{sizes}:{str(tensor.dtype).removeprefix('torch.')}"
 

@@ -1,4 +1,4 @@
-"""The tensors that a target is called with: what each is to be, and how it is drawn."""
+"""The tensors that a forward is called with: what each is to be, and how it is drawn."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class Plan:
 
     kind: Kind
     shape: tuple[int, ...]
+    """Batch first; a sequence is laid out as the forward takes it when it is drawn."""
     dtype: str = ""
     """Empty: that of the module's parameters; whole numbers for token ids."""
     below: int = 2
     """Token ids are drawn below this number."""
     avoid: tuple[int, ...] = ()
     """Token ids that mean something of their own, such as padding."""
+    sequence: bool = False
+    """Whether it is `batch sequence ...`, and `sequence batch ...` for a forward that takes the sequence first."""
 
 
 def generator_of(seed: int) -> torch.Generator:
@@ -37,7 +40,7 @@ def generator_of(seed: int) -> torch.Generator:
 
 
 def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """The tensor that a plan asks for: in the module's own dtype where it asks for none, on meta without content."""
+    """Draw the tensor that a plan asks for: in `own` dtype where it asks for none, on meta without content."""
     dtype = getattr(torch, plan.dtype) if plan.dtype else own
     if device.type == "meta":
         return torch.empty(plan.shape, dtype=dtype, device="meta")

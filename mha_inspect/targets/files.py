@@ -19,10 +19,14 @@ SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
 _COPIES = 3
 """A tensor as it is read, as it is laid out, and in the dtype that it is cast to."""
+_SMALL = 1 << 24
+"""Bytes for which nobody asks how much is free: that takes as long as to read them."""
 
 
 def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
     """Return the tensor in the file, or its tensors by name, on the CPU and without gradients.
+
+    Where meta is the default device they are made there, of the file's shapes and dtypes: no number is read.
 
     Raises:
         InputError: the file is absent, cannot be read, or holds something else than tensors.
@@ -40,7 +44,8 @@ def read_tensor(path: Path) -> Tensor:
 
     Raises as `read_tensors`, and `InputError` when there are several.
     """
-    content = read_tensors(path)
+    with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
+        content = read_tensors(path)
     if isinstance(content, Tensor):
         return content
     if len(content) != 1:
@@ -72,7 +77,16 @@ def _read(value: Any, name: str) -> Tensor:
         )
     if value.numel == 0:
         raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
+    if torch.get_default_device().type == "meta":
+        return torch.empty(value.shape, dtype=_dtype_of(value, name))
     return read_stored(value, name)
+
+
+def shapes_in(path: Path) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors in a file, by its header. Raises as `read_tensors`."""
+    with torch.device("meta"):
+        content = read_tensors(path)
+    return [tuple(own.shape) for own in (content.values() if isinstance(content, dict) else [content])]
 
 
 def read_stored(stored: StoredTensor, name: str) -> Tensor:
@@ -87,12 +101,9 @@ def read_stored(stored: StoredTensor, name: str) -> Tensor:
         raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
     # A stride of 0 lets a file of a few bytes claim any size: a copy of it would fill the memory.
     need = _COPIES * max(stored.nbytes, stored.span)
-    require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
-    dtype = getattr(torch, stored.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InputError(
-            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
-        )
+    if need > _SMALL:
+        require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
+    dtype = _dtype_of(stored, name)
     try:
         with opened(stored.path, "readable") as (file, _):
             data = read_exactly(file, stored.offset, stored.span)
@@ -106,3 +117,12 @@ def read_stored(stored: StoredTensor, name: str) -> Tensor:
         torch.frombuffer(data, dtype=torch.uint8).ne(0) if dtype == torch.bool else torch.frombuffer(data, dtype=dtype)
     )
     return flat.as_strided(stored.shape, stored.strides).clone(memory_format=torch.contiguous_format)
+
+
+def _dtype_of(stored: StoredTensor, name: str) -> torch.dtype:
+    dtype = getattr(torch, stored.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(
+            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
+        )
+    return dtype

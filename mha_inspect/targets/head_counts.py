@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..layers.building import blank
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec, spec_for
-from ..record.copying import copy_module
+from ..record.arguments import copy_module
 from ..record.subject import Subject
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer
@@ -68,15 +68,12 @@ def layers_with_heads(
 
 def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     """The same inputs into a layer with another head count."""
-    if base.inputs.attn_mask is not None and base.inputs.attn_mask.dim() == 3:
-        # A mask for each head: the file has to fit this count of them.
-        return load_layer(spec, inputs, base.run, base.layer)
     code = find_layer(base.layer).load()
     with blank():
         module = code.build(spec, base.run.device)
     if _shapes(module) != _shapes(base.module):
         module = code.build(spec, base.run.device)
-    return called_with(module, spec, base.run, base.inputs, base.layer)
+    return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

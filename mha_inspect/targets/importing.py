@@ -123,7 +123,9 @@ def _load_file(where: str) -> ModuleType:
     """
     if not os.path.isfile(where):
         what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
-        beside = sorted(str(path) for path in Path(where).parent.glob("*.py"))
+        if not os.access(os.path.dirname(where) or ".", os.X_OK) and os.path.isdir(os.path.dirname(where) or "."):
+            what = "cannot be read: you may not enter its folder"
+        beside = sorted(str(path) for path in Path(where).parent.glob("*.py") if str(path) != where)
         near = "" if os.path.exists(where) else did_you_mean(where, beside)
         raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
     path = Path(os.path.realpath(where))

@@ -1,12 +1,13 @@
-"""What a target's forward is called with: tensors that follow its signature, and what somebody said of them.
+"""What a forward is called with: tensors that follow its signature, and what somebody said of them.
 
-A name says what an argument is (`vocabulary`), a small run says how wide it is (`probe`). --input-shape and
---input say it outright, and come first.
+A layer of the catalog says how wide they are. Of a target a name says what an argument is (`vocabulary`), and a small
+run says how wide it is and which axis is the batch (`probe`). --input-shape and --input say it outright, and come
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
@@ -23,16 +25,32 @@ from .call import Call
 from .constructor import signature_of
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
-from .layer_inputs import require_fit
-from .masks import masks_of
-from .probe import Evidence, Probed, probe
-from .spec import InputSpec
+from .learned_masks import Learned, learn_masks
+from .masks import Masks, is_torchs, masks_of
+from .probe import Evidence, Layout, Probed, layout_of, probe
+from .spec import AttentionSpec, InputSpec, divisors
 from .target import Target
 from .values import InputShape
 from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
 
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value."""
+
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the first call of a forward showed, for another one with other sizes."""
+
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    """The arguments that are drawn without a configuration that tells what they are."""
+    configured: tuple[str, ...] = ()
+    """Those that a configuration tells about."""
+    layout: Layout | None = None
+    masks: tuple[Learned, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,25 +63,26 @@ class Asked:
     seed: int = 0
     ids: Tensor | None = None
     """Tokens of a text, `batch seq`: the forward's `input_ids`."""
+    given: Triple | None = None
+    """Query, key and value of another forward, laid out as this one takes them."""
+    blank: Tensor | None = None
+    """An attention mask of another size: one like it that bars nothing is taken."""
+    known: Known | None = None
 
 
 def make_call(target: Target, asked: Asked) -> Call:
-    """The arguments of the target's forward.
+    """Make the arguments of the target's forward.
 
     Raises:
         InputError: an argument is needed that nothing tells, or a file does not fit.
         SpecError: a name is none of the forward's, or a flag is of no use to it.
     """
-    call, other = _Maker(target, asked).call(), _without_ones(asked)
-    if other is None:
+    maker = _Maker(target, asked)
+    call, inputs = maker.call(), asked.inputs.without_ones()
+    if inputs is None or asked.shapes or asked.inputs.input is not None or asked.ids is not None:
         return call
-    return replace(call, without_ones=lambda module: _Maker(replace(target, module=module), other).call())
-
-
-def _without_ones(asked: Asked) -> Asked | None:
-    """The same with another size in the place of each that is one; None where none is, or inputs were given."""
-    inputs = None if asked.shapes or asked.inputs.input is not None else asked.inputs.without_ones()
-    return None if inputs is None else replace(asked, inputs=inputs, ids=None)
+    other = replace(asked, inputs=inputs, known=maker.known)
+    return replace(call, without_ones=lambda module: make_call(replace(target, module=module), other))
 
 
 class _Maker:
@@ -74,41 +93,46 @@ class _Maker:
         every = signature_of(self.module.forward)
         self.parameters = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self.open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in every.values())
-        self.nameless = not self.parameters and any(p.kind is Parameter.VAR_POSITIONAL for p in every.values())
-        if self.nameless:
+        if not self.parameters and any(p.kind is Parameter.VAR_POSITIONAL for p in every.values()):
             self.parameters = {"x": Parameter("x", Parameter.POSITIONAL_ONLY)}
         self.kinds = {n: kind_of(p) for n, p in self.parameters.items()}
+        self.spec = target.spec
+        if self.spec is None and type(self.module) is nn.MultiheadAttention:
+            self.spec = torch_mha.spec_of(self.module)
         floating = next((p for p in self.module.parameters() if p.is_floating_point()), None)
         self.dtype = torch.float32 if floating is None else floating.dtype
         first = next(self.module.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
-        self.batch_first = self._is_batch_first()
         self.generator = generator_of(asked.seed)
+        self.known = asked.known or Known()
+        self.batch_first = self._told_layout()
+        self.open: tuple[str, ...] = ()
+        self.said: list[str] = []
 
     def call(self) -> Call:
         """The arguments, worked out."""
         shapes = self._named(self.asked.shapes, "--input-shape")
-        given: dict[str, Any] = {**self.target.forward_settings, **self._from_file(), **self._from_text()}
+        given = {**self.target.forward_settings, **self._given(), **self._from_text()}
         twice = [name for name in shapes if name in given]
         if twice:
             raise SpecError(f"--input-shape and --input (or --set) both give {twice[0]}. Drop one of the two.")
-        needed = self._needed(given, shapes)
-        plans = {name: self._plan_of_shape(name, shapes[name]) for name in shapes}
-        plans |= self._planned([name for name in needed if name not in shapes], given, plans)
+        plans = {name: self._plan_of_shape(name, said) for name, said in shapes.items()}
+        self._say_widths(shapes)
+        plans |= self._planned(self._needed(given, shapes), given, plans)
+        self._lay_out(plans, given)
         values = {**given, **self._draw(plans, given)}
-        values |= masks_of(self.module, self.parameters, values, self.asked.inputs, self.asked.flags, self.device)
-        for name, parameter in self.parameters.items():
-            # A mask that was not given is no mask, and what the forward does without is none.
-            if parameter.default is Parameter.empty and name not in values:
-                values[name] = None
+        values |= self._masks(values)
         self._switch(values)
+        values = self._learned(self._with_none(values))
         call = self._in_order(values)
-        drawn = tuple(name for name in (*call.kwargs, *self.parameters) if name in plans)
+        drawn = tuple(name for name in self._in_their_order(plans) if name in plans)
         return replace(
-            call,
-            drawn=tuple(dict.fromkeys(drawn)),
-            guessed=tuple(dict.fromkeys(name for name in drawn if name not in shapes)),
+            call, drawn=drawn, guessed=tuple(name for name in drawn if name not in shapes), said=tuple(self.said)
         )
+
+    def _in_their_order(self, names: Iterable[str]) -> list[str]:
+        order = list(self.parameters)
+        return sorted(names, key=lambda n: order.index(n.partition(".")[0]) if n.partition(".")[0] in order else -1)
 
     # -- what was said ------------------------------------------------------------------------------------------------
 
@@ -120,7 +144,7 @@ class _Maker:
             if name == "" and not tensors:
                 raise SpecError(f"{self._owner()} takes no argument: {flag} has nothing to give a tensor to.")
             key = name or tensors[0]
-            if key not in self.parameters and not self.open_ended:
+            if key.partition(".")[0] not in self.parameters and not self.open_ended:
                 listed = ", ".join(self.parameters)
                 raise SpecError(
                     f"{flag} names {shown(key)}, which is no argument of {self._owner()}: {listed}."
@@ -129,22 +153,49 @@ class _Maker:
             named[key] = value
         return named
 
-    def _from_file(self) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
+        """Tensors out of a file, or of another forward."""
+        if self.asked.given is not None:
+            return self._in_roles(self.asked.given)
         path = self.asked.inputs.input
         if path is None:
             return {}
-        content = read_tensors(Path(path))
+        content, file = read_tensors(Path(path)), printable(path)
         held = {"": content} if isinstance(content, Tensor) else content
+        names = {"query", "key", "value"} if self.target.spec is not None else set(self.parameters)
         if len(held) == 1 and next(iter(held)) not in self.parameters:
             held = {"": next(iter(held.values()))}
-        given = self._named(held, f"{shown(str(path))}")
-        query = given.get("query")
-        if isinstance(self.module, nn.MultiheadAttention) and query is not None:
-            key = given.get("key", query)
-            inputs = replace(self.asked.inputs, unbatched=query.dim() == 2)
-            spec = torch_mha.spec_of(self.module)
-            require_fit(printable(path), (query, key, given.get("value", key)), spec, inputs)
-        return {name: self._moved(tensor) for name, tensor in given.items()}
+        if self.spec is None:
+            return {name: self._moved(tensor) for name, tensor in self._named(held, f"{shown(str(path))}").items()}
+        held = {"query": held[""]} if "" in held else held
+        if "query" not in held or not set(held) <= names:
+            listed = ", ".join(map(repr, held)) or "nothing"
+            raise InputError(
+                f"{file} holds {listed}: the names query, key and value are meant, and query must be among them."
+            )
+        query = held["query"]
+        key = held.get("key", query)
+        triple = query, key, held.get("value", key)
+        unbatched = self.asked.inputs.unbatched if self.target.spec is not None else query.dim() == 2
+        _require_fit(file, triple, self.spec, unbatched=unbatched)
+        rest = {name: self._moved(t) for name, t in held.items() if name not in ("query", "key", "value")}
+        return self._in_roles(triple) | rest
+
+    def _in_roles(self, triple: Triple) -> dict[str, Any]:
+        """Query, key and value in the arguments that they are meant for; one tensor that serves as several stays one.
+
+        Raises `InputError` where key and value are two, and the forward takes one sequence for both.
+        """
+        moved = {id(tensor): self._moved(tensor).contiguous() for tensor in triple}
+        query, key, value = (moved[id(tensor)] for tensor in triple)
+        if "value" not in self.kinds.values() and key is not value:
+            raise InputError(
+                f"{self.target.made_from} makes keys and values from the same hidden states, and this input has a key "
+                "and a value. Give one of them, or take a layer that has both: torch, split-heads, fold-heads, "
+                "per-head, narrow or wide."
+            )
+        roles = {"query": query, "hidden": query, "key": key, "value": value, "other": None if key is query else key}
+        return {name: roles[kind] for name, kind in self.kinds.items() if kind in roles}
 
     def _from_text(self) -> dict[str, Any]:
         if self.asked.ids is None:
@@ -159,7 +210,7 @@ class _Maker:
         return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
 
     def _plan_of_shape(self, name: str, said: InputShape) -> Plan:
-        kind = self.kinds.get(name, "unknown")
+        kind = self._kind(name)
         if said.dtype is None:
             return Plan(kind, said.shape, "int64" if kind == "ids" else "", self._vocabulary())
         whole = said.dtype.startswith("int")
@@ -167,50 +218,64 @@ class _Maker:
 
     # -- what is needed -----------------------------------------------------------------------------------------------
 
+    def _kind(self, name: str) -> Kind:
+        """What an argument is, or what a dictionary that is one holds under a key: `batch.input_ids`."""
+        owner, dot, key = name.partition(".")
+        if dot and owner in self.parameters:
+            return kind_of(Parameter(key, Parameter.KEYWORD_ONLY)) if key.isidentifier() else "unknown"
+        return self.kinds.get(name, "unknown")
+
     def _needed(self, given: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[str]:
         """Names of the tensors to draw."""
-        required = [n for n, p in self.parameters.items() if p.default is Parameter.empty]
-        unsaid = [n for n in required if self.kinds[n] == "setting" and n not in given and n not in shapes]
+        said = {*given, *shapes, *(name.partition(".")[0] for name in shapes)}
+        required = [n for n, p in self.parameters.items() if p.default is Parameter.empty and n not in said]
+        unsaid = [n for n in required if self.kinds[n] == "setting"]
         if unsaid:
             raise InputError(
                 f"{self._owner()} needs {unsaid[0]}, which is no tensor. Give it: --set {unsaid[0]}=VALUE."
             )
-        needed = [n for n in required if self.kinds[n] not in ("setting", "mask") and n not in given]
-        if not needed and not given and not shapes:
+        needed = [n for n in required if self.kinds[n] != "mask"]
+        if not needed and not said:
             tensors = [n for n in self.parameters if self.kinds[n] not in ("setting", "mask")]
             main = getattr(self.module, "main_input_name", None)
             needed = [main] if main in self.parameters else tensors[:1]
-        if "key_len" in self.asked.flags.given and not self._encodes_and_decodes(needed):
+        if self.asked.inputs.key_len is not None and not self._encodes_and_decodes():
             second = [n for n in self.parameters if self.kinds[n] in ("key", "value", "other")]
             if not second:
                 raise SpecError(
                     f"--key-len has nothing to set: {self._owner()} takes one sequence ({', '.join(self.parameters)})."
                 )
             others = [n for n in second if self.kinds[n] == "other"][:1] or second
-            needed += [n for n in others if n not in needed and n not in given and n not in shapes]
+            needed += [n for n in others if n not in needed and n not in said]
         return needed
 
-    def _encodes_and_decodes(self, names: list[str]) -> bool:
-        return any(plain(n) in ("tgt", "trg", "decoderinputids", "target") for n in (*names, *self.parameters))
+    def _encodes_and_decodes(self) -> bool:
+        return any(plain(n) in ("tgt", "trg", "decoderinputids", "target") for n in self.parameters)
 
     def _planned(self, names: list[str], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """Plans for the tensors that nobody said anything of."""
         from .hugging_face_inputs import is_hugging_face, plans_of
 
+        known: dict[str, Plan] = {}
         if is_hugging_face(self.module):
             free = set(self.parameters) - set(given) - set(said)
-            known = self._with_more(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
-            names = list(dict.fromkeys((*names, *known)))
-            if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
-                # A waveform is what it is for most; what takes something else says so when it runs.
-                known = {}
-        else:
-            known = {}
-        open_names = [name for name in names if name not in known]
-        plans = {name: self._first_guess(name) for name in open_names}
-        if not plans:
-            return dict(known)
-        return {**known, **self._probed(plans, given, {**said, **known})}
+            if self.asked.known is not None:
+                known = plans_of(self.module, list(self.known.configured), free, self.asked.inputs)
+            else:
+                known = self._with_more(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
+                names = list(dict.fromkeys((*names, *known)))
+                if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
+                    # A waveform is what it is for most; what takes something else says so when it runs.
+                    known = {}
+        guessed = [name for name in names if name not in known]
+        if self.spec is not None:
+            return {name: self._first_guess(name) for name in guessed}
+        if self.asked.known is not None:
+            evidence = self.known.evidence
+            return known | {n: self._corrected(n, self._first_guess(n), evidence.get(n)) for n in self.known.names}
+        plans = self._probed({n: self._first_guess(n) for n in guessed}, given, {**said, **known}) if guessed else {}
+        self.known = replace(self.known, configured=tuple(known), names=tuple(plans))
+        return known | plans
 
     def _with_more(
         self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], free: set[str]
@@ -225,18 +290,17 @@ class _Maker:
         return both if self._probe(both, given, said, whole=True).error is None else plans
 
     def _first_guess(self, name: str) -> Plan:
-        kind = self.kinds.get(name, "unknown")
+        kind = self._kind(name)
         if kind == "ids":
             return self._ids(name)
         if kind == "image":
             return self._image(None)
-        return self._sequence(kind, name, self._width(kind))
-
-    def _sequence(self, kind: Kind, name: str, width: int) -> Plan:
-        return Plan(kind, (*self._batch_and_length(name), width))
+        return Plan(kind, (*self._batch_and_length(name), self._width(kind)), sequence=self._batched)
 
     def _ids(self, name: str, vocabulary: int | None = None) -> Plan:
-        return Plan("ids", self._batch_and_length(name), "int64", vocabulary or self._vocabulary())
+        return Plan(
+            "ids", self._batch_and_length(name), "int64", vocabulary or self._vocabulary(), sequence=self._batched
+        )
 
     def _image(self, channels: int | None) -> Plan:
         known = self.target.arguments
@@ -250,22 +314,24 @@ class _Maker:
         height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
         return Plan("image", (self.asked.inputs.batch, channels, height, width))
 
+    @property
+    def _batched(self) -> bool:
+        return not self.asked.inputs.unbatched
+
     def _batch_and_length(self, name: str) -> tuple[int, ...]:
         inputs = self.asked.inputs
         key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
-        encodes = self._encodes_and_decodes([]) and plain(name) in ("src", "source", "inputids", "xids", "srcids")
-        length = key_len if self.kinds.get(name) in ("key", "value", "other") or encodes else inputs.seq_len
-        if inputs.unbatched:
-            return (length,)
-        return (inputs.batch, length) if self.batch_first else (length, inputs.batch)
+        encodes = self._encodes_and_decodes() and plain(name) in ("src", "source", "inputids", "xids", "srcids")
+        length = key_len if self._kind(name) in ("key", "value", "other") or encodes else inputs.seq_len
+        return (inputs.batch, length) if self._batched else (length,)
 
     # -- evidence -----------------------------------------------------------------------------------------------------
 
     def _probed(self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """The plans, corrected by what the module does with them."""
         # An argument of an unknown name that stands behind others may be let out, or is one that somebody must give.
-        extra = [n for n in list(plans) if self.kinds.get(n) == "unknown" and (len(plans) > 1 or said or given)]
-        extra = [n for n in extra if n != next(iter(self.parameters))]
+        extra = [n for n in list(plans) if self._kind(n) == "unknown" and (len(plans) > 1 or said or given)]
+        extra = [n for n in extra if n != next(iter(self.parameters)) and "." not in n]
         certain = {n: plan for n, plan in plans.items() if n not in extra}
         attempts = [certain, plans] if extra else [plans]
         loose = [n for n, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
@@ -276,6 +342,9 @@ class _Maker:
         best: tuple[int, dict[str, Plan], Probed] | None = None
         for attempt in attempts:
             probed = self._probe(attempt, given, said, whole=bool(extra))
+            if probed.mapping is not None:
+                rest = {n: plan for n, plan in plans.items() if n != probed.mapping}
+                return self._probed({**rest, **self._keys_of(probed.mapping, rest, given, said)}, given, said)
             known = len(probed.evidence) if probed.error is not None else len(plans) + 1
             if best is None or known > best[0]:
                 best = (known, attempt, probed)
@@ -291,17 +360,38 @@ class _Maker:
                 f"{self._owner()} needs {name}, and nothing tells what that is. "
                 f"Give it: --input-shape {name}=2x10x512:float32 with its own sizes, or --input FILE with {name} in it."
             )
+        self.known = replace(self.known, evidence=probed.evidence)
         return {name: self._corrected(name, plan, probed.evidence.get(name)) for name, plan in chosen.items()}
+
+    def _keys_of(
+        self, owner: str, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan]
+    ) -> dict[str, Plan]:
+        """Plans for what a dictionary holds that is an argument: the keys that the forward asks it for.
+
+        Raises `InputError` where it asks for none.
+        """
+        found: dict[str, Plan] = {}
+        while len(found) < _MOST_KEYS:
+            probed = self._probe({**plans, **found}, {**given, owner: {}}, said, whole=True)
+            missing = f"{owner}.{probed.missing}"
+            if probed.missing is None or missing in found:
+                break
+            found[missing] = self._first_guess(missing)
+        if not found:
+            raise InputError(
+                f"{self._owner()} takes a dictionary for {owner}, and nothing tells what is in it. Give each entry: "
+                f"--input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
+            )
+        keys = ", ".join(name.partition(".")[2] for name in found)
+        self.said.append(f"{owner} is a dictionary with {keys}: that is what the forward asks it for.")
+        return found
 
     def _probe(
         self, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], *, whole: bool
     ) -> Probed:
         state = self.generator.get_state()
-        values = {**given, **self._draw({**said, **plans}, given)}
+        values = self._with_none({**given, **self._draw({**said, **plans}, given)})
         self.generator.set_state(state)
-        for name, parameter in self.parameters.items():
-            if parameter.default is Parameter.empty:
-                values.setdefault(name, None)
         call = self._in_order(values)
         return probe(self.module, call.args, call.kwargs, {name: values[name] for name in plans}, whole=whole)
 
@@ -315,13 +405,33 @@ class _Maker:
         return replace(plan, shape=(*plan.shape[:-1], evidence.size))
 
     def _width(self, kind: Kind) -> int:
+        if self.spec is not None:
+            widths = {"key": self.spec.key_width, "other": self.spec.key_width, "value": self.spec.value_width}
+            return widths.get(kind, self.spec.embed_dim)
         flags = {"key": ("kdim", "embed_dim"), "value": ("vdim", "embed_dim"), "other": ("kdim", "embed_dim")}
         for flag in flags.get(kind, ("embed_dim",)):
             for source in (self.target.arguments, vars(self.module), _config_of(self.module)):
                 width = _first_int(source, *ALIASES[flag])
                 if width is not None:
                     return width
-        return next((m.in_features for m in self.module.modules() if isinstance(m, nn.Linear)), _UNUSUAL)
+        linears = [m for m in self.module.modules() if isinstance(m, nn.Linear)]
+        lazy = [m.out_features for m in linears if not m.in_features]
+        return next((m.in_features for m in linears if m.in_features), lazy[0] if lazy else _UNUSUAL)
+
+    def _say_widths(self, shapes: Mapping[str, InputShape]) -> None:
+        """Say that lazy layers take any width. Raises `InputError` where nothing suggests one."""
+        if shapes or self.asked.inputs.input is not None or self.asked.known is not None:
+            return
+        lazy = [module for module in self.module.modules() if any(map(is_lazy, module.parameters(recurse=False)))]
+        if not lazy or any(self._kind(n) in ("ids", "image") for n in self.parameters):
+            return
+        width, name = self._width("hidden"), next(iter(self.parameters), "x")
+        if width == _UNUSUAL:
+            raise InputError(
+                f"{self.target.name} has lazy layers ({type(lazy[0]).__name__}), which take any width, and nothing "
+                f"tells which is meant. Give it: --input-shape {name}=2x10x512 with its own sizes."
+            )
+        self.said.append(f"Its lazy layers take any width, and were given {width}: --input-shape gives another.")
 
     def _vocabulary(self) -> int:
         names = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
@@ -331,52 +441,146 @@ class _Maker:
                 return size
         return next((m.num_embeddings for m in self.module.modules() if isinstance(m, nn.Embedding)), 2)
 
-    def _is_batch_first(self) -> bool:
+    # -- layout -------------------------------------------------------------------------------------------------------
+
+    def _told_layout(self) -> bool | None:
+        """Whether the batch comes first, as was said or as the module says of itself.
+
+        None where another inside of it takes the sequence first, which says nothing of what goes into the whole.
+        """
+        inside = [getattr(module, "batch_first", None) for module in self.module.modules()]
+        own = next((one for one in inside[: None if is_torchs(self.module) else 1] if isinstance(one, bool)), None)
         if "batch_first" in self.asked.flags.given:
             return bool(self.asked.flags.values.get("batch_first", True))
-        owner = next((m for m in self.module.modules() if isinstance(getattr(m, "batch_first", None), bool)), None)
-        return True if owner is None else bool(owner.batch_first)
+        if self.known.layout is not None:
+            return self.known.layout.batch_first
+        if self.spec is not None:
+            return self.spec.batch_first
+        return own if own is not None or False in inside else True
+
+    def _lay_out(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> None:
+        """Find by what it does whether the batch comes first, where nothing tells."""
+        if self.batch_first is not None or self.device.type == "meta":
+            return
+        state = self.generator.get_state()
+        values = {**given, **self._draw(plans, given)}
+        self.generator.set_state(state)
+        names = [
+            n
+            for n, v in values.items()
+            if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask")
+        ]
+
+        def run(changed: Mapping[str, Tensor]) -> Any:
+            call = self._in_order(self._with_none({**values, **changed}))
+            with replace(call.of(self.module), seed=0, grad=False).apart() as own:
+                return own.plain()
+
+        layout = layout_of(run, {name: values[name] for name in names}) if names and self._batched else None
+        if layout is not None:
+            self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
+            axes = "batch seq" if layout.batch_first else "seq batch"
+            embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
+            self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def _draw(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors; query, key and value are one tensor where nothing tells them apart."""
         drawn: dict[str, Tensor] = {}
-        apart = "key_len" in self.asked.flags.given
+        apart = self.asked.inputs.key_len is not None
+        has_key = "key" in self.kinds.values()
         for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
-            shared = {"key": () if apart else ("query",), "value": ("key",) if apart else ("key", "query")}
-            like = next(
-                (
-                    tensor
-                    for kind in shared.get(plan.kind, ())
-                    for other, tensor in {**given, **drawn}.items()
-                    if isinstance(tensor, Tensor) and self.kinds.get(other) == kind and name not in self.asked.shapes
-                    if tensor.shape[-1] == plan.shape[-1] and tensor.dim() == len(plan.shape)
-                ),
-                None,
-            )
-            drawn[name] = draw(plan, self.dtype, self.device, self.generator) if like is None else like
+            like: Kind | None = "key" if plan.kind == "value" and has_key else "query"
+            if plan.kind not in ("key", "value") or name in self.asked.shapes or (apart and like == "query"):
+                like = None
+            same = [
+                tensor
+                for other, tensor in {**given, **drawn}.items()
+                if isinstance(tensor, Tensor) and self._kind(other) == like
+                if tensor.shape[-1] == plan.shape[-1] and tensor.dim() == len(plan.shape)
+            ]
+            if same:
+                drawn[name] = same[0]
+                continue
+            tensor = draw(plan, self.dtype, self.device, self.generator)
+            # Always drawn batch first: the content of a row does not hang on the layout.
+            turned = plan.sequence and self.batch_first is False
+            drawn[name] = tensor.transpose(0, 1).contiguous() if turned else tensor
         return drawn
 
+    def _masks(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The masks that were asked for, as far as it is known how the forward takes them."""
+        flags, inputs = self.asked.flags, self.asked.inputs
+        # Where its constructor took --causal, it has a mask of its own.
+        built_causal = any(bool(getattr(self.module, name, False)) for name in ("causal", "is_causal", "masked"))
+        causal = inputs.causal and "causal" in flags.typed and not built_causal
+        self.masks = Masks(
+            self.module,
+            self.target.masks,
+            replace(inputs, causal=causal),
+            self.dtype,
+            self.device,
+            self.batch_first is not False,
+            heads=1 if self.spec is None else self.spec.num_heads,
+            blank=self.asked.blank,
+            owner=self.target.made_from,
+        )
+        made, self.open = masks_of(self.masks, self.parameters, values)
+        return made
+
+    def _learned(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the masks whose meaning has to be learned by running the forward."""
+        if not self.open:
+            return values
+        if self.known.masks:
+            learned = tuple(one.at(self.masks) for one in self.known.masks)
+        else:
+            own = replace(self._in_order(values).of(self.module), seed=self.asked.seed, grad=False)
+            learned = learn_masks(own, self.masks, self.open)
+            self.said += [one.words for one in learned]
+        self.known = replace(self.known, masks=learned)
+        return {**values, **{one.argument: one.mask for one in learned if one.mask is not None}}
+
     def _switch(self, values: dict[str, Any]) -> None:
-        """The two switches of our own that torch's layer has."""
+        """The switches of our own that torch's layer has, and some of the others."""
         flags = self.asked.flags
-        for flag, name in (("need_weights", "need_weights"), ("average_weights", "average_attn_weights")):
+        for flag, names in (
+            ("need_weights", ("need_weights", "output_attentions")),
+            ("average_weights", ("average_attn_weights",)),
+        ):
+            name = next((name for name in names if name in self.parameters), None)
             if flag not in flags.given:
                 continue
-            if name in self.parameters:
+            if name is not None:
                 values.setdefault(name, bool(flags.values[flag]))
             elif flag in flags.typed:
-                raise SpecError(f"{self._owner()} has no argument {name}: {dashed(flag)} is of no use to it. Drop it.")
+                raise SpecError(
+                    f"{self._owner()} has no argument {names[0]}: {dashed(flag)} is of no use to it. Drop it."
+                )
+
+    def _with_none(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The values, None for what is needed and not there: a mask that was not given is no mask."""
+        needed = (n for n, p in self.parameters.items() if p.default is Parameter.empty)
+        held = {name.partition(".")[0] for name in values}
+        return {**values, **{name: None for name in needed if name not in held}}
 
     def _in_order(self, values: dict[str, Any]) -> Call:
-        ordered = {name: values[name] for name in self.parameters if name in values}
-        ordered |= {name: value for name, value in values.items() if name not in ordered}
+        folded: dict[str, Any] = {}
+        for name, value in values.items():
+            owner, dot, key = name.partition(".")
+            if dot and owner in self.parameters:
+                folded[owner] = {**(folded.get(owner) or {}), key: value}
+            elif not (value == {} and isinstance(folded.get(name), dict)):
+                folded[name] = value
+        ordered = {name: folded[name] for name in self._in_their_order(folded) if name in self.parameters}
+        ordered |= {name: value for name, value in folded.items() if name not in ordered}
         places = [n for n, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY and n in ordered]
         return Call(
             tuple(ordered[name] for name in places),
             {name: value for name, value in ordered.items() if name not in places},
             described(ordered),
+            batch_first=self.batch_first is not False,
         )
 
     def _owner(self) -> str:
@@ -385,6 +589,8 @@ class _Maker:
 
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
+_MOST_KEYS = 16
+"""Keys that a dictionary is asked for, at most."""
 
 
 def _config_of(module: nn.Module) -> dict[str, Any]:
@@ -401,3 +607,61 @@ def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     return next(
         (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
     )
+
+
+# -- out of files ------------------------------------------------------------------------------------------------------
+
+
+def _require_fit(file: str, tensors: Triple, spec: AttentionSpec, *, unbatched: bool) -> None:
+    """Raise `InputError` where the rank, width, length or dtype of query, key and value is not what the layer takes."""
+    query, key, value = tensors
+    axis = "query" if key is query else "key"
+    for name, tensor, seq, width, size_name, size in (
+        ("query", query, "query", "embed", "embed_dim", spec.embed_dim),
+        ("key", key, axis, "kdim", "kdim", spec.key_width),
+        ("value", value, axis, "vdim", "vdim", spec.value_width),
+    ):
+        said, pattern = f"{file}: {name} has shape {list(tensor.shape)}", _layout(seq, width, spec, unbatched)
+        rank = 2 if unbatched else 3
+        if tensor.dim() != rank:
+            ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
+            way_out = ways.get(tensor.dim(), f"Save it with {rank} dimensions.")
+            raise InputError(f"{said}: `{pattern}` is expected, so it must have {rank} dimensions. {way_out}")
+        if tensor.shape[-1] != size:
+            raise InputError(
+                f"{said}: `{pattern}` with {size_name} {size} is expected, so the last size must be {size}. "
+                f"Try {_width_flags(size_name, tensor.shape[-1], spec)}."
+            )
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(
+                f"{file}: {name} holds {kind} where floating-point numbers are meant. Save {name}.float()."
+            )
+    length = 0 if unbatched or not spec.batch_first else 1
+    batches = [1 if unbatched else tensor.shape[1 - length] for tensor in tensors]
+    if len(set(batches)) > 1:
+        raise InputError(
+            f"{file}: the batch sizes of query, key and value are {batches[0]}, {batches[1]} and {batches[2]}, "
+            f"and must be one number. Their axes are `{_layout('seq', 'width', spec, unbatched)}`."
+        )
+    _, keys, values = (tensor.shape[length] for tensor in tensors)
+    if keys != values:
+        raise InputError(
+            f"{file}: key has length {keys} and value {values}: "
+            f"each key needs its value. Their axes are `{_layout('key', 'width', spec, unbatched)}`."
+        )
+
+
+def _layout(seq: str, width: str, spec: AttentionSpec, unbatched: bool) -> str:
+    if unbatched:
+        return f"{seq} {width}"
+    return f"batch {seq} {width}" if spec.batch_first else f"{seq} batch {width}"
+
+
+def _width_flags(size_name: str, width: int, spec: AttentionSpec) -> str:
+    """The flags under which a tensor of this width would fit."""
+    if size_name != "embed_dim":
+        return f"--{size_name} {width}"
+    if width % spec.num_heads == 0:
+        return f"--embed-dim {width}"
+    return f"--embed-dim {width} --num-heads {max(n for n in divisors(width) if n <= spec.num_heads)}"

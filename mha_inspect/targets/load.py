@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec
-from ..record.copying import copy_module
+from ..record.arguments import copy_module
 from ..record.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .device import resolve
-from .inputs import Asked, make_call
-from .layer_inputs import Inputs, arguments_of, make_inputs
+from .files import read_tensor, shapes_in
+from .inputs import Asked, Triple, make_call
+from .pairing import layer_inputs
 from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from .spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from .target import Target
+from .vocabulary import Flags
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,28 @@ class Layer(Subject):
     layer: str
     spec: AttentionSpec
     run: RunSpec
-    inputs: Inputs
+    inputs: InputSpec
+
+    @property
+    def tensors(self) -> Triple:
+        """Query, key and value, laid out as the layer takes them."""
+        return layer_inputs(self.module, Call(self.args, self.kwargs, ""))
 
     def small(self) -> Layer:
         """Return the same layer with little input: enough to see where its weights are."""
         asked = InputSpec(batch=1 if self.inputs.unbatched else 2, seq_len=3, unbatched=self.inputs.unbatched)
-        return called_with(self.module, self.spec, self.run, make_inputs(self.spec, asked, self.run), self.layer)
+        return called_with(self.module, self.spec, asked, self.run, self.layer)
 
 
 def load_layer(
-    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch", room: Room | None = None
+    spec: AttentionSpec,
+    inputs: InputSpec,
+    run: RunSpec,
+    layer: str = "torch",
+    room: Room | None = None,
+    given: Triple | None = None,
 ) -> Layer:
-    """Build a layer of the catalog, and make its inputs.
+    """Build a layer of the catalog, and make its inputs, or take query, key and value as they are `given`.
 
     Raises:
         SpecError: the layer is unknown, or has no use for a setting.
@@ -54,66 +66,79 @@ def load_layer(
     kind = find_layer(layer)
     spec = own_spec(kind, spec)
     check_settings(kind, spec, inputs, run)
+    resolve(run.device, spec.dtype)
     if room is not None:
-        resolve(run.device, spec.dtype)
         room.require(plan_layer(spec, inputs, run, layer))
-    made = make_inputs(spec, inputs, run)
-    return called_with(kind.load().build(spec, run.device), spec, run, made, layer)
+    return called_with(kind.load().build(spec, run.device), spec, inputs, run, layer, given)
 
 
-def called_with(module: nn.Module, spec: AttentionSpec, run: RunSpec, inputs: Inputs, layer: str) -> Layer:
-    """A layer that was built from this spec, with these inputs."""
-    args, kwargs = arguments_of(module, layer, inputs, run)
-    return Layer(
+def called_with(
+    module: nn.Module,
+    spec: AttentionSpec,
+    inputs: InputSpec,
+    run: RunSpec,
+    layer: str,
+    given: Triple | None = None,
+    blank: Tensor | None = None,
+) -> Layer:
+    """Return a layer that was built from this spec, with inputs; `blank` stands for a mask that bars nothing."""
+    switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
+    asked = Asked(
+        inputs,
+        Flags(switches, frozenset(switches), frozenset({"causal"})),
+        seed=spec.seed,
+        given=given,
+        blank=blank,
+    )
+    call = make_call(Target(module, layer, {}, spec=spec, masks=find_layer(layer).masks), asked)
+    own = Layer(
         module,
-        args,
-        kwargs,
+        call.args,
+        call.kwargs,
         label=layer,
         made_with=plain_fields(spec),
         seed=spec.seed,
         grad=run.grad,
-        without_ones=_without_ones(spec, run, inputs, layer),
         layer=layer,
         spec=spec,
         run=run,
         inputs=inputs,
     )
+    return replace(own, without_ones=_without_ones(own))
 
 
-def _without_ones(spec: AttentionSpec, run: RunSpec, real: Inputs, layer: str) -> Callable[[nn.Module], Layer] | None:
+def _without_ones(own: Layer) -> Callable[[nn.Module], Layer] | None:
     """Make what runs a copy of the module on the same kind of inputs at small sizes, of which none is one.
 
     Where a size of the layer itself is one, another layer of its kind is built. None where no size is one.
     """
+    spec, unbatched = own.spec, own.inputs.unbatched
+    query, key, value = own.tensors
     own_ones = 1 in (spec.num_heads, int(spec.head_dim), spec.embed_dim, spec.key_width, spec.value_width)
-    if not own_ones and 1 not in (0 if real.unbatched else real.batch, real.query_len, real.key_len):
+    if not own_ones and 1 not in (*query.shape[:-1], *key.shape[:-1]):
         return None
-    cross = real.key is not real.query or real.query_len != real.key_len
     asked = InputSpec(
-        batch=1 if real.unbatched else 7,
+        batch=1 if unbatched else 7,
         seq_len=11,
-        key_len=13 if cross else None,
-        unbatched=real.unbatched,
-        padding=() if real.key_padding_mask is None else (2,),
+        key_len=13 if key is not query or query.shape != key.shape else None,
+        unbatched=unbatched,
+        padding=(2,) if own.inputs.padding else (),
     )
 
     def make(module: nn.Module) -> Layer:
         weight = next(module.parameters())
-        own = replace(spec, dtype=next(name for name in DTYPES if getattr(torch, name) == weight.dtype))
-        there = replace(run, device=str(weight.device))
+        small = replace(spec, dtype=next(name for name in DTYPES if getattr(torch, name) == weight.dtype))
+        there = replace(own.run, device=str(weight.device))
         if own_ones:
-            own = _small(own)
-            module = find_layer(layer).load().build(own, there.device)
-        inputs = make_inputs(own, asked, there)
-        if real.value is not real.key and inputs.value is inputs.key:
-            inputs = replace(inputs, value=inputs.value.clone())
-        if real.attn_mask is not None:
-            shape: tuple[int, ...] = (inputs.query_len, inputs.key_len)
-            if real.attn_mask.dim() == 3:
-                shape = (inputs.batch * own.num_heads, *shape)
-            dtype = torch.bool if real.attn_mask.dtype == torch.bool else weight.dtype
-            inputs = replace(inputs, attn_mask=torch.zeros(shape, dtype=dtype, device=weight.device))
-        return called_with(module, own, there, inputs, layer)
+            small = _small(small)
+            module = find_layer(own.layer).load().build(small, there.device)
+        blank = torch.zeros(1, 1, dtype=torch.bool) if own.inputs.causal else None
+        blank = blank if own.inputs.attn_mask is None else read_tensor(own.inputs.attn_mask)
+        made = called_with(module, small, asked, there, own.layer, blank=blank)
+        q, k, v = made.tensors
+        if value is key or v is not k:
+            return made
+        return called_with(module, small, asked, there, own.layer, (q, k, v.clone()), blank)
 
     return make
 
@@ -140,15 +165,17 @@ def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     """Plan the run of a layer of the catalog before anything of it is made."""
 
     def on_meta(seq_len: int | None) -> Subject:
-        asked = replace(inputs, input=None)
-        asked = asked if seq_len is None else replace(asked, seq_len=seq_len, padding=())
-        return load_layer(spec, asked, replace(run, device="meta"), layer)
+        asked = inputs if seq_len is None else replace(inputs, seq_len=seq_len, padding=())
+        with torch.device("meta"):
+            return load_layer(spec, asked, replace(run, device="meta"), layer)
 
+    length, rows = _extent(inputs, [])
+    sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
     return Planned(
         on_meta,
         torch.device(run.device),
-        rough_need_of_layer(spec, inputs),
-        f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}",
+        rough_need_of_layer(spec, replace(inputs, batch=-(-rows // length), seq_len=length)),
+        sizes if inputs.input is None else "",
         inputs.seq_len if inputs.input is None and inputs.attn_mask is None else 0,
         held=HELD,
         smaller="Try a smaller batch or embed_dim.",
@@ -192,11 +219,17 @@ def call_target(
     return call
 
 
+def _extent(inputs: InputSpec, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Return the longest sequence that is asked for, and the rows of all, or more: a file has its own length."""
+    if inputs.input is not None:
+        shapes = [*shapes, *(shape[:-1] if len(shape) > 2 else shape for shape in shapes_in(inputs.input))]
+    length = max(inputs.seq_len, inputs.key_len or 0, *(max(shape, default=1) for shape in shapes), 1)
+    return length, max(inputs.batch * length, *map(prod, shapes), 1)
+
+
 def plan_call(target: Target, asked: Asked) -> Planned:
     """Plan one run of a target, before its inputs are made."""
-    shapes = [shape.shape for shape in asked.shapes.values()]
-    length = max(asked.inputs.seq_len, asked.inputs.key_len or 0, *map(max, shapes), 1)
-    rows = max(asked.inputs.batch * length, *map(prod, shapes), 1)
+    length, rows = _extent(asked.inputs, [shape.shape for shape in asked.shapes.values()])
     first = next(target.module.parameters(), None)
     empty: list[Target] = []
 
@@ -224,7 +257,7 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
         call.of(target.module),
         label=target.name,
         made_with=target.passed,
-        notes=(*target.notes, *filter(None, [call.told])),
+        notes=(*target.notes, *call.told),
         hint=call.hint,
         seed=seed,
         grad=grad,

@@ -17,12 +17,13 @@ from ..text import printable
 from .files import read_tensor
 from .hugging_face_inputs import is_hugging_face
 from .spec import InputSpec
-from .vocabulary import Flags, plain
+from .vocabulary import kind_of, plain
 
 if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
 
-_ATTENTION_MASKS = ("attnmask", "attentionmask", "mask", "srcmask", "bias", "attnbias")
+_OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
+"""Names of masks of scores, the most telling first."""
 _CAUSAL = ("iscausal", "causal")
 
 
@@ -189,93 +190,117 @@ def in_style(mask: Tensor | None, style: MaskStyle, dtype: torch.dtype, layer: s
     return mask.to(dtype).clamp(min=blocked)
 
 
+@dataclass(frozen=True)
+class Masks:
+    """The masks that were asked for, and the forward that is to take them."""
+
+    module: nn.Module
+    style: MaskStyle | None
+    """How a layer of the catalog takes them; None for any other module."""
+    inputs: InputSpec
+    dtype: torch.dtype
+    device: torch.device
+    batch_first: bool
+    heads: int = 1
+    blank: Tensor | None = None
+    """A mask of another size, in the place of which one that bars nothing is taken."""
+    owner: str = ""
+    """What messages call the module."""
+
+    @property
+    def forward(self) -> str:
+        """What messages call the forward."""
+        return f"{type(self.module).__qualname__}.forward"
+
+    def pair(self, query: Tensor, key: Tensor, padded: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the mask of scores between query and key, and that of padded keys; each None where none is asked."""
+        unbatched = query.dim() == 2
+        length = 0 if unbatched or not self.batch_first else 1
+        batch = 1 if unbatched else query.shape[1 - length]
+        inputs = replace(self.inputs, unbatched=True, batch=1) if unbatched else self.inputs
+        sizes = MaskSizes(batch, self.heads, query.shape[length], key.shape[length])
+        if self.blank is None:
+            scores = attention_mask(inputs, sizes, self.dtype, self.device)
+        else:
+            shape = (batch * self.heads, sizes.query, sizes.key)[3 - self.blank.dim() :]
+            dtype = torch.bool if self.blank.dtype == torch.bool else self.dtype
+            scores = torch.zeros(shape, dtype=dtype, device=self.device)
+        return scores, padding_mask(inputs, batch, padded.shape[length], self.device)
+
+
 def masks_of(
-    module: nn.Module,
-    parameters: Mapping[str, Parameter],
-    values: Mapping[str, Any],
-    inputs: InputSpec,
-    flags: Flags,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the masks that were asked for, by the names of a forward's arguments: those that it is known to take.
+    asked: Masks, parameters: Mapping[str, Parameter], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the masks by the names of a forward's arguments, and the flags for which nothing tells how it takes them.
 
     Raises:
-        SpecError: the forward takes no such mask, or nothing says what its masks mean.
+        SpecError: the forward takes no such mask.
         InputError: a file does not fit.
     """
-    names = {plain(name): name for name in parameters}
-    # Where its constructor took --causal, it has a mask of its own.
-    built_causal = any(bool(getattr(module, name, False)) for name in ("causal", "is_causal", "masked"))
-    causal = inputs.causal and "causal" in flags.typed and not built_causal
-    name = next((names[word] for word in _ATTENTION_MASKS if word in names), None)
-    takes_any = any("mask" in word or word in (*_ATTENTION_MASKS, *_CAUSAL) for word in names)
-    asked = {
-        "--attn-mask": (inputs.attn_mask, name),
-        "--causal": (causal, takes_any),
-        "--padding": (inputs.padding, takes_any),
-    }
-    for flag, (wanted, taken) in asked.items():
-        if wanted and not taken:
+    inputs, names = asked.inputs, {plain(name): name for name in parameters}
+    tensors = {name: values[name] for name in parameters if isinstance(values.get(name), Tensor)}
+    if asked.style is not None:
+        query = next(iter(tensors.values()))
+        other = next((t for n, t in tensors.items() if kind_of(parameters[n]) in ("key", "other")), query)
+        pair = asked.pair(query, other, other)
+        if asked.style == "apart":
+            return dict(zip(("attn_mask", "key_padding_mask"), apart(*pair), strict=True)), ()
+        mask = merged(*pair, None if inputs.unbatched else query.shape[0])
+        own = next(name for name, parameter in parameters.items() if kind_of(parameter) == "mask")
+        return {own: in_style(mask, asked.style, query.dtype, asked.owner)}, ()
+    of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
+    taken = [name for word, name in names.items() if "mask" in word or word in (*_OF_SCORES, *_CAUSAL)]
+    for flag, is_asked, is_taken in (
+        ("--attn-mask", inputs.attn_mask is not None, of_scores is not None),
+        ("--causal", inputs.causal, bool(taken)),
+        ("--padding", bool(inputs.padding), bool(taken)),
+    ):
+        if is_asked and not is_taken:
             listed = ", ".join(parameters)
-            raise SpecError(f"{_owner(module)} takes no mask: its arguments are {listed}. Drop {flag}.")
-    first = next((p for p in module.parameters() if p.is_floating_point()), None)
-    dtype = torch.float32 if first is None else first.dtype
-    if not any(wanted for wanted, _ in asked.values()):
-        return {}
-    if type(module).__module__.startswith("torch.nn."):
-        sizes = _sizes(module, values)
-        mask = attention_mask(replace(inputs, causal=causal), sizes, dtype, device)
-        return _of_torchs(module, names, apart(mask, padding_mask(inputs, sizes.batch, sizes.key, device)))
-    masks: dict[str, Any] = {}
-    if inputs.attn_mask is not None and name is not None:
-        mask = read_tensor(inputs.attn_mask).to(device)
-        masks[name] = mask.to(dtype) if mask.is_floating_point() else mask
-    if causal:
-        masks[_needed(module, names, _CAUSAL, "--causal")] = True
-    if inputs.padding:
-        own = _needed(module, names, ("attentionmask",) if is_hugging_face(module) else (), "--padding")
+            raise SpecError(f"{asked.forward} takes no mask: its arguments are {listed}. Drop {flag}.")
+    if inputs.attn_mask is None and not inputs.causal and not inputs.padding:
+        return {}, ()
+    if is_torchs(asked.module) and tensors:
+        return _of_torchs(asked, names, tensors)
+    made: dict[str, Any] = {}
+    if inputs.attn_mask is not None and of_scores is not None:
+        mask = read_tensor(inputs.attn_mask).to(asked.device)
+        made[of_scores] = mask.to(asked.dtype) if mask.is_floating_point() else mask
+    switch = next((names[word] for word in _CAUSAL if word in names), None)
+    if inputs.causal and switch is not None:
+        made[switch] = True
+    is_open = inputs.causal and switch is None
+    # Where the causal mask is to be learned too, both may have to go into one argument.
+    is_padded = bool(inputs.padding) and is_hugging_face(asked.module) and "attentionmask" in names and not is_open
+    if is_padded:
         key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
-        padded = padding_mask(inputs, inputs.batch, key_len, device)
-        masks[own] = None if padded is None else (~padded).long()
-    return masks
+        padded = padding_mask(inputs, inputs.batch, key_len, asked.device)
+        assert padded is not None
+        made[names["attentionmask"]] = (~padded).long()
+    left = {"--causal": is_open, "--padding": bool(inputs.padding) and not is_padded}
+    return made, tuple(flag for flag, is_left in left.items() if is_left)
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Return whether a module is one of torch's own."""
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _of_torchs(
-    module: nn.Module, names: Mapping[str, str], masks: tuple[Tensor | None, Tensor | None]
-) -> dict[str, Any]:
-    """The masks of one of torch's own modules, which mean what `nn.MultiheadAttention` says."""
-    of_scores, of_keys = ("attnmask", "srcmask", "mask", "tgtmask"), ("keypaddingmask", "srckeypaddingmask")
-    flags = ("--causal", "--padding")
-    return {
-        _needed(module, names, words, flag): mask
-        for words, flag, mask in zip((of_scores, of_keys), flags, masks, strict=True)
-        if mask is not None
-    }
+    asked: Masks, names: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The masks of one of torch's own modules, which mean what `nn.MultiheadAttention` says.
 
-
-def _needed(module: nn.Module, names: Mapping[str, str], words: tuple[str, ...], flag: str) -> str:
-    """The argument of one of these names. Raises `SpecError` where there is none."""
-    name = next((names[word] for word in words if word in names), None)
-    if name is None:
-        give = "--attn-mask FILE, or " if flag == "--causal" else ""
-        raise SpecError(
-            f"{_owner(module)} does not say what its mask means, so {flag} cannot make one. Give it as it takes it: "
-            f"{give}--input FILE with the mask by name."
-        )
-    return name
-
-
-def _owner(module: nn.Module) -> str:
-    return f"{type(module).__qualname__}.forward"
-
-
-def _sizes(module: nn.Module, values: Mapping[str, Any]) -> MaskSizes:
-    """The sizes of a call of one of torch's own modules."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    query = next(iter(tensors.values()))
-    key = tensors.get("key", query)
-    layout = next((m.batch_first for m in module.modules() if isinstance(getattr(m, "batch_first", None), bool)), True)
-    length = 0 if query.dim() == 2 or not layout else 1
-    heads = next((m.num_heads for m in module.modules() if isinstance(m, nn.MultiheadAttention)), 1)
-    batch = 1 if query.dim() == 2 else query.shape[1 - length]
-    return MaskSizes(batch, heads, query.shape[length], key.shape[length])
+    Of a decoder they are those of its attention to itself; what an encoder gave is what has padding.
+    """
+    query = tensors.get("tgt", next(iter(tensors.values())))
+    key = query if "tgt" in tensors else tensors.get("key", query)
+    source = tensors.get("src", tensors.get("memory", key))
+    scores, padded = apart(*asked.pair(query, key, source))
+    made: dict[str, Any] = {}
+    if scores is not None:
+        made[next(names[word] for word in _OF_SCORES if word in names)] = scores
+    if padded is not None:
+        own = [word for word in ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask") if word in names]
+        made |= {names[word]: padded for word in own}
+    return made, ()

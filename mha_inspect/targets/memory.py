@@ -8,11 +8,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import DoesNotFitError
+from ..errors import DoesNotFitError, InputError
 from ..text import byte_size, message_of
 
 if TYPE_CHECKING:
     import torch
+
+
+_TO_LOAD = 768 * 2**20
+"""Address space that torch takes while it is loaded, before it computes anything."""
+
+
+def require_loadable() -> None:
+    """Let it pass where torch can be loaded: it ends the process in C where it cannot, and no error can be caught.
+
+    Raises:
+        DoesNotFitError: a limit (ulimit -v) leaves less address space than it takes.
+        InputError: the working folder is gone, which its libraries are looked up from.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        raise InputError(
+            "the working folder is gone, and torch cannot be loaded without one. Go to another one: cd ~"
+        ) from None
+    if "torch" in sys.modules or sys.platform != "linux":
+        return
+    from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+
+    limit, _ = getrlimit(RLIMIT_AS)
+    used = _field(Path("/proc/self/status"), "VmSize:")
+    if limit != RLIM_INFINITY and used is not None and limit - used * 1024 < _TO_LOAD:
+        raise DoesNotFitError(
+            f"torch takes {byte_size(_TO_LOAD)} of address space to load, and a limit leaves "
+            f"{byte_size(max(0, limit - used * 1024))}. Raise it: ulimit -v unlimited"
+        )
 
 
 def free_memory(device: torch.device | str) -> int | None:
@@ -114,8 +144,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # On the CPU torch has no class of its own for it.
     text = message_of(error)
-    said = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
-    return isinstance(error, RuntimeError) and any(words in text for words in said)
+    said = [
+        *("not enough memory", "can't allocate memory", "Storage size calculation overflowed"),
+        *("failed to map segment", "cannot allocate memory", "Cannot allocate memory"),  # of a library to be loaded
+    ]
+    return isinstance(error, (RuntimeError, ImportError, OSError)) and any(words in text for words in said)
 
 
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:

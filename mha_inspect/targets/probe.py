@@ -1,7 +1,8 @@
-"""What a module does first with each of its arguments, seen by running it once.
+"""What a module does with its arguments, seen by running it.
 
 A matrix that multiplies an argument tells its width, an embedding that it holds token ids, a convolution that it is
 an image. Where the width is not what was tried, the run goes on with one that fits, so that one run tells of all.
+Which axis is the batch is seen by changing one row of it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..record.arguments import tensors_in
 from ..record.subject import Subject
 from .memory import is_out_of_memory
 
@@ -36,10 +38,36 @@ class Probed:
     evidence: Mapping[str, Evidence]
     error: Exception | None
     """What ended the run, where it did not end by itself."""
+    mapping: str | None = None
+    """The argument that was used as a dictionary."""
+
+    @property
+    def missing(self) -> str | None:
+        """The key that a dictionary was asked for and does not have."""
+        return self.error.key if isinstance(self.error, _NoEntryError) else None
 
 
 class _EnoughError(BaseException):
     """Every argument is known: the rest of the run tells nothing more."""
+
+
+class _NoEntryError(KeyError):
+    """A dictionary has no entry under this key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class _Entries(dict[str, Any]):
+    """A dictionary that says what it was asked for."""
+
+    def __missing__(self, key: str) -> Any:
+        raise _NoEntryError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The entry, as a forward asks for one that it may do without: of a mask that is so."""
+        return default if key not in self and ("mask" in key or default is not None) else self[key]
 
 
 _ELEMENTWISE = frozenset(
@@ -52,6 +80,8 @@ _MOVES = _ELEMENTWISE | {
 }  # fmt: skip
 """Functions that leave the width of a tensor what it is."""
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
+_OF_MAPPINGS = frozenset({"get", "keys", "items", "values"})
+"""Methods of a dictionary that no tensor has."""
 
 
 def probe(
@@ -72,28 +102,33 @@ def probe(
         whole: whether to run to the end also when all of them are known.
     """
     watch = _Watch(named, whole=whole)
+    kwargs = {name: _Entries(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
     error: Exception | None = None
     try:
-        with torch.no_grad(), Subject(module, args, dict(kwargs)).apart() as own, watch:
-            own.module(*own.args, **own.kwargs)
+        with torch.no_grad(), Subject(module, (), {}).apart() as own, watch:
+            own.module(*args, **kwargs)
     except _EnoughError:
         pass
     except Exception as raised:
         if is_out_of_memory(raised):
             raise
         error = raised
-    return Probed(watch.evidence, error)
+    mapping = watch.mapping
+    if isinstance(error, AttributeError) and error.name in _OF_MAPPINGS:
+        mapping = next((name for name, tensor in named.items() if tensor is error.obj), None)
+    return Probed(watch.evidence, error, mapping)
 
 
 class _Watch(TorchFunctionMode):
     """Looks at every function of torch that is called with one of the arguments."""
 
-    def __init__(self, named: Mapping[str, torch.Tensor], *, whole: bool) -> None:
+    def __init__(self, named: Mapping[str, Tensor], *, whole: bool) -> None:
         super().__init__()
         self.evidence: dict[str, Evidence] = {}
+        self.mapping: str | None = None
         self._open = set(named)
         self._whole = whole
-        self._alive: list[torch.Tensor] = list(named.values())
+        self._alive: list[Tensor] = list(named.values())
         # Each tensor that is an argument, or one only moved: its name, and the dimension that holds its width.
         self._known: dict[int, tuple[str, int]] = {}
         for name, tensor in named.items():
@@ -108,34 +143,37 @@ class _Watch(TorchFunctionMode):
         """Take the evidence of one call, and make the call with arguments that fit."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        flat = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        flat = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         ours = next((value for value in flat if id(value) in self._known), None)
         if ours is None:
             return func(*args, **kwargs)
+        if name == "__getitem__" and len(args) > 1 and isinstance(args[1], str):
+            self.mapping = self._known[id(ours)][0]
+            raise _EnoughError
         args, kwargs = self._look(name, args, kwargs, ours)
         result = func(*args, **kwargs)
         if name in _MOVES:
             self._follow(ours, result)
         return result
 
-    def _follow(self, source: torch.Tensor, result: Any) -> None:
+    def _follow(self, source: Tensor, result: Any) -> None:
         known, place = self._known[id(source)]
         width = source.shape[place]
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._known:
+            if isinstance(tensor, Tensor) and id(tensor) not in self._known:
                 places = [at for at, size in enumerate(tensor.shape) if size == width]
                 if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
                     self._known[id(tensor)] = (known, places[-1])
                     self._alive.append(tensor)
 
     def _look(
-        self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: torch.Tensor
+        self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take the evidence; the arguments with a fitting tensor in the place of ours."""
         if func == "multi_head_attention_forward":
             return self._whole_attention(args, kwargs)
         name, place = self._known[id(ours)]
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         others = [value for value in tensors if value is not ours]
         last = place == ours.dim() - 1
         wanted: int | None = None
@@ -200,7 +238,7 @@ class _Watch(TorchFunctionMode):
             raise _EnoughError
 
 
-def _einsum_width(args: tuple[Any, ...], ours: torch.Tensor) -> int | None:
+def _einsum_width(args: tuple[Any, ...], ours: Tensor) -> int | None:
     """The size that the other operands give to the letter of our last dimension."""
     if not args or not isinstance(args[0], str):
         return None
@@ -214,7 +252,7 @@ def _einsum_width(args: tuple[Any, ...], ours: torch.Tensor) -> int | None:
 
 
 def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], ours: torch.Tensor, other: torch.Tensor
+    args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor, other: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def swap(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(item is ours for item in value):
@@ -222,3 +260,103 @@ def _replaced(
         return other if value is ours else value
 
     return tuple(swap(value) for value in args), {name: swap(value) for name, value in kwargs.items()}
+
+
+# -- which axis is the batch -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Whether the batch comes first in what goes in, and how that is known."""
+
+    batch_first: bool
+    why: str
+    """The end of a sentence."""
+
+
+_NEAR = 1e-4
+"""Outputs that are as near as this, beside the largest, are the same."""
+
+
+def layout_of(run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor]) -> Layout | None:
+    """Tell which of the first two axes of the inputs is the batch, from how the output follows them at small sizes.
+
+    Args:
+        run: runs the forward with other inputs.
+        tensors: the inputs, batch first where nobody said how they are laid out.
+
+    None where the forward does not take such inputs, or its output follows neither axis.
+    """
+    first, second = next(iter(tensors.values())).shape[:2]
+    # Some take one length alone.
+    tries = dict.fromkeys(((3, 5), (3, second), (second, 3), (first, 3)))
+    return next(filter(None, (_layout_at(run, tensors, sizes) for sizes in tries if sizes[0] != sizes[1])), None)
+
+
+def _layout_at(
+    run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor], sizes: tuple[int, int]
+) -> Layout | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    inputs = {name: _like(tensor, sizes, generator) for name, tensor in tensors.items()}
+    try:
+        output = _output(run(inputs))
+        places = [[at for at, one in enumerate(output.shape[: max(1, output.dim() - 1)]) if one == n] for n in sizes]
+        if [len(place) for place in places] in ([1, 0], [0, 1]):
+            first = bool(places[0])
+            kept, gone = ("first", "second") if first else ("second", "first")
+            return Layout(first, f"the output keeps its {kept} axis, and not its {gone}.")
+        if [len(place) for place in places] != [1, 1]:
+            return None
+        limit = _NEAR * float(output.abs().max())
+
+        def leaks(axis: int) -> bool:
+            """Whether what stands at one place of an axis moves outputs at others."""
+            changed = _output(run({name: _changed(tensor, axis) for name, tensor in inputs.items()}))
+            rest = (changed - output).abs().narrow(places[axis][0], 0, sizes[axis] - 1)
+            return bool((rest > limit).any())
+
+        def counts(axis: int) -> bool:
+            """Whether it matters at which place of an axis something stands."""
+            turned = _output(run({name: tensor.flip(axis) for name, tensor in inputs.items()}))
+            return bool(((turned.flip(places[axis][0]) - output).abs() > limit).any())
+
+        moves, matters = (leaks(0), leaks(1)), (counts(0), counts(1))
+    except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
+        return None
+    mistaken = (
+        " A change in one row of the batch moves other rows all the same: is batch_first=True missing? --seq-first "
+        "lays it out the other way."
+    )
+    if matters[0] != matters[1]:
+        axis = "second" if matters[1] else "first"
+        why = f"it matters where a token stands along its {axis} axis alone."
+        return Layout(matters[1], why + (mistaken if matters[1] and moves == (True, False) else ""))
+    if moves == (True, False):
+        if not any(tensor.is_floating_point() for tensor in tensors.values()):
+            return Layout(True, f"so token ids come.{mistaken}")
+        way = "--batch-first lays it out the other way."
+        return Layout(False, f"what stands along its first axis meets, as a sequence does. {way}")
+    return Layout(True, "what stands along its second axis meets, as a sequence does.") if moves[1] else None
+
+
+def _output(returned: Any) -> Tensor:
+    """The first tensor of numbers that a forward returned, in float64."""
+    return next(t for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()).detach().double()
+
+
+def _like(tensor: Tensor, sizes: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """A tensor of the same kind with other sizes in its first two axes."""
+    shape = (*sizes, *tensor.shape[2:])
+    if tensor.is_floating_point():
+        drawn = torch.randn(shape, generator=generator)
+    else:
+        drawn = torch.randint(0, int(tensor.max()) + 1, shape, generator=generator)
+    return drawn.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def _changed(tensor: Tensor, axis: int) -> Tensor:
+    """The same with something else at the last place of an axis."""
+    other = tensor.clone()
+    last = other.select(axis, -1)
+    last.copy_(0.5 - last if tensor.is_floating_point() else (last + 1) % (int(tensor.max()) + 1))
+    return other

@@ -96,6 +96,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
         described({name: value for name, value in kept.items() if value is not None}),
         drawn=tuple(n for n in tensors if kind_of(parameters.get(n, unknown)) not in ("mask", "setting")),
         origin=origin,
+        batch_first=next((b for m in module.modules() if isinstance(b := getattr(m, "batch_first", None), bool)), True),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
+from ..layers.catalog import MaskStyle
 from ..record.subject import seed_everything
 from ..text import shown
 from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
@@ -21,6 +22,7 @@ from .device import resolve
 from .importing import in_one_line, load_object
 from .memory import is_out_of_memory
 from .room import of_bounded_number, with_room
+from .spec import AttentionSpec
 from .values import convert
 from .vocabulary import Flags, dashed
 
@@ -60,6 +62,10 @@ class Target:
     """Every argument of its constructor, defaults included."""
     forward_settings: dict[str, Any] = field(default_factory=dict)
     """What --set gave for arguments of the forward."""
+    spec: AttentionSpec | None = None
+    """The sizes of a layer of the catalog, which are known before it runs."""
+    masks: MaskStyle | None = None
+    """How a layer of the catalog takes its masks."""
 
     @property
     def name(self) -> str:

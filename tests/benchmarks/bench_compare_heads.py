@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.compare_heads import compare_heads
-from mha_inspect.record.rounding import float64_output
 from mha_inspect.record.subject import Subject
 from mha_inspect.targets.head_counts import layers_by_name, modules_with_heads
 
@@ -43,7 +42,7 @@ def test_compare_heads(side_by_side, made):
         with torch.no_grad():
             for own in plain:
                 own.module(*own.args, **own.kwargs)
-        float64_output(plain[0].module, plain[0].args, plain[0].kwargs)
+        plain[0].copied(torch.float64).plain()
 
     side_by_side(
         f"compare-heads over {len(_COUNTS)} counts, {made.__name__.strip('_')}",

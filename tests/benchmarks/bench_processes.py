@@ -19,7 +19,9 @@ with torch.no_grad():
 
 def _run(*command: str, **variables: str) -> None:
     """Run in a pipe and read the answer; whether it succeeds is not the question here."""
-    subprocess.run(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    # Sources are compiled once, as where they are installed.
+    around = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(command, env={**around, **variables}, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,100 @@ def test_a_configuration_that_is_none(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError):
         read_config(tmp_path / "config.json", "hf:x")
+
+
+@posix
+def test_an_export_to_a_pipe_that_nobody_reads_is_not_waited_for(invoke, tmp_path):
+    os.mkfifo(tmp_path / "x.json")
+    code, out, err = invoke("layers", "--export", str(tmp_path / "x.json"))
+    assert code == 2
+    assert out
+    assert "could not be written: No such device or address" in err
+
+
+@posix
+def test_an_export_to_a_pipe_that_somebody_reads(invoke, tmp_path):
+    os.mkfifo(tmp_path / "x.txt")
+    reader = os.open(tmp_path / "x.txt", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        code, out, _ = invoke("layers", "--export", str(tmp_path / "x.txt"))
+        assert code == 0
+        assert os.read(reader, 1 << 20).decode() == out
+    finally:
+        os.close(reader)
+
+
+@posix
+def test_an_export_to_a_link_that_leads_to_itself(invoke, tmp_path):
+    link = tmp_path / "x.json"
+    link.symlink_to(link)
+    code, out, err = invoke("layers", "--export", str(link))
+    assert (code, out) == (2, "")
+    assert "leads to itself" in err
+    assert link.is_symlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of address space")
+@pytest.mark.parametrize("megabytes", [200, 400, 600])
+def test_too_little_address_space_for_torch_is_said_in_a_line(environment, megabytes):
+    import resource
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    line = [sys.executable, "-m", "mha_inspect", "trace", *LAYER]
+    done = subprocess.run(
+        line, env=environment(), capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.count("\n") == 1
+    assert "torch takes 768 MiB of address space to load" in done.stderr
+
+
+@posix
+def test_from_a_folder_that_is_gone_torch_is_not_loaded(environment, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = 'cd "$1" && rmdir "$1" && shift && "$@"'
+    command = ["sh", "-c", line, "sh", str(gone), sys.executable, "-m", "mha_inspect", "trace", *LAYER]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the working folder is gone" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
+    from mha_inspect.cli.messages import explain
+    from mha_inspect.errors import ExitCode
+
+    assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    "line", [["--head-dim", "16"], ["--rope"], ["--num-kv-heads", "2"], ["--num-heads", "1,2", "--head-dim", "16"]]
+)
+def test_a_setting_that_a_layer_has_no_use_for_costs_no_torch(environment, line):
+    code = "import sys; from mha_inspect.__main__ import run; print(run(sys.argv[1:]), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "params", *line], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 False\n"
+    assert "has no use for" in done.stderr
+
+
+def test_a_length_out_of_the_file_is_planned_for(invoke, tmp_path, monkeypatch):
+    """A file of a kilobyte may ask for scores of any size: by its stride of zero, or as long as it is."""
+    import torch
+
+    from mha_inspect.targets import memory, room
+
+    for module in (memory, room):
+        monkeypatch.setattr(module, "free_memory", lambda device: None if str(device) == "meta" else 1 << 30)
+    torch.save(torch.zeros(1).expand(1, 40_000, 8), tmp_path / "x.pt")
+    for command, more in (("trace", []), ("diff", []), ("compare-heads", ["--heads", "1,2"])):
+        code, out, err = invoke(
+            command, "--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"), *more
+        )
+        assert (code, out) == (3, ""), command
+        assert "40000, 8]" in err
+        assert "1.0 GiB are free" in err

@@ -13,6 +13,7 @@ import torch
 from mha_inspect.schemas import load_schema
 
 STYLES = str(Path(__file__).parents[1] / "targets" / "styles.py")
+MASKED = STYLES.replace("styles.py", "masked.py")
 SMALL = ("--embed-dim", "14", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
 
 
@@ -245,7 +246,7 @@ def test_constructors_that_cannot_be_called_so(invoke, line, said):
         ("STYLES:Matrices --input absent.pt", ["absent.pt is not there"]),
         ("STYLES:Matrices --padding 2", ["takes no mask: its arguments are data. Drop --padding"]),
         ("STYLES:Matrices --causal", ["takes no mask: its arguments are data. Drop --causal"]),
-        ("STYLES:Tutorial --padding 2", ["does not say what its mask means"]),
+        (f"{MASKED}:Deaf --padding 2", ["does not show what mask means", "--input FILE"]),
         ("torch.nn:ModuleList", ["ModuleList has no forward"]),
     ],
 )

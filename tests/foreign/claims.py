@@ -111,7 +111,46 @@ class Contrastive(nn.Module):
         return -weights.diagonal().log().mean()
 
 
-NO_ATTENTION = (Pooled, GraphPooled, Dispatch, Router, Codebook, Retrieval, Capsules, Contrastive)
+class DynamicDispatch(Dispatch):
+    """The same with slots that are made of the tokens: what one product says hands out, and hands back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.own = nn.Linear(WIDTH, 15 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.made(x.mean(1)).unflatten(-1, (15, WIDTH))
+        logits = torch.einsum("btd,bsd->bts", self.own(x), slots)
+        given = torch.einsum("bts,btd->bsd", logits.softmax(1), x)
+        made = torch.stack([expert(given[:, at * 3 : at * 3 + 3]) for at, expert in enumerate(self.experts)], 1)
+        return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
+
+
+class Inverted(nn.Module):
+    """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.q(x) @ self.k(x).mT).softmax(-1)
+        guess = weights.mT / weights.sum(-2).max()
+        return guess @ (2 * torch.eye(x.shape[1]) - weights @ guess)
+
+
+NO_ATTENTION = (
+    Pooled,
+    GraphPooled,
+    Dispatch,
+    DynamicDispatch,
+    Router,
+    Codebook,
+    Retrieval,
+    Capsules,
+    Contrastive,
+    Inverted,
+)
 
 
 class Heads(nn.Module):
@@ -358,3 +397,158 @@ class SharedKeys(Heads):
         weights = (torch.einsum("bgind,bgmd->bginm", q, k) * HEAD_DIM**-0.5).softmax(-1)
         made = torch.einsum("bginm,bgmd->bgind", weights, v).flatten(1, 2)
         return self.o(made.transpose(1, 2).flatten(2))
+
+
+class PackedKeys(nn.Module):
+    """Four query heads and two of keys and values out of one matrix, the latter repeated one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.o = nn.Linear(WIDTH, 8 * HEAD_DIM), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.packed(x).unflatten(-1, (8, HEAD_DIM)).split((4, 2, 2), -2)
+        k, v = (made[:, :, None].expand(-1, -1, 2, -1, -1).flatten(2, 3) for made in (k, v))
+        weights = (torch.einsum("bihd,bjhd->bhij", q, k) * HEAD_DIM**-0.5).softmax(-1)
+        return self.o(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
+
+
+class EdgeKeys(nn.Module):
+    """A graph's attention: what is known of the edge between two nodes is added to the key and to the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.edges = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = self.edges(x[:, :, None] * x[:, None]).unflatten(-1, (HEADS, HEAD_DIM)).movedim(3, 1)
+        q, k, v = (
+            made.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for made in (self.q(x), *self.kv(x).chunk(2, -1))
+        )
+        k, v = k[:, :, None] + edges, v[:, :, None] + edges
+        weights = (torch.einsum("bhid,bhijd->bhij", q, k) * HEAD_DIM**-0.5).softmax(-1)
+        return self.o(torch.einsum("bhij,bhijd->bhid", weights, v).transpose(1, 2).flatten(2))
+
+
+class Resampled(Heads):
+    """Learned queries, made and projected before the keys are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.latents.expand(len(x), -1, -1)
+        q, both = self.split(self.q(latents)), torch.cat([x, latents], 1)
+        return self.joined(self.scores(q, self.split(self.k(both))).softmax(-1), self.split(self.v(both)))
+
+
+class Unfolded(Heads):
+    """Blocks of an image that look beyond their own border: keys are unfolded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2)
+        around = functional.unfold(x, 4, padding=1, stride=2).unflatten(1, (WIDTH, -1))
+        around = around.permute(0, 3, 2, 1).flatten(0, 1)
+        q, k, v = (made.unflatten(-1, (HEADS, HEAD_DIM)) for made in (self.q(blocks), self.k(around), self.v(around)))
+        q, k, v = (made.flatten(1, -3).transpose(1, 2) for made in (q, k, v))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class FoldedHeads(nn.Module):
+    """One key head for all, after features that stand second: the heads are made by an einsum, beside the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Parameter(torch.randn(HEADS, HEAD_DIM, WIDTH)), nn.Parameter(torch.randn(HEADS, 5, WIDTH))
+        self.k, self.v = nn.Parameter(torch.randn(WIDTH, HEAD_DIM)), nn.Parameter(torch.randn(WIDTH, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        q = torch.einsum("bnd,hkd->bnhk", x, self.q)
+        weights = (torch.einsum("bnhk,bmk->bnhm", q, x @ self.k) * HEAD_DIM**-0.5).softmax(-1)
+        return torch.einsum("bnhv,hvd->bdn", torch.einsum("bnhm,bmv->bnhv", weights, x @ self.v), self.o)
+
+
+class AcrossDepth(nn.Module):
+    """An average over what layers gave goes straight into the queries of the next: that is no W_o."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.next = Pick(), OneHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.next(self.mixed(x))
+
+
+class Pick(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ x
+
+
+class OneHead(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o((self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ self.v(x))
+
+
+class PooledQueries(Heads):
+    """Fewer queries: the largest of two positions, feature by feature, after their projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(made(x)) for made in (self.q, self.k, self.v))
+        return self.joined(self.scores(q.unflatten(2, (2, -1)).amax(2), k).softmax(-1), v)
+
+
+class ProjectedTwice(Heads):
+    """A second projection is added to the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x) + self.more(x.cumsum(1)), self.v(x)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Plain(nn.Module):
+    """Attention of what comes in to itself, without any projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
+
+
+class Lowered(Heads):
+    """A causal mask that takes much off the scores where a key is barred, as Keras does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        scores, allowed = self.scores(q, k), torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return self.joined(torch.where(allowed, scores, scores - 1e9).softmax(-1), v)
+
+
+class BothWays(Heads):
+    """Two sides attend to each other by one product, each with values of its own: the second of what the first gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x[:, :3], x[:, 3:]
+        scores = self.scores(self.split(self.q(left)), self.split(self.k(right)))
+        left = self.joined(scores.softmax(-1), self.split(self.v(right)))
+        return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))
+
+
+class PackedForLearned(Heads):
+    """Learned queries by head, and keys and values that one projection gives: they are not the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents, self.kv = nn.Parameter(torch.randn(HEADS, 5, HEAD_DIM)), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)

@@ -26,6 +26,13 @@ def test_softmaxes_that_assign_are_no_attention(kind: type[torch.nn.Module]) -> 
     assert not trace(kind(), torch.randn(2, 7, claims.WIDTH)).attentions
 
 
+def test_two_sides_that_attend_to_each_other_are_two_attentions() -> None:
+    first, second = trace(claims.BothWays(), torch.randn(2, 7, claims.WIDTH)).attentions
+    assert [axes(one, "weights") for one in (first, second)] == ["batch heads query key"] * 2
+    weights = [stage.shape for one in (first, second) for stage in one.stages if stage.name == "weights"]
+    assert weights == [(2, claims.HEADS, 3, 4), (2, claims.HEADS, 4, 3)]
+
+
 @pytest.mark.parametrize(
     ("kind", "scores"), [(claims.OverQueries, "batch heads query key"), (claims.Slots, "batch key query")]
 )
@@ -52,6 +59,10 @@ def test_weights_that_are_normed_by_head_are_followed() -> None:
 
 def test_causal_is_told_where_heads_are_folded_into_the_queries() -> None:
     assert attention(claims.OneKeyHead).kind == ("self", "causal", "grouped")
+
+
+def test_causal_is_told_where_the_mask_lowers_the_scores() -> None:
+    assert attention(claims.Lowered).kind == ("self", "causal")
 
 
 def test_a_band_of_windows_is_not_causal() -> None:
@@ -176,6 +187,84 @@ def test_the_division_of_a_mean_is_no_scale() -> None:
 def test_query_heads_that_share_a_key_head_are_split_well() -> None:
     torch.manual_seed(0)
     assert not check(claims.SharedKeys(), torch.randn(2, 7, claims.WIDTH)).findings
+
+
+def test_pieces_of_one_matrix_are_key_heads_of_their_own_number() -> None:
+    module, x = claims.PackedKeys(), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.num_kv_heads, found.kind) == (4, 2, ("self", "grouped"))
+    (packed,) = (one for one in params(module, x, per_head=True).parameters if one.name == "packed.weight")
+    assert "for the query heads 0, 2" in packed.role
+    rows = next(piece.rows for piece in packed.heads or () if (piece.part, piece.head) == ("W_k", 1))
+    # By perturbation: with these rows, the weights of the query heads 1 and 3 move.
+    weights = [trace(module, x, keep=True).attentions[0].weights.tensor]
+    with torch.no_grad():
+        module.packed.weight[slice(*rows)] += 1
+    weights.append(trace(module, x, keep=True).attentions[0].weights.tensor)
+    moved = (weights[0] - weights[1]).abs().amax((0, 2, 3)) > 1e-6
+    assert moved.tolist() == [False, True, False, True]
+
+
+def test_every_query_may_have_keys_of_its_own() -> None:
+    found = attention(claims.EdgeKeys)
+    assert found.kind == ("self",)
+    assert axes(found, "k_heads") == "batch heads query key head_dim"
+    assert axes(found, "weights") == "batch heads query key"
+
+
+def test_learned_queries_have_a_matrix() -> None:
+    roles = {one.name: one.role for one in params(claims.Resampled(), torch.randn(2, 7, claims.WIDTH)).parameters}
+    assert roles["q.weight"].startswith("W_q")
+
+
+def test_keys_and_values_of_one_projection_are_not_the_same_features() -> None:
+    assert attention(claims.PackedForLearned).num_heads == claims.HEADS
+
+
+def test_keys_that_were_unfolded_are_of_the_same_input() -> None:
+    (found,) = trace(claims.Unfolded(), torch.randn(2, claims.WIDTH, 4, 6)).attentions
+    assert found.kind == ("self",)
+    assert axes(found, "q_heads").startswith("(batch windows)")
+
+
+def test_heads_beside_the_queries_are_heads_wherever_the_features_stand() -> None:
+    module, x = claims.FoldedHeads(), torch.randn(2, claims.WIDTH, 3, 5)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (claims.HEADS, 1, claims.HEAD_DIM)
+    assert axes(found, "query") == "batch embed query_1 query_2"
+    assert axes(found, "scores") == "batch query heads key"
+    assert axes(found, "output") == "batch embed query"
+    roles = {one.name: one.role for one in params(module, x).parameters}
+    assert {name: role[:3] for name, role in roles.items()} == {"q": "W_q", "k": "W_k", "v": "W_v", "o": "W_o"}
+
+
+def test_what_makes_the_queries_of_another_attention_is_no_output() -> None:
+    first, second = trace(claims.AcrossDepth(), torch.randn(2, 7, claims.WIDTH)).attentions
+    assert "output" not in [stage.name for stage in first.stages]
+    assert "output" in [stage.name for stage in second.stages]
+
+
+def test_queries_that_were_pooled_have_their_rows() -> None:
+    torch.manual_seed(0)
+    module, x = claims.PooledQueries(), torch.randn(2, 8, claims.WIDTH)
+    roles = {one.name: one for one in params(module, x, per_head=True).parameters}
+    assert roles["q.weight"].role.startswith("W_q")
+    (rows,) = (part.rows for part in roles["q.weight"].heads or () if part.head == 1)
+    # By perturbation: the rows of one head of W_q move the context of that head and no other.
+    before = context_of(module, x)
+    with torch.no_grad():
+        module.q.weight[slice(*rows)] += 1
+    assert ((context_of(module, x) - before).abs().amax((0, 1, 3)) > 1e-4).nonzero().flatten().tolist() == [1]
+
+
+def test_a_projection_that_is_added_to_the_keys_is_no_narrower_one() -> None:
+    roles = {one.name: one.role for one in params(claims.ProjectedTwice(), torch.randn(2, 7, claims.WIDTH)).parameters}
+    assert roles["k.weight"].startswith("W_k")
+    assert "another projection that the keys are made of" in roles["more.weight"]
+
+
+def test_what_comes_in_may_attend_to_itself() -> None:
+    assert attention(claims.Plain).kind == ("self",)
 
 
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from mha_inspect.graph.attention import Attention, Graph, find_attentions
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.ops import Recording
-from mha_inspect.record.xray import record_opened
 from mha_inspect.reports.params import HeadSlice
+from tests.recorded import record_opened
 
 
 @dataclass(frozen=True)

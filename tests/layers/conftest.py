@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,30 @@ from torch import Tensor, nn
 
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.targets.layer_inputs import Inputs, arguments_of, make_inputs
+from mha_inspect.targets.inputs import Triple
+from mha_inspect.targets.load import Layer, called_with
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What goes into several layers."""
+
+    spec: AttentionSpec
+    asked: InputSpec
+    tensors: Triple
+
+    def into(self, name: str, layer: nn.Module, **run: Any) -> Layer:
+        return called_with(layer, self.spec, self.asked, RunSpec(**run), name, self.tensors)
+
+
+@dataclass(frozen=True)
 class Bench:
     """Builds and runs layers by name."""
+
+    folder: Path
 
     def spec(self, name: str = "torch", **settings: Any) -> AttentionSpec:
         settings = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS, "dtype": "float64", **settings}
@@ -31,17 +47,20 @@ class Bench:
     def inputs(self, spec: AttentionSpec | None = None, mask: Tensor | None = None, **settings: Any) -> Inputs:
         batch = {} if settings.get("unbatched") else {"batch": BATCH}
         asked = InputSpec(**{"seq_len": QUERY, **batch, **settings})
-        made = make_inputs(spec or self.spec(), asked, RunSpec())
-        return made if mask is None else replace(made, attn_mask=mask)
+        if mask is not None:
+            torch.save(mask, self.folder / "mask.pt")
+            asked = replace(asked, attn_mask=self.folder / "mask.pt", causal=False)
+        spec = spec or self.spec()
+        torchs = find_layer("torch").load().build(replace(spec, num_kv_heads=None, rope=False))
+        return Inputs(spec, asked, called_with(torchs, spec, asked, RunSpec(), "torch").tensors)
 
     def run(self, name: str, layer: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and weights of every head."""
-        args, kwargs = arguments_of(layer, name, inputs, RunSpec(average_weights=False))
         with torch.no_grad():
-            output, weights = layer(*args, **kwargs)
+            output, weights = replace(inputs.into(name, layer, average_weights=False), seed=None).plain()
         return output, weights
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)

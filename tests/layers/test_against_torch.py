@@ -124,12 +124,8 @@ def test_narrow_is_torch_with_zeros_outside_of_the_blocks(bench, case):
 
 @pytest.mark.parametrize("name", [*SAME, "bert", "narrow"])
 def test_weights_come_only_where_they_are_asked_for(bench, name):
-    from mha_inspect.targets.layer_inputs import arguments_of
-    from mha_inspect.targets.spec import RunSpec
-
     layer = bench.build(name)
-    args, kwargs = arguments_of(layer, name, bench.inputs(), RunSpec(need_weights=False))
-    output, weights = layer(*args, **kwargs)
+    output, weights = bench.inputs().into(name, layer, need_weights=False).plain()
     assert output.shape == (BATCH, QUERY, HEADS * HEAD_DIM)
     assert (weights is None) == ("need_weights" in find_layer(name).takes)
 

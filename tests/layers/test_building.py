@@ -8,8 +8,9 @@ import torch
 from mha_inspect.layers.building import blank
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.measure.compare import same_bits
-from mha_inspect.record.recorder import record
+from mha_inspect.record.rounding import same_bits
+
+from ..recorded import record
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -14,7 +14,7 @@ from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
 from mha_inspect.naming.formulas import evaluate, symbols
-from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
+from mha_inspect.targets.load import called_with, load_layer
 from mha_inspect.targets.spec import InputSpec, RunSpec
 
 from .declared import ROLES, spec_of
@@ -106,11 +106,9 @@ def test_on_meta_the_shapes_are_the_same(bench, name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_on_meta_it_runs_with_every_mask(bench, name):
-    kind, spec, run = find_layer(name), bench.spec(name), RunSpec(device="meta")
-    inputs = make_inputs(spec, InputSpec(batch=2, seq_len=7, key_len=5, causal=True, padding=(1,)), run)
-    layer = kind.load().build(spec, "meta")
-    args, kwargs = arguments_of(layer, name, inputs, run)
-    assert layer(*args, **kwargs)[0].shape == (2, 7, 33)
+    inputs = InputSpec(batch=2, seq_len=7, key_len=5, causal=True, padding=(1,))
+    own = load_layer(bench.spec(name), inputs, RunSpec(device="meta"), name)
+    assert own.plain()[0].shape == (2, 7, 33)
 
 
 ASKED = {
@@ -154,12 +152,10 @@ def test_what_is_taken_is_heard(bench, name, setting):
     def run(asked):
         sizes = ASKED[setting] if asked else {}
         spec = bench.spec(name, embed_dim=32, num_heads=4, training=setting == "dropout", **sizes)
-        inputs = make_inputs(spec, InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched"), RunSpec())
+        inputs = InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched")
         need_weights = not (asked and setting == "need_weights")
-        layer = kind.load().build(spec)
-        args, kwargs = arguments_of(layer, name, inputs, RunSpec(need_weights=need_weights))
-        torch.manual_seed(1)
-        output, weights = layer(*args, **kwargs)
+        own = called_with(kind.load().build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
+        output, weights = own.plain()
         return [output] if weights is None else [output, weights]
 
     heard, plain = run(True), run(False)

@@ -35,9 +35,9 @@ def test_shared_heads_are_torchs_with_repeated_weights(bench, kv_heads, case):
 def test_groups_are_those_of_torchs_enable_gqa(bench, kv_heads, head_dim):
     layer = bench.build("grouped-query", num_kv_heads=kv_heads, head_dim=head_dim, **SIZES)
     inputs = bench.inputs(bench.spec(**SIZES), key_len=KEY)
-    q = layer.q_proj(inputs.query).unflatten(-1, (HEADS, head_dim)).transpose(1, 2)
+    q = layer.q_proj(inputs.tensors[0]).unflatten(-1, (HEADS, head_dim)).transpose(1, 2)
     k, v = (
-        linear(inputs.key).unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
+        linear(inputs.tensors[1]).unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
         for linear in (layer.k_proj, layer.v_proj)
     )
     context = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -81,8 +81,8 @@ def test_queries_and_keys_are_turned_and_values_are_not(bench):
     sizes = {"embed_dim": 6 * 14, "num_heads": 6}
     layer = bench.build("grouped-query", rope=True, num_kv_heads=3, **sizes)
     inputs = bench.inputs(bench.spec(**sizes), key_len=KEY)
-    q = layer.q_proj(inputs.query).unflatten(-1, (6, 14)).transpose(1, 2)
-    k, v = (linear(inputs.key).unflatten(-1, (3, 14)).transpose(1, 2) for linear in (layer.k_proj, layer.v_proj))
+    q = layer.q_proj(inputs.tensors[0]).unflatten(-1, (6, 14)).transpose(1, 2)
+    k, v = (linear(inputs.tensors[1]).unflatten(-1, (3, 14)).transpose(1, 2) for linear in (layer.k_proj, layer.v_proj))
     context = functional.scaled_dot_product_attention(apply_rotary(q), apply_rotary(k), v, enable_gqa=True)
     expected = layer.o_proj(context.transpose(1, 2).flatten(2))
     torch.testing.assert_close(bench.run("grouped-query", layer, inputs)[0], expected, rtol=0, atol=1e-12)

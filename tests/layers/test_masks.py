@@ -9,9 +9,7 @@ import torch
 
 from mha_inspect.errors import InputError
 from mha_inspect.layers.building import mask_of_head
-from mha_inspect.targets.layer_inputs import arguments_of
 from mha_inspect.targets.masks import merged
-from mha_inspect.targets.spec import RunSpec
 
 from .conftest import BATCH, HEADS, KEY, QUERY
 from .declared import canonical_weights, load_weights
@@ -46,8 +44,8 @@ def test_partly_masked_rows_are_equal_to_the_bit(bench):
     """
     weights = canonical_weights(bench.spec())
     inputs = bench.inputs(padding=(0, 3))
-    x = (inputs.query * 4).round() / 4
-    inputs = replace(inputs, query=x, key=x, value=x)
+    x = (inputs.tensors[0] * 4).round() / 4
+    inputs = replace(inputs, tensors=(x, x, x))
     rows = []
     for name in ("split-heads", "fold-heads"):
         layer = bench.build(name)
@@ -74,22 +72,33 @@ def test_masked_weights_are_zero_in_every_dtype(bench, name, dtype):
 def test_split_heads_refuses_an_additive_mask_that_float16_cannot_hold(bench):
     inputs = bench.inputs(bench.spec(dtype="float16"), mask=torch.zeros(QUERY, QUERY, dtype=torch.float16))
     with pytest.raises(InputError, match="float16 has no numbers small enough"):
-        arguments_of(bench.build("split-heads", dtype="float16"), "split-heads", inputs, RunSpec())
+        inputs.into("split-heads", bench.build("split-heads", dtype="float16"))
 
 
 @pytest.mark.parametrize("name", ["bert", "grouped-query"])
 def test_hidden_states_cannot_be_a_key_and_a_value(bench, name):
     inputs = bench.inputs(key_len=KEY)
-    apart = replace(inputs, value=inputs.value.clone())
+    query, key, value = inputs.tensors
+    apart = replace(inputs, tensors=(query, key, value.clone()))
     with pytest.raises(InputError, match=f"{name} makes keys and values from the same hidden states"):
-        arguments_of(bench.build(name), name, apart, RunSpec())
+        apart.into(name, bench.build(name))
+
+
+def merged_in(bench, given):
+    masks = given.into("torch", bench.build("torch")).kwargs
+    return merged(masks["attn_mask"], given_padding(masks["key_padding_mask"]), BATCH)
+
+
+def given_padding(mask):
+    # torch takes two masks of one kind; merged takes padding as booleans.
+    return mask if mask is None or mask.dtype == torch.bool else mask == float("-inf")
 
 
 def test_each_head_gets_its_own_mask(bench):
     mask = torch.zeros(BATCH * HEADS, QUERY, KEY, dtype=torch.bool)
     mask[1 * HEADS + 2, 3, 4] = True
     given = bench.inputs(mask=mask, key_len=KEY)
-    both = merged(given.attn_mask, given.key_padding_mask, BATCH)
+    both = merged_in(bench, given)
     assert both.nonzero().tolist() == [[1, 2, 3, 4]]
     assert mask_of_head(both, 2).nonzero().tolist() == [[1, 3, 4]]
     assert mask_of_head(both, 1).count_nonzero() == 0
@@ -103,5 +112,5 @@ def test_padding_is_added_to_either_kind_of_mask(bench):
         (torch.full((QUERY, KEY), 0.5, dtype=torch.float64), lambda m: m == float("-inf")),
     ):
         given = bench.inputs(mask=mask, key_len=KEY, padding=(0, 2))
-        both = barred(merged(given.attn_mask, given.key_padding_mask, BATCH)).expand(BATCH, 1, QUERY, KEY)
+        both = barred(merged_in(bench, given)).expand(BATCH, 1, QUERY, KEY)
         assert torch.equal(both, padding[:, None, None].expand_as(both))

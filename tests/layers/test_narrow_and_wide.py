@@ -60,8 +60,8 @@ def check(bench, name, layer, projections, cut, causal):
             projections,
             w_o,
             b_o,
-            inputs.query[b].numpy(),
-            inputs.key[b].numpy(),
+            inputs.tensors[0][b].numpy(),
+            inputs.tensors[1][b].numpy(),
             lambda i, j: not causal or j <= i,
             cut,
         )
@@ -96,12 +96,12 @@ def test_a_head_of_narrow_sees_its_slice_and_no_other(bench):
     layer = bench.build("narrow")
     before = bench.inputs()
     after = bench.inputs()
-    after.query[..., HEAD_DIM : 2 * HEAD_DIM] += 1.0
+    after.tensors[0][..., HEAD_DIM : 2 * HEAD_DIM] += 1.0
     changed = (bench.run("narrow", layer, before)[1] - bench.run("narrow", layer, after)[1]).abs().amax(dim=(0, 2, 3))
     assert changed[0] == 0
     assert changed[2] == 0
     assert changed[1] > 1e-4
-    assert before.query.shape == (BATCH, QUERY, HEADS * HEAD_DIM)
+    assert before.tensors[0].shape == (BATCH, QUERY, HEADS * HEAD_DIM)
 
 
 def test_wide_is_as_wide_as_the_embedding_when_no_head_dim_was_given():

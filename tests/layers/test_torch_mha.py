@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from mha_inspect.layers import torch_mha
-from mha_inspect.targets.layer_inputs import arguments_of, make_inputs
+from mha_inspect.targets.load import called_with
 from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)
@@ -66,19 +67,19 @@ def test_on_meta_nothing_is_allocated() -> None:
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
-    additive: bool, recwarn: pytest.WarningsRecorder, tmp_path: object
+    additive: bool, recwarn: pytest.WarningsRecorder, tmp_path: Path
 ) -> None:
-    inputs = make_inputs(SPEC, InputSpec(batch=3, seq_len=5, causal=True, padding=(0, 2, 1)), RunSpec())
-    assert inputs.attn_mask is not None
-    assert inputs.key_padding_mask is not None
-    both = inputs.attn_mask | inputs.key_padding_mask[:, None, :]
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    padding = torch.arange(5) >= torch.tensor([5, 3, 4])[:, None]
+    both = causal | padding[:, None, :]
+    inputs = InputSpec(batch=3, seq_len=5, causal=True, padding=(0, 2, 1))
     if additive:
-        mask = torch.zeros(5, 5).masked_fill(inputs.attn_mask, float("-inf"))
-        inputs = replace(inputs, attn_mask=mask)
+        torch.save(torch.zeros(5, 5).masked_fill(causal, float("-inf")), tmp_path / "mask.pt")
+        inputs = replace(inputs, causal=False, attn_mask=tmp_path / "mask.pt")
     layer = torch_mha.build(SPEC)
-    args, kwargs = arguments_of(layer, "torch", inputs, RunSpec(average_weights=False))
-    output, weights = layer(*args, **kwargs)
-    expected, expected_weights = layer(*args, attn_mask=both.repeat_interleave(2, 0), average_attn_weights=False)
+    own = called_with(layer, SPEC, inputs, RunSpec(average_weights=False), "torch")
+    output, weights = own.plain()
+    expected, expected_weights = layer(*own.tensors, attn_mask=both.repeat_interleave(2, 0), average_attn_weights=False)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(weights, expected_weights)
     assert weights.shape == (3, 2, 5, 5)
@@ -86,9 +87,6 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
 
 
 def test_weights_are_returned_as_the_run_asks() -> None:
-    inputs = make_inputs(SPEC, InputSpec(batch=3, seq_len=5), RunSpec())
-    layer = torch_mha.build(SPEC)
-    args, kwargs = arguments_of(layer, "torch", inputs, RunSpec(need_weights=False))
-    assert layer(*args, **kwargs)[1] is None
-    args, kwargs = arguments_of(layer, "torch", inputs, RunSpec())
-    assert layer(*args, **kwargs)[1].shape == (3, 5, 5)
+    inputs, layer = InputSpec(batch=3, seq_len=5), torch_mha.build(SPEC)
+    assert called_with(layer, SPEC, inputs, RunSpec(need_weights=False), "torch").plain()[1] is None
+    assert called_with(layer, SPEC, inputs, RunSpec(), "torch").plain()[1].shape == (3, 5, 5)

@@ -93,4 +93,6 @@ def _as_written(cls: type, part: dict[str, Any]) -> None:
 
 def schemas_of_reports() -> dict[Path, dict[str, Any]]:
     """Every schema's file, to what it is to hold."""
-    return {FOLDER / f"{kind.command}.schema.json": schema_of(report, kind.command) for report, kind in KINDS.items()}
+    classes = _classes()
+    made = {kind.command: schema_of(classes[name], kind.command) for name, kind in KINDS.items()}
+    return {FOLDER / f"{command}.schema.json": schema for command, schema in made.items()}

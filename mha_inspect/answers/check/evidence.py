@@ -20,7 +20,6 @@ from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...record.arguments import argument_names
 from ...record.ops import Op, Recording, TensorRef
-from ...record.storage import Look, look_at
 from ...record.subject import Run, Subject
 from ...record.xray import XRay
 
@@ -59,16 +58,11 @@ class _Sieve(XRay):  # type: ignore[no-untyped-call]
         self.held: dict[int, list[Any]] = {}
         super().__init__(own.module, keep=True)
 
-    def _look_and_keep(self, tensor: Tensor, weak: Any) -> Look:
-        look = look_at(tensor, weak)
-        views: dict[Any, list[Any]] = self._kept.setdefault(id(look[0]), {})
-        held = views.get(look[1:5])
-        if held is None:
-            number = next(self._numbers)
-            keep = self._wanted.get(number)
-            held = self.held[number] = [_Slot(number) if keep is None else keep(tensor.detach())]
-            views[look[1:5]] = held
-        return (*look[:5], look[5] if len(look) > 5 else None, held)
+    def hold(self, tensor: Tensor) -> list[Any]:
+        number = next(self._numbers)
+        keep = self._wanted.get(number)
+        held = self.held[number] = [_Slot(number) if keep is None else keep(tensor.detach())]
+        return held
 
     def record(self, own: Subject) -> Any:
         """Run it, and hand on what it returned."""

@@ -172,8 +172,8 @@ def _reader(
                     if name not in contents and has_numbers(stored):
                         contents[name] = read_stored(stored, shown(in_file[name]))
                 if {*one.parameters} <= {*contents}:
-                    pieces = tuple((piece, piece.of(contents[piece.parameter])) for piece in one.pieces)
-                    numbers[one.part] = View(one.shape, pieces).read()
+                    held = tuple((part, contents[part.parameter.name]) for part in one.parts)
+                    numbers[one.part] = View(one.shape, held).read()
         return numbers
 
     return read

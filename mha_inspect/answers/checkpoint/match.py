@@ -9,7 +9,7 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
-from ...measure.compare import parts, same_bits
+from ...record.rounding import parts, same_bits
 from .heads import Numbers
 
 _PROJECTED = 4

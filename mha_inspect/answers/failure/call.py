@@ -33,8 +33,7 @@ from torch.overrides import resolve_name
 from ...record.arguments import tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
-from ...record.run import AttemptRecorder
-from ...record.source import place_of
+from ...record.site import place_of
 from .operand import Operand
 from .site import (
     ATTENTION_FORWARDS,
@@ -65,6 +64,7 @@ _OPERATORS: dict[type[ast.AST], tuple[str, Callable[..., Any]]] = {
     ast.LtE: ("__le__", operator.le),
     ast.Gt: ("__gt__", operator.gt),
     ast.GtE: ("__ge__", operator.ge),
+    ast.Subscript: ("__getitem__", operator.getitem),
     ast.USub: ("", operator.neg),
     ast.Invert: ("", operator.invert),
 }
@@ -135,7 +135,7 @@ class Reading:
     """The arguments that were made in the expression itself, and what the recording calls them."""
 
 
-def read_call(error: BaseException, recorder: AttemptRecorder, recording: Recording, *, in_block: bool) -> Reading:
+def read_call(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
     """Read the call that raised off the error that came out of a recorded run.
 
     Args:
@@ -168,7 +168,7 @@ def _dispatched(error: BaseException) -> Call | None:
     return Call(str(found[-1]["func"]), tuple(found[-1]["args"]), found[-1]["kwargs"] or {}) if found else None
 
 
-def _read(error: BaseException, recorder: AttemptRecorder, recording: Recording, *, in_block: bool) -> Reading:
+def _read(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
     for frame, tb in entries_of_calls(error, in_block=in_block):
         if frame.f_code in ATTENTION_FORWARDS:
             return Reading(None, told=True)  # its arguments are those of the module's call
@@ -196,7 +196,7 @@ def _raises(entry: Entry) -> bool:
 class _Expression:
     """Works out an expression from the variables of a frame."""
 
-    def __init__(self, frame: FrameType, line: str, recorder: AttemptRecorder, ops: tuple[Op, ...]) -> None:
+    def __init__(self, frame: FrameType, line: str, recorder: Recorder, ops: tuple[Op, ...]) -> None:
         self._frame, self._line, self._recorder, self._ops = frame, line, recorder, ops
         self._root: ast.AST | None = None
         self._given: list[tuple[torch.Tensor, TensorRef]] = []
@@ -211,7 +211,7 @@ class _Expression:
         """
         if node is None:
             return None
-        self._root, noted = node, AttemptRecorder()
+        self._root, noted = node, Recorder()
         with noted:
             try:
                 call = self._call(node)
@@ -226,16 +226,22 @@ class _Expression:
         return Reading(call, told=call.whole, made=(*self._given, *_made(call, noted, self._ops)))
 
     def _call(self, node: ast.AST) -> Call | None:
-        if isinstance(node, ast.BinOp):
-            return self._by_operator(node.op, node.left, node.right)
-        if isinstance(node, ast.AugAssign):
-            return self._by_operator(node.op, node.target, node.value, in_place="_")
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._by_operator(node.ops[0], node.left, node.comparators[0])
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            return _method("__getitem__", (self._known(node.value), self._known(node.slice)), (text_of(node.value),))
         if isinstance(node, ast.Call):
             return self._called(node)
+        if (found := _operation(node)) is not None and not isinstance(node, ast.UnaryOp):
+            (name, _), operands = found
+            texts: dict[int | str, str] = dict(
+                enumerate(map(text_of, operands if name != "__getitem__" else operands[:1]))
+            )
+            values = tuple(map(self._known, operands))
+            tensors = [isinstance(value, torch.Tensor) for value in values]
+            unknown = [isinstance(value, _Unknown) for value in values]
+            if not any(tensors) and not any(unknown):
+                raise _NoCallError
+            if not name or not any(tensors) or not (tensors[0] or unknown[0]):
+                raise _CannotTellError
+            name += "_" * isinstance(node, ast.AugAssign)
+            return Call(name_of(getattr(torch.Tensor, name)), values, texts=texts)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = self._value(node.value)
             if not isinstance(owner, torch.Tensor) or not hasattr(torch.Tensor, node.attr):
@@ -243,11 +249,6 @@ class _Expression:
         if isinstance(node, (ast.UnaryOp, ast.Attribute, ast.Subscript, ast.Compare)):
             raise _CannotTellError
         raise _NoCallError
-
-    def _by_operator(self, kind: ast.AST, left: ast.expr, right: ast.expr, in_place: str = "") -> Call:
-        name = _OPERATORS.get(type(kind), ("",))[0]
-        texts = (text_of(left), text_of(right))
-        return _method(name and name + in_place, (self._known(left), self._known(right)), texts)
 
     def _called(self, node: ast.Call) -> Call | None:
         function, receiver = self._function(node.func)
@@ -307,21 +308,14 @@ class _Expression:
             return dict(zip(keys, map(self._value, node.values), strict=True))
         if isinstance(node, ast.Slice):
             return slice(*(None if part is None else self._value(part) for part in (node.lower, node.upper, node.step)))
-        if isinstance(node, ast.Subscript):
-            return _of_plain(operator.getitem, self._value(node.value), self._value(node.slice))
         if isinstance(node, ast.Call):
             return self._result(node)
-        operands: list[ast.expr] = []
-        kind: ast.AST = node
-        if isinstance(node, ast.BinOp):
-            kind, operands = node.op, [node.left, node.right]
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            kind, operands = node.ops[0], [node.left, *node.comparators]
-        elif isinstance(node, ast.UnaryOp):
-            kind, operands = node.op, [node.operand]
-        if type(kind) not in _OPERATORS:
+        if (found := _operation(node)) is None:
             raise _CannotTellError
-        return _of_plain(_OPERATORS[type(kind)][1], *map(self._value, operands))
+        values = list(map(self._value, found[1]))
+        if not all(isinstance(value, _PLAIN) for value in values):
+            raise _CannotTellError  # any other class may do whatever it likes
+        return found[0][1](*values)
 
     def _result(self, node: ast.Call) -> Any:
         """Return what a call gave: worked out where that changes nothing, else what the recording has of it."""
@@ -428,22 +422,19 @@ def _attribute(owner: Any, name: str) -> Any:
     raise _CannotTellError
 
 
-def _of_plain(function: Callable[..., Any], *values: Any) -> Any:
-    """Apply an operator to tensors and to what Python itself has: any other class may do whatever it likes."""
-    if not all(isinstance(value, _PLAIN) for value in values):
-        raise _CannotTellError
-    return function(*values)
-
-
-def _method(name: str, values: tuple[Any, ...], texts: tuple[str, ...]) -> Call:
-    """Return a call of a tensor's method by an operator."""
-    if not any(isinstance(value, (torch.Tensor, _Unknown)) for value in values):
-        raise _NoCallError
-    if not name or not any(isinstance(value, torch.Tensor) for value in values):
-        raise _CannotTellError
-    if not isinstance(values[0], (torch.Tensor, _Unknown)):
-        raise _CannotTellError
-    return Call(name_of(getattr(torch.Tensor, name)), values, texts=dict(enumerate(texts)))
+def _operation(node: ast.AST) -> tuple[tuple[str, Callable[..., Any]], list[ast.expr]] | None:
+    """Return what an operator calls, and its operands; None for any other expression."""
+    kind: ast.AST = node
+    operands: list[ast.expr] = []
+    if isinstance(node, (ast.BinOp, ast.AugAssign)):
+        kind, operands = node.op, [node.left, node.right] if isinstance(node, ast.BinOp) else [node.target, node.value]
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        kind, operands = node.ops[0], [node.left, *node.comparators]
+    elif isinstance(node, ast.UnaryOp):
+        kind, operands = node.op, [node.operand]
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        operands = [node.value, node.slice]
+    return (_OPERATORS[type(kind)], operands) if type(kind) in _OPERATORS and operands else None
 
 
 def name_of(function: Any) -> str:
@@ -455,7 +446,7 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def _made(call: Call, noted: AttemptRecorder, ops: tuple[Op, ...]) -> Iterator[tuple[torch.Tensor, TensorRef]]:
+def _made(call: Call, noted: Recorder, ops: tuple[Op, ...]) -> Iterator[tuple[torch.Tensor, TensorRef]]:
     """Yield the tensors among the arguments that were made on the way to the call, by what made them in the run.
 
     What was worked out here ran there as well, right before the call: the last operations that are alike are the same.

@@ -116,7 +116,7 @@ class PartialAxes:
         return self._graph.dimensions.of(tensor)
 
     def _add(self, name: str, axes: Iterable[Axis]) -> None:
-        dim = resolve(axes)
+        dim = resolve(tuple(axes))
         # Of what has one element only a batch is told, by where it is: a view puts others anywhere.
         one = name == "batch" and len(dim) == 1
         if dim and (one or prod(axis.size for axis in dim) > 1) and self._known.isdisjoint(dim):

@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import ForwardError, MhaInspectError
 from ...naming.canonical import own_axes
 from ...record.ops import Recording, TensorRef
-from ...record.run import Attempt, AttemptRecorder
+from ...record.recorder import Recorder
 from ...record.subject import Run, Subject
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof, Trace
@@ -28,18 +28,18 @@ LAST_OPS = 6
 """How many of the completed operations are told one by one."""
 
 
-def forward_error(own: Subject, attempt: Attempt, show: Show) -> Exception:
+def forward_error(own: Subject, seen: Run, show: Show) -> Exception:
     """Return what to raise for a run that raised: a `ForwardError` with the trace up to there.
 
     The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
     ran out, or it was raised by this package on purpose.
     """
-    error = attempt.error
+    error = seen.error
     assert error is not None
     try:
         if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
             return error
-        trace = trace_failure(own, attempt, show)
+        trace = trace_failure(own, seen, show)
         assert trace.failure is not None
         failure, why = trace.failure, ""
         if failure.cause is not None:
@@ -52,20 +52,20 @@ def forward_error(own: Subject, attempt: Attempt, show: Show) -> Exception:
         del error  # its traceback leads to this frame
 
 
-def trace_failure(own: Subject, attempt: Attempt, show: Show) -> Trace:
+def trace_failure(own: Subject, seen: Run, show: Show) -> Trace:
     """Report a run that raised.
 
     Args:
         own: the module and its arguments.
-        attempt: the run that raised.
+        seen: the run that raised.
         show: what else the report holds; tensors are never kept here.
     """
-    assert attempt.error is not None
-    failure, completed = describe_failure(attempt.error, attempt.recording, attempt.recorder)
-    run = Run(attempt.recording, None)
+    assert seen.error is not None
+    assert seen.recorder is not None
+    failure, completed = describe_failure(seen.error, seen.recording, seen.recorder)
     trace = report(
-        run,
-        own_axes(run),
+        seen,
+        own_axes(seen),
         replace(show, stats=False, values=False),
         environment=environment_of(own),
         layer=layer_of(own),
@@ -75,7 +75,7 @@ def trace_failure(own: Subject, attempt: Attempt, show: Show) -> Trace:
 
 
 def describe_failure(
-    error: Exception, recording: Recording, recorder: AttemptRecorder, *, in_block: bool = False
+    error: Exception, recording: Recording, recorder: Recorder, *, in_block: bool = False
 ) -> tuple[Failure, int]:
     """Return how a recorded run ended that raised, and how many attentions were completed before."""
     site = site_of(error, in_block=in_block)
@@ -86,9 +86,7 @@ def describe_failure(
         del site, error  # they hold tensors, and the error's traceback leads to this frame
 
 
-def _describe(
-    error: Exception, seen: Run, site: Site, recorder: AttemptRecorder, *, in_block: bool
-) -> tuple[Failure, int]:
+def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in_block: bool) -> tuple[Failure, int]:
     reading = read_call(error, recorder, seen.recording, in_block=in_block)
     call, layer = reading.call, site.attention
     known = call is not None or layer is not None

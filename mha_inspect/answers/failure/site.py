@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...record.source import place_of
+from ...record.site import place_of
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 MODULE_CALL = nn.Module._call_impl.__code__

@@ -1,0 +1,227 @@
+"""What a mask argument means, learned by running the forward with masks of every form and looking at the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from ..errors import MhaInspectError, SpecError
+from ..naming.canonical import content_of
+from ..record.subject import Run, Subject
+from .masks import Masks, MaskSizes, padding_mask
+from .vocabulary import plain
+
+Says = Literal["bars", "keeps", "adds"]
+
+_AXES = (
+    "query key",
+    "batch query key",
+    "batch 1 query key",
+    "batch heads query key",
+    "(batch heads) query key",
+    "batch key",
+    "batch 1 key",
+    "batch 1 1 key",
+)
+_VALUES: tuple[tuple[Says, torch.dtype | None], ...] = (
+    ("keeps", torch.bool),
+    ("bars", torch.bool),
+    ("adds", None),
+    ("keeps", torch.int64),
+    ("bars", torch.int64),
+    ("keeps", None),
+    ("bars", None),
+)
+"""What True, one or a number says; None stands for the dtype of the module."""
+_BARRED = 1e-6
+"""A weight up to which a key is not looked at."""
+_HINTS = {
+    "--causal": (("tgt", "trg", "causal", "look", "future", "dec", "self"), ("pad", "key", "src", "enc", "memory")),
+    "--padding": (("pad", "key", "src", "enc", "attention"), ("tgt", "trg", "causal", "look", "future", "dec")),
+}
+"""Parts of names that are for a mask of this kind, and those that are for another."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A mask in the form that an argument of a forward takes it in."""
+
+    flags: tuple[str, ...]
+    argument: str = ""
+    """Empty where none is needed: the forward does it by itself."""
+    axes: str = ""
+    says: Says = "bars"
+    dtype: torch.dtype = torch.bool
+    sizes: MaskSizes | None = None
+    seq_len: int = 0
+    """Length of the inputs that these sizes are for."""
+    mask: Tensor | None = None
+
+    @property
+    def words(self) -> str:
+        """What was learned, as a sentence."""
+        if not self.argument:
+            return f"The forward does by itself what {self.flags[0]} asks for: no mask was given."
+        one = "True" if self.dtype == torch.bool else "1"
+        means = {"keeps": f"{one} keeps a key", "bars": f"{one} bars a key", "adds": "it is added to the scores"}
+        kind = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{' and '.join(self.flags)} made {self.argument}, {kind} `{self.axes}`: {means[self.says]}, as is learned "
+            "from the weights."
+        )
+
+    def of(self, barred: Tensor) -> Tensor:
+        """Return the mask that bars what is True in `batch query key`."""
+        held = barred if "batch" in self.axes else barred[:1]
+        held = held if "query" in self.axes else held[:, :1]
+        left = f"{'batch' if 'batch' in self.axes else '1'} {'query' if 'query' in self.axes else '1'} key"
+        sizes = {"heads": self.sizes.heads} if self.sizes and "heads" in self.axes else {}
+        laid_out: Tensor = repeat(held, f"{left} -> {self.axes}", **sizes)
+        if self.says == "adds":
+            return torch.zeros(laid_out.shape, dtype=self.dtype, device=barred.device).masked_fill(laid_out, -torch.inf)
+        return (laid_out if self.says == "bars" else ~laid_out).to(self.dtype)
+
+    def at(self, masks: Masks) -> Learned:
+        """Return it for inputs of other sizes."""
+        if self.mask is None or self.sizes is None:
+            return self
+        more = masks.inputs.seq_len - self.seq_len
+        sizes = replace(self.sizes, batch=masks.inputs.batch, query=self.sizes.query + more, key=self.sizes.key + more)
+        return replace(self, mask=self.of(_barred(masks, self.flags, sizes)))
+
+
+def learn_masks(own: Subject, masks: Masks, flags: Sequence[str]) -> tuple[Learned, ...]:
+    """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
+
+    Raises `SpecError` where no form that was tried does what is asked.
+    """
+    if masks.device.type == "meta":
+        raise SpecError(
+            f"what the masks of {masks.forward} mean is learned from numbers, and meta has none: {flags[0]} cannot "
+            "make one there. Take --device cpu, or give the mask by name: --input FILE."
+        )
+    base, found, own_flags = _weights(own), list[Learned](), list(flags)
+    if base and "--causal" in own_flags:
+        square = [w for w in base if w.shape[-1] == w.shape[-2] > 1]
+        if any(_does(w, _barred(masks, ("--causal",), _sizes(w)), None) for w in square):
+            found.append(Learned(("--causal",)))
+            own_flags.remove("--causal")
+    apart, masked, seen = list(found), own, base
+    for flag in own_flags:
+        one = _learned(masked, masks, [flag], seen)
+        if one is not None:
+            apart.append(one)
+            masked = replace(masked, kwargs={**masked.kwargs, one.argument: one.mask})
+            seen = _weights(masked)
+    if len(apart) == len(flags):
+        return tuple(apart)
+    together = _learned(own, masks, own_flags, base) if len(own_flags) > 1 else None
+    if together is None:
+        lacking = next(flag for flag in own_flags if not any(flag in one.flags for one in apart))
+        names = ", ".join(_arguments(own, lacking)) or "its mask"
+        file = "--attn-mask FILE, or " if lacking == "--causal" else ""
+        raise SpecError(
+            f"{masks.forward} does not show what {names} means, so {lacking} cannot make it: no mask of the usual "
+            f"forms changed what its attention looks at. Give it as it takes it: {file}--input FILE with the mask by "
+            "name."
+        )
+    return (*found, together)
+
+
+def _learned(own: Subject, masks: Masks, flags: Sequence[str], base: list[Tensor]) -> Learned | None:
+    """The first form in which an argument does what the flags ask for; None where none does."""
+    every = dict.fromkeys(map(_sizes, base)) or [
+        MaskSizes(masks.inputs.batch, masks.heads, masks.inputs.seq_len, masks.inputs.key_len or masks.inputs.seq_len)
+    ]
+    axes = _AXES if "--causal" in flags else (*_AXES[5:], *_AXES[:5])
+    for argument, sizes in product(_arguments(own, flags[0]), every):
+        try:
+            barred = _barred(masks, flags, sizes)
+        except MhaInspectError:  # padding of each row of another batch
+            continue
+        for pattern, (says, dtype) in product(axes, _VALUES):
+            if "query" not in pattern and "--causal" in flags:
+                continue
+            one = Learned(tuple(flags), argument, pattern, says, dtype or masks.dtype, sizes, masks.inputs.seq_len)
+            one = replace(one, mask=one.of(barred))
+            seen = _weights(replace(own, kwargs={**own.kwargs, argument: one.mask}))
+            if any(_does(w, barred, before) for w, before in _pairs(seen, base)):
+                return one
+    return None
+
+
+def _pairs(seen: list[Tensor], base: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    for place, weights in enumerate(seen):
+        before = base[place] if len(base) == len(seen) and base[place].shape == weights.shape else None
+        yield weights, before
+
+
+def _arguments(own: Subject, flag: str) -> list[str]:
+    """The mask arguments that are free, those first whose names are for this."""
+    import inspect
+
+    good, bad = _HINTS[flag]
+    names = inspect.signature(own.module.forward).parameters
+    free = [n for n in names if ("mask" in n.casefold() or "bias" in n.casefold()) and own.kwargs.get(n) is None]
+
+    def rank(name: str) -> int:
+        word = plain(name)
+        return any(part in word for part in bad) - any(part in word for part in good)
+
+    return sorted(free, key=rank)
+
+
+def _sizes(weights: Tensor) -> MaskSizes:
+    return MaskSizes(*weights.shape)
+
+
+def _barred(masks: Masks, flags: Sequence[str], sizes: MaskSizes) -> Tensor:
+    """`batch query key`, True where a query may not look. Raises `InputError` where padding has other rows."""
+    barred = torch.zeros(sizes.batch, sizes.query, sizes.key, dtype=torch.bool, device=masks.device)
+    if "--causal" in flags:
+        barred |= torch.ones(sizes.query, sizes.key, dtype=torch.bool, device=masks.device).triu(1)
+    padded = padding_mask(masks.inputs, sizes.batch, sizes.key, masks.device) if "--padding" in flags else None
+    return barred if padded is None else barred | rearrange(padded, "... key -> ... 1 key")
+
+
+def _does(weights: Tensor, barred: Tensor, before: Tensor | None) -> bool:
+    """Whether weights are zero where they are barred, and nowhere else where they were not before.
+
+    False where they were so before: another attention is looked for.
+    """
+    if weights.shape[0] != barred.shape[0] or weights.shape[-2:] != barred.shape[-2:] or not bool(barred.any()):
+        return False
+    barred = barred[:, None].expand_as(weights)
+    looked_at = ~barred if before is None else ~barred & (before > _BARRED)
+    rows = looked_at.any(-1, keepdim=True)
+    hidden = barred & rows
+    if not bool(hidden.any()) or not bool(looked_at.any()):
+        return False
+    if before is not None and bool((before[hidden] <= _BARRED).all()):
+        return False
+    return bool((weights[hidden] <= _BARRED).all()) and bool((weights[looked_at] > _BARRED).double().mean() > 0.9)
+
+
+def _weights(own: Subject) -> list[Tensor]:
+    """The weights of each attention in a run, `batch heads query key`; none where it raises."""
+    try:
+        with own.apart() as fresh:
+            seen = fresh.recorded(keep=True)
+        found = [content for one in seen.attentions if (content := _content(seen, one)) is not None]
+    except Exception:  # whatever somebody's code may raise for a mask that it does not take
+        return []
+    return [content.detach() for content in found]
+
+
+def _content(seen: Run, found: Any) -> Tensor | None:
+    attention, names = found
+    if "weights" not in attention.stages:
+        return None
+    content = content_of(seen, attention, names, "weights")
+    return content if content is not None and content.dim() == 4 else None

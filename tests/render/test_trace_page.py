@@ -1,0 +1,80 @@
+"""What stands where on the page of a trace, and what it explains; and how the heads of a model are folded."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+
+
+def page_of(module: nn.Module, *args: torch.Tensor) -> str:
+    return repr(mha_inspect.trace(module.eval(), *args))
+
+
+def test_the_answer_comes_first_and_kernels_after_it() -> None:
+    x = torch.randn(2, 5, 12)
+    page = page_of(nn.MultiheadAttention(12, 3, batch_first=True), x, x, x)
+    order = [page.index(title) for title in ("attention: self", "\nstage ", "returned by the module", "\nkernels\n")]
+    assert order == sorted(order)
+    assert page.splitlines()[3].startswith("attention: self, num_heads 3")
+    assert page.index("PyTorch runs") > page.index("\nkernels\n")
+
+
+def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_turns() -> None:
+    x = torch.randn(7, 5, 12, requires_grad=True)
+    layer = nn.MultiheadAttention(12, 3, batch_first=True)
+    page = page_of(layer, x, x, x)
+    said = [line for line in page.splitlines() if line.startswith(("(batch heads) is", "From "))]
+    assert said == [
+        "(batch heads) is one axis with both in it, heads counting fastest: 7 × 3 = 21.",
+        "From q_proj to concat positions stand before the batch (torch works sequence-first inside): [5, 7, 12] is "
+        "query batch (heads head_dim).",
+    ]
+    # The oracle: what the explanation says of the axis.
+    q = torch.randn(5, 7, 12)
+    inside = q.view(5, 7 * 3, 4).transpose(0, 1)
+    assert torch.equal(inside[4 * 3 + 2], q[:, 4, 8:12])
+
+
+def test_what_needs_no_explanation_has_none() -> None:
+    class Plain(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return (q @ k.mT * 0.5).softmax(-1) @ v
+
+    page = page_of(Plain(), *(torch.randn(2, 3, 5, 4) for _ in range(3)))
+    assert "counting fastest" not in page
+    assert "sequence-first" not in page
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_sequence_first_layer_does_not_turn(batch_first: bool) -> None:
+    x = torch.randn(7, 5, 12, requires_grad=True)
+    assert ("sequence-first" in page_of(nn.MultiheadAttention(12, 3, batch_first=batch_first), x, x, x)) is batch_first
+
+
+def test_the_heads_of_a_model_are_folded() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), 2).eval()
+    report = mha_inspect.params(model, torch.randn(2, 5, 12), per_head=True)
+    rows = [re.split("  +", line) for line in repr(report).partition("by head")[2].partition("\n\n")[0].splitlines()]
+    folded = {(name, part): (heads, rows, columns) for name, part, heads, rows, columns in rows[2:]}
+    name = "layers.0–1.self_attn.{} ×2"
+    assert folded[name.format("in_proj_weight"), "W_k"] == ("0–2", "4h+12 to 4h+15", "0–11")
+    assert folded[name.format("in_proj_bias"), "b_q"] == ("0–2", "4h to 4h+3", "-")
+    assert folded[name.format("out_proj.weight"), "W_o"] == ("0–2", "0–11", "4h to 4h+3")
+    # The oracle: what each row stands for, in the report itself.
+    held = {p.name: p.heads for p in report.report.parameters if p.heads}
+    for piece in held["layers.1.self_attn.in_proj_weight"]:
+        offset = {"W_q": 0, "W_k": 12, "W_v": 24}[piece.part]
+        assert piece.rows == (4 * piece.head + offset, 4 * piece.head + offset + 4)
+
+
+def test_the_heads_of_one_layer_are_listed_one_by_one() -> None:
+    layer = nn.MultiheadAttention(12, 3, batch_first=True).eval()
+    x = torch.randn(2, 5, 12)
+    page = repr(mha_inspect.params(layer, x, x, x, per_head=True))
+    assert re.search(r"in_proj_weight +W_k +2 +20–23 +0–11", page)
+    assert "h the number" not in page

@@ -1,0 +1,174 @@
+"""Attention that takes its masks in one way each, and forwards that lay their inputs out in one way each."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def parts(self, x):
+        return (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+
+    def attended(self, x, change):
+        q, k, v = self.parts(x)
+        weights = change(q @ k.mT / 2).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class Keeps(Attention):
+    def forward(self, x, mask=None):
+        return self.attended(x, lambda s: s if mask is None else s.masked_fill(mask == 0, -1e9))
+
+
+class Bars(Attention):
+    def forward(self, x, attn_mask=None):
+        return self.attended(x, lambda s: s if attn_mask is None else s.masked_fill(attn_mask, float("-inf")))
+
+
+class Adds(Attention):
+    def forward(self, x, attn_bias=None):
+        return self.attended(x, lambda s: s if attn_bias is None else s + attn_bias)
+
+
+class Needed(Attention):
+    """Cannot do without, and takes `batch query key`."""
+
+    def forward(self, x, mask):
+        return self.attended(x, lambda s: s.masked_fill(mask.unsqueeze(1) == 0, -1e9))
+
+
+class KeepsKeys(Attention):
+    def forward(self, x, pad_mask=None):
+        fill = None if pad_mask is None else (1.0 - pad_mask[:, None, None, :]) * -1e4
+        return self.attended(x, lambda s: s if fill is None else s + fill)
+
+
+class BarsKeys(Attention):
+    def forward(self, x, key_padding_mask=None):
+        barred = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
+        return self.attended(x, lambda s: s if barred is None else s.masked_fill(barred, float("-inf")))
+
+
+class Both(Attention):
+    """Takes a mask of each kind."""
+
+    def forward(self, x, look_ahead_mask=None, pad_mask=None):
+        def change(s):
+            s = s if look_ahead_mask is None else s.masked_fill(look_ahead_mask, float("-inf"))
+            return s if pad_mask is None else s.masked_fill(~pad_mask[:, None, None, :], float("-inf"))
+
+        return self.attended(x, change)
+
+
+class Own(Attention):
+    """Is causal by itself, and has a mask for something else."""
+
+    def forward(self, x, mask=None):
+        barred = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.attended(x, lambda s: s.masked_fill(barred, float("-inf")))
+
+
+class Deaf(Attention):
+    """Takes a mask and leaves it unheard."""
+
+    def forward(self, x, mask=None):
+        return self.attended(x, lambda s: s)
+
+
+class Turns(nn.Module):
+    """Batch first, around an attention that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(29, 12), nn.MultiheadAttention(12, 3)
+
+    def forward(self, ids):
+        x = self.embedding(ids).transpose(0, 1)
+        return self.attention(x, x, x)[0].transpose(0, 1)
+
+
+class Forgets(Turns):
+    """Meant to be batch first: batch_first=True is missing."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.attention(x, x, x)[0]
+
+
+class Places(nn.Module):
+    """As it, and the positions say so."""
+
+    def __init__(self, axis: int = 1) -> None:
+        super().__init__()
+        self.axis = axis
+        self.places, self.attention = nn.Embedding(64, 12), nn.MultiheadAttention(12, 3)
+
+    def forward(self, x):
+        places = self.places(torch.arange(x.shape[self.axis]))
+        x = x + (places if self.axis == 1 else places[:, None])
+        return self.attention(x, x, x)[0]
+
+
+class Pools(nn.Module):
+    """Keeps one axis of two."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.layer = axis, nn.TransformerEncoderLayer(12, 3, 24)
+
+    def forward(self, x):
+        return self.layer(x).mean(self.axis)
+
+
+class Wraps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+class Dictionary(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(29, 12)
+
+    def forward(self, batch):
+        x = self.embedding(batch["input_ids"]) + batch.get("extra_embeds")
+        mask = batch.get("attention_mask")
+        return self.attended(x, lambda s: s if mask is None else s.masked_fill(mask[:, None, None] == 0, -1e9))
+
+
+class Calls(Attention):
+    """Counts its calls for all that are copied of it."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return self.attended(x, lambda s: s)
+
+
+class Lazy(nn.Module):
+    def __init__(self, units: int = 12) -> None:
+        super().__init__()
+        self.first, self.attention = nn.LazyLinear(units), nn.MultiheadAttention(units, 3, batch_first=True)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.attention(x, x, x)[0]
+
+
+class LazyImage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyConv1d(7, 3)
+
+    def forward(self, x):
+        return self.first(x)

@@ -1,0 +1,161 @@
+"""What is learned of a forward by running it: what its masks mean, which axis is the batch, what a dictionary holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mha_inspect.errors import InputError, SpecError
+from mha_inspect.targets.call import Call
+from mha_inspect.targets.inputs import Asked, make_call
+from mha_inspect.targets.spec import InputSpec
+from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.values import parse_shapes
+from mha_inspect.targets.vocabulary import Flags
+
+FILE = str(Path(__file__).parent / "masked.py")
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+
+
+def made(name: str, settings: dict[str, str] | None = None, shapes: tuple[str, ...] = (), **inputs: Any):
+    target = load_target(name if ":" in name else f"{FILE}:{name}", settings or {}, TargetSpec())
+    given = frozenset({"batch_first"} & set(inputs))
+    flags = Flags({"batch_first": inputs.pop("batch_first", True)}, given, frozenset(inputs))
+    asked = Asked(InputSpec(**{"batch": 2, "seq_len": 5, **inputs}), flags, parse_shapes(shapes))
+    return target, make_call(target, asked)
+
+
+def moved(target: Target, call: Call, token: int) -> torch.Tensor:
+    """`batch query`: the outputs that move with one token of the first row, by a run that nothing else looks at."""
+    module = target.module.eval()
+    with torch.no_grad():
+        before = module(**call.kwargs)
+        x = call.kwargs["x"].clone()
+        x[0, token] += 1.0
+        after = module(**{**call.kwargs, "x": x})
+    return (before != after).any(-1)
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Needed", "Both"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) -> None:
+    target, call = made(name, batch=batch, causal=True)
+    for token in range(5):
+        assert moved(target, call, token)[0].tolist() == [False] * token + [True] * (5 - token)
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Needed", "KeepsKeys", "BarsKeys", "Both"])
+def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
+    target, call = made(name, padding=(2, 1))
+    assert moved(target, call, 2)[0].all()
+    for token in (3, 4):
+        seen = moved(target, call, token)[0]
+        assert seen.nonzero().flatten().tolist() == [token]  # it moves what it asks itself, and no other
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("Both", 2), ("Needed", 1), ("Adds", 1)])
+def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> None:
+    target, call = made(name, causal=True, padding=(2, 1))
+    assert len([value for key, value in call.kwargs.items() if key != "x" and value is not None]) == arguments
+    assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
+    assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
+    assert len(call.said) == arguments
+
+
+def test_what_was_learned_is_said_and_holds_at_other_sizes() -> None:
+    _, call = made("Bars", causal=True)
+    assert torch.equal(call.kwargs["attn_mask"], CAUSAL)
+    assert call.said == ("--causal made attn_mask, bool `query key`: True bars a key, as is learned from the weights.",)
+    target, call = made("Needed", batch=1, causal=True)
+    assert call.without_ones is not None
+    wider = call.without_ones(target.module)
+    assert tuple(wider.kwargs["mask"].shape) == (2, 5, 5)
+    assert torch.equal(wider.kwargs["mask"], ~CAUSAL.expand(2, 5, 5))
+
+
+def test_what_is_causal_by_itself_gets_no_mask() -> None:
+    _, call = made("Own", causal=True)
+    assert call.kwargs.get("mask") is None
+    assert call.said == ("The forward does by itself what --causal asks for: no mask was given.",)
+
+
+@pytest.mark.parametrize(("flag", "asked"), [("--causal", {"causal": True}), ("--padding", {"padding": (1,)})])
+def test_what_cannot_be_learned_is_not_made(flag: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"Deaf.forward does not show what mask means, so {flag} .*--input FILE"):
+        made("Deaf", **asked)
+
+
+def test_torchs_transformer_masks_its_decoder() -> None:
+    settings = {"d_model": "12", "nhead": "3", "num_encoder_layers": "1", "num_decoder_layers": "1"}
+    _, call = made("torch.nn:Transformer", settings, causal=True, padding=(2,), key_len=7)
+    masks = {name: value for name, value in call.kwargs.items() if "mask" in name and value is not None}
+    assert set(masks) == {"tgt_mask", "src_key_padding_mask", "memory_key_padding_mask"}
+    assert torch.equal(masks["tgt_mask"], CAUSAL)
+    assert masks["memory_key_padding_mask"].tolist() == [[False] * 5 + [True] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "shape", "said"),
+    [
+        ("Turns", {}, (2, 5), "ids is `batch seq`: what stands along its second axis meets"),
+        ("Forgets", {}, (2, 5), "is batch_first=True missing?"),
+        ("Places", {}, (2, 5, 12), "second axis alone.* is batch_first=True missing?"),
+        ("Places", {"axis": "0"}, (5, 2, 12), "x is `seq batch embed`: it matters where a token stands"),
+        ("Pools", {"axis": "1"}, (2, 5, 12), "the output keeps its first axis"),
+        ("Pools", {"axis": "0"}, (5, 2, 12), "x is `seq batch embed`: the output keeps its second axis"),
+        ("Wraps", {}, (5, 2, 12), "what stands along its first axis meets"),
+    ],
+)
+def test_the_layout_is_what_the_forward_does(name: str, settings: dict[str, str], shape: tuple[int, ...], said: str):
+    _, call = made(name, settings)
+    assert tuple(next(iter(call.kwargs.values())).shape) == shape
+    assert len(call.said) == 1
+    assert re.search(said, call.said[0])
+
+
+def test_a_layout_that_is_given_is_taken() -> None:
+    _, call = made("Turns", batch_first=False)
+    assert tuple(call.kwargs["ids"].shape) == (5, 2)
+    assert call.said == ()
+
+
+def test_a_dictionary_holds_what_the_forward_asks_it_for() -> None:
+    target, call = made("Dictionary")
+    held = call.kwargs["batch"]
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
+        "input_ids": (2, 5),
+        "extra_embeds": (2, 5, 12),
+    }
+    assert int(held["input_ids"].max()) < 29
+    assert call.said == ("batch is a dictionary with input_ids, extra_embeds: that is what the forward asks it for.",)
+    target.module(held)
+    _, call = made("Dictionary", shapes=("batch.input_ids=3x7:int64", "batch.extra_embeds=3x7x12"))
+    assert {name: tuple(tensor.shape) for name, tensor in call.kwargs["batch"].items()} == {
+        "input_ids": (3, 7),
+        "extra_embeds": (3, 7, 12),
+    }
+
+
+def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
+    target, call = made("Lazy")
+    assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
+    assert call.said == ("Its lazy layers take any width, and were given 12: --input-shape gives another.",)
+    # What was found out by running a copy leaves the module itself as it was.
+    assert isinstance(target.module.first.weight, torch.nn.UninitializedParameter)
+    with pytest.raises(InputError, match=r"LazyImage has lazy layers \(LazyConv1d\).*--input-shape x="):
+        made("LazyImage")
+    _, call = made("LazyImage", shapes=("x=2x5x12",))
+    assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
+
+
+def test_nothing_is_run_again_that_was_known() -> None:
+    target, call = made("Calls", batch=1)
+    first = type(target.module).calls
+    assert first == 1  # on a copy, up to the first product
+    assert call.without_ones is not None
+    call.without_ones(target.module)
+    assert type(target.module).calls == first
