@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
-from ...graph.attention import attentions_of
 from ...record.arguments import tensors_in
 from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
@@ -78,9 +77,10 @@ class Bench:
         self.module, self.intent = own.module, intent
         self.once = once
         """Whether it is run once alone."""
+        given = tensors_in((own.args, own.kwargs))
+        self.on_meta = any(tensor.is_meta for tensor in (*own.module.parameters(), *(t for _, t in given)))
+        """Whether there are shapes alone, and no numbers."""
         self.runs = 0
-        self.like: Run | None = None
-        """A run whose names of axes are taken, where the attentions are alike."""
         self.outline: Outline | None = None
         """The base run without its tensors, where it does the same twice."""
         self.raised_again: RaisedError | None = None
@@ -269,6 +269,8 @@ class Bench:
         first = self.subject()
         self.after = first.args, first.kwargs
         try:
+            if self.on_meta:
+                return Evidence(self._with_wider(first.recorded()))
             if self.once:
                 return whole(first, self._with_wider)
             outline = outlined(first)
@@ -298,7 +300,6 @@ class Bench:
         """
         args, kwargs = self.arguments(changes)
         made = Bench(replace(self.own, args=args, kwargs=kwargs, without_ones=None), Intent(), self._tick)
-        made.like = self.seen
         self.restore()
         try:
             evidence = held(made.subject(), self.outline) if self.outline is not None else None
@@ -330,13 +331,6 @@ class Bench:
         return replace(self.own, args=args, kwargs=kwargs, seed=self.own.seed if seed is None else seed, grad=grad)
 
     def _with_wider(self, seen: Run) -> Run:
-        if self.like is not None:
-            found = attentions_of(seen.graph)
-            shapes = [[tensor.shape for tensor in one.stages.values()] for one in found]
-            if shapes == [[tensor.shape for tensor in one.stages.values()] for one, _ in self.like.attentions]:
-                named = zip(found, self.like.attentions, strict=True)
-                vars(seen)["attentions"] = tuple((one, names) for one, (_, names) in named)
-            return seen
         return replace(seen, wider=self.own.wider_run(seen)) if self.own.without_ones is not None else seen
 
     @property
@@ -362,12 +356,15 @@ class Bench:
     def output_of(self, returned: Any) -> Tensor:
         """The output that is looked at: the first one that has no number for each pair of rows, as of texts and images.
 
-        Raises `NotPossibleError` where a forward returned no tensor of numbers.
+        Where batch and positions come out in the other order it is laid out as the input. Raises `NotPossibleError`
+        where a forward returned no tensor of numbers.
         """
         made = outputs_of(returned)
         given = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
         pairs = len(given) > 1 and not given[0].is_floating_point() and {*made[0].shape} == {given[0].shape[0]}
-        return next((output for output in made if output.dim() > 2), made[0]) if pairs else made[0]
+        output = next((output for output in made if output.dim() > 2), made[0]) if pairs else made[0]
+        turned = bool(given) and output.dim() > 2 and output.shape[:2] == given[0].shape[1::-1] != output.shape[1::-1]
+        return output.transpose(0, 1) if turned else output
 
     @cached_property
     def follows(self) -> bool:

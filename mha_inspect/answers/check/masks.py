@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...reports.check import Fact, Finding
+from ...text import shortened, spans
 from . import structure
 from .bench import Bench, NotPossibleError, RaisedError, Source
 from .sight import Sight, sights
@@ -219,5 +220,4 @@ def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
 
 
 def _places(marks: Tensor) -> str:
-    places = [str(int(place)) for place in marks.nonzero().flatten()]
-    return ", ".join(places[:4]) + (", …" if len(places) > 4 else "")
+    return shortened(spans(int(place) for place in marks.nonzero().flatten()), 40)
