@@ -58,6 +58,7 @@ def heads(bench: Bench) -> Iterator[Finding]:
             )
             split.setdefault(at.source, []).append((name, evidence))
         for source, sides in split.items():
+            sides.sort(key=lambda one: ("query", "key", "value").index(one[0]))
             yield Finding(
                 "heads",
                 f"The heads of the {listed([name for name, _ in sides])} are split without transposing: pieces of one "
