@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from .answers.check.intent import Intent
 from .answers.trace import report, traced
+from .checkpoints.stored import opened, path_name
 from .cli.export import ExportFormat, Target
-from .errors import ExportError, SpecError
+from .errors import ExportError, InputError, SpecError
 from .graph.evaluate import Replay
 from .naming.canonical import contents_of, own_axes
 from .naming.kind import kinds_of, mask_notes
 from .naming.stages import STAGES
-from .record.arguments import copy_module
+from .record.arguments import copy_module, tensors_in
 from .record.subject import Run, Subject, keep_stages
 from .record.xray import XRay
 from .reports.common import Environment, LayerInfo
@@ -31,6 +32,7 @@ from .reports.failure import Failure
 from .reports.json import read_report
 from .reports.trace import Attention, Stage, Trace, attention_names
 from .targets.spec import Show
+from .text import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -227,7 +229,8 @@ class LiveTrace(LiveReport):
 
     def _viewed(self) -> dict[str, Any] | None:
         """Return what a viewer shows; None where no tensors were kept that it could."""
-        if not any(stage._tensor is not None for one in self.attentions for stage in one.stages):
+        kept = [stage._tensor for one in self.attentions for stage in one.stages if stage._tensor is not None]
+        if not kept or not all(tensor.numel() for tensor in kept):  # there is nothing to see in sizes of zero
             return None
         from .pictures.stages import for_viewer
 
@@ -258,7 +261,16 @@ def load(path: str | PathLike[str]) -> LiveTrace:
 
     Raises `InputError` when the file is not one.
     """
-    return LiveTrace(read_report(Path(path), "trace", Trace))
+    with opened(Path(path), ".json") as (file, size):
+        text = file.read(size)
+    name = path_name(Path(path))
+    report = read_report(text, name, "trace", Trace)
+    try:
+        trace = LiveTrace(report)
+        repr(trace)
+    except Exception as error:  # types are right, and still it is none that we wrote: axes that do not fit a shape
+        raise InputError(f"{name} is not whole: {type(error).__name__} where it is shown. Make it again.") from None
+    return trace
 
 
 def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
@@ -364,6 +376,7 @@ def compare_heads(
     from .targets.head_counts import layers_by_name, modules_with_heads
 
     if not isinstance(layer, str):
+        _require_elements(args, kwargs)
         made = modules_with_heads(layer, heads, args, kwargs)
     elif args:
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
@@ -441,8 +454,19 @@ def check(
     from .answers.check.check import check as report_of
 
     _require_module(module, "check")
+    _require_elements(args, kwargs)
     asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
     return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
+
+
+def _require_elements(args: Any, kwargs: Any) -> None:
+    """Raise `InputError` where an argument has a size of zero: nothing in it can be compared, or changed."""
+    for name, tensor in tensors_in((args, kwargs)):
+        if not tensor.numel():
+            raise InputError(
+                f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, and no element "
+                "to compare. Give sizes of 1 or more."
+            )
 
 
 def _require_module(value: object, asked: str) -> None:

@@ -130,8 +130,8 @@ class Case:
         spec, inputs = self.forward.spec, self.forward.inputs
         return {
             "batch": inputs.batch,
-            "query": inputs.query_len,
-            "key": inputs.key_len,
+            "query": inputs.seq_len,
+            "key": inputs.key_len or inputs.seq_len,
             "heads": spec.num_heads,
             "kv_heads": spec.kv_heads,
             "group": spec.num_heads // spec.kv_heads,
@@ -151,10 +151,12 @@ class Case:
         """`batch heads query key`: where a query may not look."""
         inputs, sizes = self.forward.inputs, self.sizes
         barred = torch.zeros(sizes["batch"], sizes["heads"], sizes["query"], sizes["key"], dtype=torch.bool)
-        if inputs.attn_mask is not None:
-            barred |= inputs.attn_mask
-        if inputs.key_padding_mask is not None:
-            barred |= inputs.key_padding_mask.view(sizes["batch"], 1, 1, sizes["key"])
+        if inputs.causal:
+            barred |= torch.arange(sizes["key"]) > torch.arange(sizes["query"])[:, None]
+        for row, padded in zip(
+            barred, inputs.padding * (1 if len(inputs.padding) > 1 else sizes["batch"]), strict=False
+        ):
+            row[..., sizes["key"] - padded :] = True
         return nn_pad(barred, self.extra_keys)
 
     @cached_property
@@ -164,7 +166,7 @@ class Case:
         w = {name: tensor.detach().double() for name, tensor in given.items()}
         found: dict[str, Tensor] = {}
         heads: dict[str, Tensor] = {}
-        for name, tensor in (("query", inputs.query), ("key", inputs.key), ("value", inputs.value)):
+        for name, tensor in zip(("query", "key", "value"), self.forward.tensors, strict=True):
             x = tensor[None] if inputs.unbatched else tensor if spec.batch_first else tensor.transpose(0, 1)
             letter = name[0]
             found[name] = x.double()

@@ -144,7 +144,7 @@ def test_a_file_that_is_no_trace(tmp_path, text, said):
 
 
 def test_files_that_are_not_there(layer, x, tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="is not there"):
         mha_inspect.load(tmp_path / "absent.json")
     with pytest.raises(ExportError, match="is not there"):
         mha_inspect.trace(layer, x, x, x).save(tmp_path / "no folder" / "trace.json")

@@ -143,12 +143,12 @@ BEFORE = {
 @given(settings_of())
 def test_memory_is_what_pointers_say(setting: Setting) -> None:
     case = Case(setting)
-    facts, inputs = facts_of(case), case.forward.inputs
+    facts = facts_of(case)
 
     def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
-    given_to_it = {memory(tensor) for tensor in (inputs.query, inputs.key, inputs.value)}
+    given_to_it = {memory(tensor) for tensor in case.forward.tensors}
     for stage in case.axes.stages[0]:
         said, content = facts.memory(stage), case.value(stage)
         if stage in ("query", "key", "value"):

@@ -61,9 +61,8 @@ def test_the_report_of_any_setting_is_proved(setting: Setting) -> None:
     trace = trace_layer(forward.spec, InputSpec(**setting.inputs), forward.run, layer=setting.layer)
     assert trace.proof.agrees is True
     (attention,) = trace.attentions
-    one_number = (
-        forward.inputs.query_len * (forward.inputs.key_len + forward.spec.add_bias_kv + forward.spec.add_zero_attn) == 1
-    )
+    keys = forward.inputs.key_len or forward.inputs.seq_len
+    one_number = forward.inputs.seq_len * (keys + forward.spec.add_bias_kv + forward.spec.add_zero_attn) == 1
     if not one_number:
         rel = 1e-2 if forward.spec.dtype == "bfloat16" else 1e-6
         assert attention.scale == pytest.approx(1 / math.sqrt(forward.spec.head_dim), rel=rel)

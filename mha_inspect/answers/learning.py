@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, SpecError
+from ..errors import InputError
 from ..measure.weights import PARTS, Weights, weights_of
 from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import STEP, distances, judge, rounding_error
 from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..targets.memory import is_out_of_memory
+from ..targets.spec import require_steps
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
 from .trace import environment_of, layer_of
@@ -246,11 +247,10 @@ def compare_training(
         tick: is told before each step how far it is.
 
     Raises:
-        SpecError: there are no steps.
+        SpecError: there are no steps, or more than could ever be made.
         InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
     """
-    if steps < 1:
-        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try 10.")
+    require_steps(steps)
     learners[0].require_finite("training")
     scale = learners[0].noise_scale
     counts, base = [], None

@@ -111,7 +111,7 @@ def opened(path: Path, kinds: str) -> Iterator[tuple[BinaryIO, int]]:
             if not stat.S_ISREG(found.st_mode):
                 raise InputError(f"{name} is not a file. Give the path of a {kinds} file.")
             if found.st_size == 0:
-                raise InputError(f"{name} is empty: 0 bytes. Save the tensor again.")
+                raise InputError(f"{name} is empty: 0 bytes. Save it again.")
             yield file, found.st_size
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):

@@ -15,7 +15,7 @@ from ..errors import ExitCode, MhaInspectError
 from ..text import did_you_mean, shown
 from . import screen
 from .completion import improve_scripts
-from .help import GroupedGroup, write_list
+from .help import GroupedGroup, examples, write_list
 
 PROGRAM = "mha-inspect"
 
@@ -32,12 +32,6 @@ COMMANDS = {
 }
 """Each command with its line in the help; its file in this folder bears its name."""
 
-EPILOG = f"""Examples:
-
-{PROGRAM} trace --embed-dim 512 --num-heads 2 --seq-len 12
-
-{PROGRAM} compare-heads --embed-dim 512 --heads 1,2,4,8,16"""
-
 
 class BadUsageError(MhaInspectError):
     """The command line names something that is not there."""
@@ -47,7 +41,7 @@ class Commands(GroupedGroup):
     """The commands, each loaded when it is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the commands, in the order of the help."""
+        """Return the names of the commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -97,7 +91,9 @@ class Commands(GroupedGroup):
 
 app = typer.Typer(
     cls=Commands,
-    epilog=EPILOG,
+    epilog=examples(
+        "trace --embed-dim 512 --num-heads 2 --seq-len 12", "compare-heads --embed-dim 512 --heads 1,2,4,8,16"
+    ),
     rich_markup_mode=None,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -105,7 +101,7 @@ app = typer.Typer(
 
 
 def command() -> Commands:
-    """The app as the command that can be run."""
+    """Return the app as the command that can be run."""
     group = get_command(app)
     assert isinstance(group, Commands)
     return group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..answers.check.intent import CHECKS, Intent
 from ..errors import ExitCode, MhaInspectError, SpecError
@@ -10,6 +10,9 @@ from ..text import did_you_mean, shown
 from . import subject
 from .options import NUMBERS, Options, TargetArgument, command, option, size
 from .output import give, prepare, write
+
+if TYPE_CHECKING:
+    from ..record.subject import Subject
 
 PANEL = "Check"
 INTENT = "What is meant"
@@ -96,12 +99,8 @@ def check(
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
         from ..targets.call import explained
-        from ..targets.room import Room
 
-        if target is not None and options.causal:
-            # What is meant, not a mask to be made: forwards that take one are given none.
-            options.causal = "causal" in options.typed and _takes_causal(target, options)
-        own = subject.load(target, options, Room(kept=True))
+        own = _load(target, options)
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
@@ -126,10 +125,18 @@ def _meaning(mask: str | None) -> dict[str, str]:
     return {"padding": name, **({"padding_true": means} if means else {})}
 
 
-def _takes_causal(target: str, options: Options) -> bool:
-    """Return whether a target's constructor or forward takes --causal."""
+def _load(target: str | None, options: Options) -> Subject:
+    """Return what is checked. Raises `MhaInspectError` where it cannot be built or called.
+
+    That a target is causal is what is meant: one that has no setting and no mask for it is built without.
+    """
+    from ..targets.room import Room
+
+    if target is None or not options.causal:
+        return subject.load(target, options, Room(kept=True))
+    options.causal = "causal" in options.typed
     try:
-        subject.load(target, options)
+        return subject.load(target, options, Room(kept=True))
     except MhaInspectError:
-        return False
-    return True
+        options.causal = False
+        return subject.load(target, options, Room(kept=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
-from ..targets.spec import divisors
+from ..targets.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
 from .options import NUMBERS, FailIf, Options, TargetArgument, command, counts, option, size
@@ -64,8 +64,8 @@ def compare_heads(
 
     TARGET is a class, or a function that returns a module, which takes a number of heads: it is built once for each.
     """
-    if steps is not None and steps < 1:
-        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
+    if steps is not None:
+        require_steps(steps)
     extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
     extras |= {"time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
@@ -142,7 +142,7 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """The head counts to compare, each once, the baseline first.
+    """Return the head counts to compare, each once, the baseline first.
 
     Without --heads: those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is not
     the default is the baseline; a list of them is what --heads would have been.

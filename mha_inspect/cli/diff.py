@@ -139,7 +139,7 @@ class _Asked:
 
     @property
     def flag(self) -> str:
-        """What gives it settings of its own."""
+        """Return the flag that gives it settings of its own."""
         return f"--{self.name}-set"
 
     def require_no_module(self) -> None:
@@ -267,7 +267,7 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
 def _called(
     options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
-    """A target, and what its forward gets, be it made to fit a part of a model beside it."""
+    """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
@@ -313,14 +313,14 @@ def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
 
 
 def _taken_by(other: _Asked) -> frozenset[str]:
-    """The flags that the other side takes, if it is a layer: a target that has no use for them need not."""
+    """Return the flags that the other side takes, if it is a layer: a target that has no use for them need not."""
     if is_target(other.text):
         return frozenset()
     return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
 
 
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
-    """A target, run. Raises `TargetFailedError` where its forward raises."""
+    """Run a target. Raises `TargetFailedError` where its forward raises."""
 
     from ..answers.side import Side
     from ..targets.call import explained
@@ -337,7 +337,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
 
 
 def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
-    """A layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
+    """Run a layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
 
     from ..answers.side import Side
     from ..targets.layer_sides import parse_settings
@@ -379,7 +379,7 @@ def _turned(given: Triple) -> Triple:
 
 
 def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
-    """The sizes of the layer: the target's, but for those that somebody gave."""
+    """Return the sizes of the layer: the target's, but for those that somebody gave."""
     embed_dim, kdim, vdim = widths
     if "embed_dim" in options.typed and options.embed_dim != embed_dim:
         raise SpecError(
@@ -410,7 +410,7 @@ def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tu
 
 
 def _sizes(run: Side) -> dict[str, Any]:
-    """The sizes of the first attention of a target by the names of our flags: those that show when it runs."""
+    """Return those sizes of a target's first attention that show when it runs, by the names of our flags."""
     if not run.attentions:
         return {}
     found, names = run.attentions[0]
@@ -427,8 +427,9 @@ def _sizes(run: Side) -> dict[str, Any]:
 
 
 def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:
-    """The two layers: where one is not named, --layer is the left one, and the right one is the left one under other
-    settings, or per-head (torch, where per-head is on the left).
+    """Return the two layers: where one is not named, --layer is the left one.
+
+    The right one is then the left one under other settings, or per-head (torch, where per-head is on the left).
 
     Raises `SpecError` when --layer asks for a third.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -76,13 +77,15 @@ class Target:
             raise ExportError(f"{name} cannot be written: you may not write to {_name(place)}. Name another place.")
         return cls(asked, real, format)
 
-    def write(self, content: str | bytes) -> None:
-        """Write the content: to a temporary file in the same folder, which then takes the target's place.
+    def write(self, content: Iterable[str] | bytes) -> None:
+        """Write the content, text in pieces: to a temporary file beside it, which then takes the target's place.
 
         Raises `ExportError` when it cannot; an existing file is then as it was.
         """
         errors = "surrogateescape" if self.format != "json" else "strict"
-        data = content.encode("utf-8", errors) if isinstance(content, str) else content
+        content = [content] if isinstance(content, str) else content
+        text = () if isinstance(content, bytes) else (piece.encode("utf-8", errors) for piece in content)
+        data = [content] if isinstance(content, bytes) else text
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):
@@ -91,7 +94,7 @@ class Target:
                 descriptor = os.open(self.real, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
                 os.set_blocking(descriptor, True)
                 with open(descriptor, "wb") as device:
-                    device.write(data)
+                    device.writelines(data)
                 return
             self._replace(data, before)
         except OSError as error:
@@ -101,13 +104,13 @@ class Target:
                 "Make room, or name another place."
             ) from None
 
-    def _replace(self, data: bytes, before: os.stat_result | None) -> None:
+    def _replace(self, data: Iterable[bytes], before: os.stat_result | None) -> None:
         temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
         unfinished.add(temporary)
         try:
             descriptor, named = self._open(temporary)
             with open(descriptor, "wb") as file:
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 os.fsync(file.fileno())
                 if not named:

@@ -38,6 +38,11 @@ class _Grouped:
         formatter.write(f"\n{_bold(heading, ctx)}\n" + "".join(f"  {line}\n" for line in lines))
 
 
+def examples(*lines: str) -> str:
+    """Return what stands under the options: command lines without the name of the program."""
+    return "\n\n".join(["Examples:", *(f"mha-inspect {line}" for line in lines)])
+
+
 def write_list(ctx: Any, formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
     """Write names and what each is under a title."""
     with formatter.section(_bold(title, ctx)):

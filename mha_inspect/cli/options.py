@@ -17,7 +17,7 @@ from ..layers.catalog import LAYERS
 from ..text import did_you_mean, shown
 from . import screen
 from .completion import names_in_file
-from .help import GroupedCommand
+from .help import GroupedCommand, examples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -365,12 +365,12 @@ def _shared() -> dict[str, inspect.Parameter]:
 
 
 def command(
-    *examples: str, only: Sequence[str] = (), without: Sequence[str] = ()
+    *lines: str, only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
     """Make a command of a function that takes an `Options` first: every shared option becomes a parameter of its own.
 
-    The command's own options come first in `--help`. It shares `only` those that are named, or all `without` those that
-    it has no use for: these are at their defaults.
+    `lines` are its examples. Its own options come first in `--help`. It shares `only` those that are named, or all
+    `without` those that it has no use for: these are at their defaults.
     """
 
     def made(function: Callable[..., ExitCode]) -> typer.Typer:
@@ -387,9 +387,8 @@ def command(
         flat.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
         signature = inspect.Signature(list(parameters.values()))
         flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for
-        epilog = "\n\n".join(["Examples:", *(f"mha-inspect {example}" for example in examples)])
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(function.__name__.replace("_", "-"), cls=GroupedCommand, epilog=epilog)(flat)
+        app.command(function.__name__.replace("_", "-"), cls=GroupedCommand, epilog=examples(*lines))(flat)
         return app
 
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
@@ -76,7 +77,7 @@ def give(
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
     not), and `ClosedPipeError` when the reader of stdout is gone.
     """
-    from ..render import to_text
+    from ..render import to_pieces
 
     failure: ExportError | None = None
     if target is not None:
@@ -86,16 +87,18 @@ def give(
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
-    text = _ended(to_text(report, chosen, width=columns(out), color=in_color(out)))
-    if drawn is not None and drawn.printed and chosen != "json":
-        text += drawn.text(chosen, out)
-    write(text, chosen)
+    pieces = to_pieces(report, chosen, width=columns(out), color=in_color(out))
+    if chosen == "json":
+        write(pieces, chosen)
+    else:
+        text = _ended("".join(pieces))
+        write([text + drawn.text(chosen, out) if drawn is not None and drawn.printed else text], chosen)
     if failure is not None:
         raise failure
 
 
-def write(text: str, format: str = "plain") -> None:
-    """Write text to stdout, whole.
+def write(text: Iterable[str], format: str = "plain") -> None:
+    """Write text to stdout, whole, a piece after the other.
 
     Raises `ClosedPipeError` when the reader is gone, `ExportError` when stdout is a file that takes no more.
     """
@@ -104,14 +107,15 @@ def write(text: str, format: str = "plain") -> None:
             "stdout is closed: there is nowhere to print to. Use --export FILE.txt, or leave stdout open."
         )
     try:
-        sys.stdout.write(_encodable(text, format, sys.stdout))
+        for piece in [text] if isinstance(text, str) else text:
+            sys.stdout.write(_encodable(piece, format, sys.stdout))
         sys.stdout.flush()
     except OSError as error:
         raise unwritable(error) or error from None
 
 
 def unwritable(error: OSError) -> MhaInspectError | None:
-    """What an error of the system means for stdout: nobody reads it, or there is no room; None for any other error."""
+    """Return what an error means for stdout: nobody reads it, or there is no room; None for any other error."""
     if error.errno in GONE:
         forget_stdout()
         return ClosedPipeError()
@@ -131,16 +135,19 @@ def forget_stdout() -> None:
         pass
 
 
-def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
+def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> Iterable[str] | bytes:
     """Return what goes into a file: the report, the pictures, or both."""
     image = None if drawn is None else drawn.image(format)
     if image is not None:
         return image
     assert format != "png"  # `prepare` lets none pass without a picture
-    from ..render import to_text
+    from ..render import to_pieces
 
-    text = _ended(to_text(report, format))
-    return text if drawn is None else drawn.added(text, format)
+    pieces = to_pieces(report, format)
+    if format == "json" and drawn is None:
+        return pieces
+    text = _ended("".join(pieces))
+    return [text if drawn is None else drawn.added(text, format)]
 
 
 def _ended(text: str) -> str:
@@ -148,7 +155,7 @@ def _ended(text: str) -> str:
 
 
 def _encodable(text: str, format: str, stream: TextIO) -> str:
-    """The text with what the stream's encoding lacks written as escapes, which JSON reads back as it was."""
+    """Return the text with what the stream's encoding lacks written as escapes, which JSON reads back as it was."""
     encoding = stream.encoding or "utf-8"
     try:
         text.encode(encoding, getattr(stream, "errors", None) or "strict")

@@ -39,7 +39,6 @@ StageOption = Annotated[
         "Draw this stage, a heat map for each head: weights, scores or any other.",
         known=STAGES,
         metavar="STAGE",
-        show_default="none",
     ),
 ]
 HeadOption = Annotated[
@@ -64,13 +63,13 @@ TextOption = Annotated[
         "--text",
         PANEL,
         "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
-        show_default="none",
+        metavar="TEXT",
     ),
 ]
 
 
 def is_wanted(flag: bool) -> bool:
-    """Whether a picture is asked for that has no stage to choose: by its flag, or by a variable that names one.
+    """Return whether a picture is asked for that has no stage to choose: by its flag, or by a variable that names one.
 
     Raises `SpecError` where the variable says neither yes nor no, and no stage.
     """

@@ -30,7 +30,7 @@ _SEEDS = range(0, 2**64)
 
 
 def head_counts(options: Options) -> tuple[int, ...]:
-    """The numbers of --num-heads: one, or several.
+    """Return the numbers of --num-heads: one, or several.
 
     Raises `SpecError` when there is none, or one that is not a whole number.
     """
@@ -41,7 +41,7 @@ def head_counts(options: Options) -> tuple[int, ...]:
 
 
 def single_head_count(options: Options, command: str) -> int:
-    """The one number of --num-heads.
+    """Return the one number of --num-heads.
 
     Raises `SpecError` that names the commands which take a list, when it is a list.
     """
@@ -56,7 +56,7 @@ def single_head_count(options: Options, command: str) -> int:
 
 
 def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """The layer that was asked for, with this head count.
+    """Return the layer that was asked for, with this head count.
 
     Raises `SpecError` when its sizes contradict each other.
     """
@@ -81,14 +81,14 @@ def attention(options: Options, num_heads: int) -> AttentionSpec:
 
 
 def seed(options: Options) -> int:
-    """The seed of parameters and inputs. Raises `SpecError` for one that no generator takes."""
+    """Return the seed of parameters and inputs. Raises `SpecError` for one that no generator takes."""
     if options.seed not in _SEEDS:
         raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
     return options.seed
 
 
 def inputs(options: Options) -> InputSpec:
-    """What goes into the layer.
+    """Return what goes into the layer.
 
     Raises `SpecError` when its sizes contradict each other.
     """
@@ -105,7 +105,7 @@ def inputs(options: Options) -> InputSpec:
 
 
 def run(options: Options) -> RunSpec:
-    """How the layer is run."""
+    """Return how the layer is run."""
     return RunSpec(
         device=options.device,
         grad=options.grad,
@@ -115,7 +115,7 @@ def run(options: Options) -> RunSpec:
 
 
 def show(options: Options) -> Show:
-    """What the report holds beyond names, shapes and axes.
+    """Return what the report holds beyond names, shapes and axes.
 
     Raises `SpecError` for a precision or a number of edge items that cannot be.
     """
@@ -174,7 +174,7 @@ def require_head_count(target: Target, command: str) -> None:
 
 
 def flags(options: Options) -> Flags:
-    """What is set, and by whom, for a target whose constructor may take some of it.
+    """Return what is set, and by whom, for a target whose constructor may take some of it.
 
     Raises `SpecError` when --num-heads is a list.
     """

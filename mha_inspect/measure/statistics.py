@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 from torch._tensor_str import printoptions
 
-from ..reports.common import Stats, Values
+from ..reports.common import Rows, Stats, Values
 from ..targets.spec import Show
 
 _CHUNK = 1 << 20
@@ -69,7 +69,8 @@ def values_of(tensor: Tensor, show: Show) -> Values | None:
     return Values(text=text, data=_nested(plain) if show.full_values else None)
 
 
-def _nested(tensor: Tensor) -> list[object]:
-    """Nested lists, one a dimension; a tensor without dimensions is a list of its one element."""
-    nested: list[object] = tensor.reshape(1).tolist() if tensor.dim() == 0 else tensor.tolist()
-    return nested
+def _nested(tensor: Tensor) -> Rows:
+    """Return nested lists, one a dimension, made as they are read; without dimensions a list of the one element."""
+    if tensor.dim() < 2:
+        return Rows(tensor.numel(), tensor.reshape(-1).tolist)
+    return Rows(len(tensor), lambda: map(_nested, tensor))

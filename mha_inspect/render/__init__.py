@@ -6,12 +6,13 @@ Nothing heavy is imported here: Rich only for table and svg.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 Format = Literal["table", "plain", "json", "svg", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-__all__ = ["FORMATS", "Format", "to_cell", "to_text"]
+__all__ = ["FORMATS", "Format", "to_cell", "to_pieces", "to_text"]
 
 
 def to_text(report: object, format: Format, *, width: int | None = None, color: bool = False) -> str:
@@ -26,9 +27,7 @@ def to_text(report: object, format: Format, *, width: int | None = None, color: 
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     kind = kind_of(report)
     if format == "json":
-        from ..reports.json import to_json
-
-        return to_json(report, kind.command)
+        return "".join(to_pieces(report, format))
     page = kind.page(report)
     if format == "plain":
         from .plain import to_plain
@@ -43,6 +42,17 @@ def to_text(report: object, format: Format, *, width: int | None = None, color: 
     if format == "svg":
         return terminal.to_svg(page, width=width)
     return terminal.to_table(page, width=width, color=color)
+
+
+def to_pieces(report: object, format: Format, *, width: int | None = None, color: bool = False) -> Iterator[str]:
+    """Yield the text of `to_text`; JSON, which may hold every number of a tensor, a piece at a time."""
+    if format == "json":
+        from ..reports.json import to_json
+        from .pages import kind_of
+
+        yield from to_json(report, kind_of(report).command)
+    else:
+        yield to_text(report, format, width=width, color=color)
 
 
 def to_cell(report: object) -> str:

@@ -11,7 +11,7 @@ from .parts import changes_only, shape_cell
 
 
 def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
-    """What was completed, the last operations, and the failure; the cause, where there is one, comes last."""
+    """Yield what was completed, the last operations, and the failure; the cause, where there is one, comes last."""
     if failure.completed:
         yield Section((_completed(failure.completed, dtype),), "completed before the failure")
     if failure.last_ops:

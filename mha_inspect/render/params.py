@@ -251,7 +251,7 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
 
 
 def _proof(proof: PerHeadProof) -> Paragraph:
-    """How far apart they are is said where it is more than rounding: the digits of that are another on each machine."""
+    """Say how far apart they are where that is more than rounding, whose digits are others on each machine."""
     if proof.verdict == "same":
         return Paragraph(proof.sentence, VERDICT_TONES["same"], "same")
     measured = f"largest difference {text.small(proof.max_abs_difference)}"

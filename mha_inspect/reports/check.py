@@ -85,5 +85,5 @@ class CheckReport:
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong for sure."""
+        """Return whether something is wrong for sure."""
         return any(finding.sure for finding in self.findings)

@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 import math
 import types
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
-from ..text import printable_json
-from .common import SCHEMA_VERSION
+from ..text import MESSAGE, printable_json, shown
+from .common import SCHEMA_VERSION, Rows
 
 R = TypeVar("R")
+_PIECE = 1 << 14
+"""Tokens of JSON that are written together."""
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def to_json(report: Any, command: str) -> str:
-    """Return the report as JSON, the same bytes for equal reports; ends with a line feed.
+def to_json(report: Any, command: str) -> Iterator[str]:
+    """Yield the report as JSON, a piece at a time, the same bytes for equal reports; ends with a line feed.
 
     A field that is None by default was not asked for, and is left out while it is None. Others stay, as null.
     """
     content = {"schema_version": SCHEMA_VERSION, "command": command, **to_data(report)}
-    return printable_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    tokens = json.JSONEncoder(indent=2, ensure_ascii=False, allow_nan=False).iterencode(content)
+    while piece := "".join(islice(tokens, _PIECE)):
+        yield printable_json(piece)
+    yield "\n"
 
 
 def to_data(value: Any) -> Any:
@@ -37,6 +43,8 @@ def to_data(value: Any) -> Any:
         return (
             value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         )
+    if isinstance(value, Rows):
+        return Rows(len(value), lambda: map(to_data, value))
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, dict):
@@ -47,34 +55,40 @@ def to_data(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in a report")
 
 
-def read_report(path: Path, command: str, kind: type[R]) -> R:
-    """Return the report in a JSON file.
+def read_report(text: bytes | str, path: str, command: str, kind: type[R]) -> R:
+    """Return the report in the text of a JSON file; `path` is what messages call it.
 
-    Raises `InputError` when there is no such file, or when it holds something else.
+    Raises `InputError` when it holds something else, or anything of another type than reports have.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
         raise InputError(f"{path} is not JSON. Save a report with --export FILE.json.") from None
     if not isinstance(data, dict) or data.get("command") != command:
         raise InputError(f"{path} is not the JSON of mha-inspect {command}. Save one with --export FILE.json.")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise InputError(
-            f"{path} has schema_version {data.get('schema_version')}, and this version reads {SCHEMA_VERSION}. "
+            f"{path} has schema_version {shown(data.get('schema_version'))}, and this version reads {SCHEMA_VERSION}. "
             "Make it again with this version."
         )
     try:
         report: R = _build(kind, data)
         return report
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is not whole: {error}. Make it again.") from None
+        raise InputError(f"{path} is not whole: {shown(error, MESSAGE)}. Make it again.") from None
+
+
+def _require(value: object, *kinds: type) -> None:
+    """Raise `TypeError` where a value is of none of these types; True is no number."""
+    if type(value) not in kinds:
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"a {wanted} is meant where {value!r:.60} stands")
 
 
 def _build(hint: Any, value: Any) -> Any:
-    """Return a value of the annotated type out of plain JSON."""
+    """Return a value of the annotated type out of plain JSON. Raises `TypeError` or `ValueError` for one of another."""
     if is_dataclass(hint) and isinstance(hint, type):
+        _require(value, dict)
         hints = get_type_hints(hint)
         known = {f.name: _build(hints[f.name], value[f.name]) for f in fields(hint) if f.name in value}
         return hint(**known)
@@ -84,11 +98,23 @@ def _build(hint: Any, value: Any) -> Any:
         return None if value is None else _build(inner, value)
     if origin is tuple:
         each = parts[0] if len(parts) == 2 and parts[1] is Ellipsis else None
+        _require(value, list)
+        if each is None and len(value) != len(parts):
+            raise ValueError(f"a list of {len(parts)} is meant, and one has {len(value)}")
         return tuple(_build(each or parts[place], item) for place, item in enumerate(value))
     if origin is dict:
+        _require(value, dict)
         return {key: _build(parts[1], item) for key, item in value.items()}
     if hint is float:
+        if not isinstance(value, str):
+            _require(value, float, int)
         return _NUMBERS[value] if isinstance(value, str) else float(value)
+    if hint in (int, str, bool):
+        _require(value, hint)
+        if hint is int and abs(value) >= 2**63:
+            raise ValueError("a number is larger than any of ours")
+    if origin is list and value is not None:
+        _require(value, list)
     if origin is Literal and value not in parts:
         raise ValueError(f"{value!r} is none of {', '.join(map(repr, parts))}")
     return value

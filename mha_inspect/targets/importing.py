@@ -207,7 +207,9 @@ def stdout_for_the_answer() -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr), _warnings_without_our_lines(), _without_exit():
             yield
-    except SystemExit as error:
+    except BaseException as error:
+        if isinstance(error, (Exception, KeyboardInterrupt, GeneratorExit)):
+            raise
         raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
     finally:
         if saved is not None:

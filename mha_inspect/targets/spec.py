@@ -13,6 +13,7 @@ from ..errors import SpecError
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "float64", "bfloat16", "float16")
+_MOST_STEPS = 1_000_000
 
 
 def divisors(number: int) -> list[int]:
@@ -190,6 +191,14 @@ class RunSpec:
     """Whether the layer is asked for its attention weights."""
     average_weights: bool = True
     """Whether the weights it returns are averaged over heads."""
+
+
+def require_steps(steps: int) -> None:
+    """Raise `SpecError` where so many steps of training are none, or would not end in a lifetime."""
+    if steps < 1:
+        raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
+    if steps > _MOST_STEPS:
+        raise SpecError(f"steps {steps:,} would take weeks: up to {_MOST_STEPS:,} can be asked for. Try --steps 10.")
 
 
 def plain_fields(spec: AttentionSpec) -> dict[str, Any]:

@@ -204,10 +204,20 @@ def test_bad_input_says_what_there_is() -> None:
         mha_inspect.check(cases.PaddingOnQueries(True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="headz is no check"):
         mha_inspect.check(Right(False), x, only=["headz"])
-    with pytest.raises(InputError, match="on meta"):
-        mha_inspect.check(Right(False).to("meta"), x.to("meta"))
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         mha_inspect.check(len, x)
+
+
+def test_on_meta_what_needs_numbers_is_left_out() -> None:
+    report = mha_inspect.check(
+        Right(False).to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
+    )
+    reasons = {out.check: out.reason for out in report.left_out}
+    assert "meta" in reasons["heads"]
+    assert {held.check for held in report.held} == {"scale", "parameters"}
+    assert report.runs == 1
+    twice = cases.KeyServesTwice(True).to("meta")
+    assert mha_inspect.check(twice, torch.randn(B, N, E, device="meta")).failed
 
 
 class Refuses(Right):

@@ -10,6 +10,7 @@ from mha_inspect.cli.app import COMMANDS
 from mha_inspect.layers.catalog import LAYERS
 
 from .contract import in_time, require_answer
+from .files import WHOLE
 
 SMALL = st.sampled_from(["1", "2", "3", "4", "6", "8", "12"])
 STRANGE = st.one_of(
@@ -40,7 +41,8 @@ SWITCHES += [
     "--per-head",
     "--focus",
 ]
-SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h", "-V", "-q", "--json"]
+SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h", "--picture", "--list"]
+SWITCHES += ["-V", "-q", "--json"]
 WORDS = {
     "--layer": [*LAYERS, "tensor", ""],
     "--dtype": ["float64", "bfloat16", "float16", "int8"],
@@ -52,6 +54,10 @@ WORDS = {
     "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999"],
     "--module": ["", "layers.0"],
     "--attention": ["0", "9"],
+    "--like": ["torch", "torch.nn:MultiheadAttention", "hf:", "x.pt"],
+    "--left-set": ["bias=False", "dtype=bfloat16", "="],
+    "--reference": ["torch.nn:Linear", ""],
+    "--window": ["3", "0"],
 }
 FILES = ["/dev/null", "/dev/zero", "/", ".", "nothing.pt", "x" * 300 + ".pt", "/" + "y/" * 3000 + "a.npy", "a.txt"]
 FILES += ["", "/proc/self/mem", "\x1b[0m.pt", "/etc/shadow/x.json"]
@@ -74,6 +80,8 @@ TARGETS += [
     "hf:/",
     "a" * 300 + ".py:X",
     "sys:exit",
+    *("whole.pt", "whole.safetensors", ".", "/dev/zero.pt", "x" * 300 + ".bin", "nothing.safetensors.index.json"),
+    "torch",
 ]
 
 
@@ -84,7 +92,7 @@ def lines(draw: st.DrawFn) -> list[str]:
     line = [command]
     if command != "layers" and draw(st.integers(0, 9)):
         line += ["--embed-dim", "12", "--seq-len", "3", *(["--heads", "1,2"] if command == "compare-heads" else [])]
-    if draw(st.integers(0, 5)) == 0:
+    for _ in range(draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
         line.append(draw(st.sampled_from(TARGETS)))
     for _ in range(draw(st.integers(0, 6))):
         kind = draw(st.sampled_from(["size", "size", "size", "switch", "switch", "word", "file", "strange"]))
@@ -106,6 +114,8 @@ def lines(draw: st.DrawFn) -> list[str]:
 
 def test_command_lines(try_all, invoke, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for suffix in (".pt", ".safetensors"):
+        (tmp_path / f"whole{suffix}").write_bytes(WHOLE[suffix][0])
 
     def check(line):
         with in_time():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import strategies as st
 
+from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.render import to_text
@@ -49,6 +51,25 @@ def test_checkpoints(try_all, tmp_path):
             require_message(error)
 
     try_all(check, any_file(), 150)
+
+
+def test_differences(try_all, tmp_path):
+    """Two files, of which each may be whole, damaged or hostile, against each other."""
+
+    def check(case):
+        paths = []
+        for name, (suffix, data) in zip(("left", "right"), case, strict=True):
+            paths.append(tmp_path / f"{name}{suffix}")
+            paths[-1].write_bytes(data)
+        try:
+            with in_time():
+                report = diff_of_checkpoints(*paths)
+                for format in ("plain", "json"):
+                    assert acts_on_a_terminal(to_text(report, format)) == []
+        except MhaInspectError as error:
+            require_message(error)
+
+    try_all(check, st.tuples(any_file(), any_file()), 100)
 
 
 def test_through_the_commands(try_all, invoke, tmp_path):

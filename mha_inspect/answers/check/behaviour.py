@@ -253,11 +253,14 @@ def training(bench: Bench) -> Iterator[Finding]:
         for part, name, _ in changed:
             setattr(part, name, 0.0)
         bench.remember()
-        made = bench.run()
-        apart = float(difference(made, bench.output).max())
+        row = bench.first_row()
+        made = bench.run(row)
+        axis = bench.sources[0].batch if row else None
+        base = bench.output if axis is None or made.shape == bench.output.shape else bench.output.narrow(axis, 0, 1)
+        apart = float(difference(made, base).max())
         if apart <= _OTHER_KERNELS * bench.limit:
             return
-        other = bench.run(seed=(bench.own.seed or 0) + 1)
+        other = bench.run(row, seed=(bench.own.seed or 0) + 1)
         if float(difference(made, other).max()) > bench.limit:
             raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
     finally:
@@ -277,7 +280,11 @@ def training(bench: Bench) -> Iterator[Finding]:
 def causal(bench: Bench) -> Iterator[Finding]:
     """Yield what a causal module sees of its future, and does not see of its past."""
     if bench.intent.causal is None:
-        raise NotPossibleError("not declared: causal")
+        found = list(_not_as_called(bench))
+        yield from found
+        if not found:
+            raise NotPossibleError("not declared: causal")
+        return
     if not bench.intent.causal:
         return
     for sight in sights(bench):
@@ -298,6 +305,29 @@ def causal(bench: Bench) -> Iterator[Finding]:
             break
     if not bench.follows and not sights(bench):
         raise NotPossibleError("neither the output nor the scores show who sees whom")
+
+
+def _not_as_called(bench: Bench) -> Iterator[Finding]:
+    """Yield an attention that is called causal, by its class, a flag of it, or an argument, and is not."""
+    asked = next((name for name in ("is_causal", "causal") if bench.values.get(name) is True), None)
+    for sight in sights(bench):
+        part = bench.module.get_submodule(sight.module)
+        flag = next((name for name in ("causal", "is_causal") if vars(part).get(name) is True), None)
+        called = "causal" in type(part).__name__.lower()
+        if asked is None and flag is None and not called:
+            continue
+        problem = sight.against_causal(window=bench.intent.window or sight.width)
+        if problem is not None:
+            who = f"{asked} is True" if asked else f"{type(part).__name__}.{flag} is True" if flag else "its class says"
+            yield Finding(
+                "causal",
+                problem[0],
+                f"{problem[1]} It is meant to be causal: {who if not called else type(part).__name__}.",
+                source=sight.line,
+                module=sight.module,
+                fix=problem[2],
+            )
+            return
 
 
 def window(bench: Bench) -> Iterator[Finding]:

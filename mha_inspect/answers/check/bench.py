@@ -17,7 +17,7 @@ from ...errors import InputError
 from ...record.arguments import tensors_in
 from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
-from .evidence import Evidence, held, outlined, whole
+from .evidence import Evidence, Outline, held, outlined, whole
 from .intent import Intent
 from .tokens import Flow
 
@@ -77,7 +77,12 @@ class Bench:
         self.module, self.intent = own.module, intent
         self.once = once
         """Whether it is run once alone."""
+        given = tensors_in((own.args, own.kwargs))
+        self.on_meta = any(tensor.is_meta for tensor in (*own.module.parameters(), *(t for _, t in given)))
+        """Whether there are shapes alone, and no numbers."""
         self.runs = 0
+        self.outline: Outline | None = None
+        """The base run without its tensors, where it does the same twice."""
         self.raised_again: RaisedError | None = None
         """What the forward raised when it was called a second time."""
         self._raw: dict[int, Tensor] = {}
@@ -264,26 +269,47 @@ class Bench:
         first = self.subject()
         self.after = first.args, first.kwargs
         try:
+            if self.on_meta:
+                return Evidence(self._with_wider(first.recorded()))
             if self.once:
                 return whole(first, self._with_wider)
-            seen, numbers, looks = outlined(first)
-            seen = self._with_wider(seen)
-            if not seen.attentions:
-                return Evidence(seen)
-            stages = self.intent.reference is not None
+            outline = outlined(first)
+            outline = replace(outline, run=self._with_wider(outline.run))
+            if not outline.run.attentions:
+                return Evidence(outline.run)
+            stages, returned = self.intent.reference is not None, outline.run.returned
             try:
-                second = self.subject(seed=(self.own.seed or 0) + 1, first=False)
-                made = held(second, seen, numbers, looks, stages=stages)
+                made = held(self.subject(seed=(self.own.seed or 0) + 1, first=False), outline, stages=stages)
             except Exception as error:  # whatever somebody's code may raise when it is called twice
                 self.raised_again = RaisedError(f"{type(error).__name__}: {message_of(error)}")
                 made = None
-            if made is not None and not _alike(made.again, seen.returned):
-                other = held(self.subject(), seen, numbers, looks, stages=stages)
-                made = None if other is None else replace(other, again=made.again)
-            # What does not do the same twice is held whole, from one run.
-            return whole(self.subject(), self._with_wider) if made is None else made
+            again = None if made is None else made.run.returned
+            if made is not None and not _alike(again, returned):
+                made = held(self.subject(), outline, stages=stages)
+            if made is None:  # what does not do the same twice is held whole, from one run
+                return whole(self.subject(), self._with_wider)
+            self.outline = outline
+            return replace(made, run=_returning(made.run, returned), again=again)
         finally:
             self.restore()
+
+    def changed(self, changes: Mapping[str, Any]) -> Bench:
+        """Return the same with other arguments, recorded.
+
+        Raises `RaisedError` where the forward raises.
+        """
+        args, kwargs = self.arguments(changes)
+        made = Bench(replace(self.own, args=args, kwargs=kwargs, without_ones=None), Intent(), self._tick)
+        self.restore()
+        try:
+            evidence = held(made.subject(), self.outline) if self.outline is not None else None
+            made.__dict__["evidence"] = evidence or made.evidence
+        except Exception as error:  # whatever somebody's code may raise under a mask that nobody asked for
+            raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
+        finally:
+            self.restore()
+            self.runs += made.runs
+        return made
 
     def subject(
         self,
@@ -330,12 +356,15 @@ class Bench:
     def output_of(self, returned: Any) -> Tensor:
         """The output that is looked at: the first one that has no number for each pair of rows, as of texts and images.
 
-        Raises `NotPossibleError` where a forward returned no tensor of numbers.
+        Where batch and positions come out in the other order it is laid out as the input. Raises `NotPossibleError`
+        where a forward returned no tensor of numbers.
         """
         made = outputs_of(returned)
         given = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
         pairs = len(given) > 1 and not given[0].is_floating_point() and {*made[0].shape} == {given[0].shape[0]}
-        return next((output for output in made if output.dim() > 2), made[0]) if pairs else made[0]
+        output = next((output for output in made if output.dim() > 2), made[0]) if pairs else made[0]
+        turned = bool(given) and output.dim() > 2 and output.shape[:2] == given[0].shape[1::-1] != output.shape[1::-1]
+        return output.transpose(0, 1) if turned else output
 
     @cached_property
     def follows(self) -> bool:
@@ -345,6 +374,20 @@ class Bench:
         source, out = self.sources[0], self.output
         axes = [axis for axis in (source.batch, source.positions) if axis is not None]
         return out.dim() > max(axes) and all(out.shape[axis] == source.value.shape[axis] for axis in axes)
+
+    def first_row(self) -> dict[str, Tensor]:
+        """The arguments of the first row of the batch alone; empty where there is one row, or none is known."""
+        source = self.sources[0] if self.sources else None
+        if source is None or source.batch is None or source.rows < 2:
+            return {}
+        changes = {}
+        for name, value in self.values.items():
+            own = next((other for other in self.sources if name in other.names), None)
+            if own is not None and own.batch is not None:
+                changes[name] = value.narrow(own.batch, 0, 1)
+            elif isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == source.rows != source.length:
+                changes[name] = value[:1]
+        return changes
 
     def other_tokens(self, source: Source, index: tuple[Any, ...], *, by: float = 2.0) -> dict[str, Tensor]:
         """The arguments with other tokens at an index: other numbers of the same kind, or other ids that occur."""
@@ -486,6 +529,13 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
     equal = (left == right) | (left.isnan() & right.isnan())
     apart = (left - right).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf")).masked_fill_(equal, 0.0)
     return apart.amax(-1) if apart.shape[-1] else apart.sum(-1)
+
+
+def _returning(seen: Run, returned: Any) -> Run:
+    """The same run with what it returned another time."""
+    made = replace(seen, returned=returned)
+    vars(made).update(graph=seen.graph, attentions=seen.attentions)
+    return made
 
 
 def _alike(left: Any, right: Any) -> bool:

@@ -13,16 +13,24 @@ from ...naming.canonical import contents_of
 from ...naming.stages import STAGES
 from ...reports.check import Finding
 from .bench import Bench, NotPossibleError, RaisedError, Source, difference
+from .masks import mask_faults
+from .sight import sights
 
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
+"""Names of arguments that take what the forward returned second."""
 _LOOSE = 100.0
 """Results at other sizes are rounded otherwise: so many times what counts at the same sizes."""
 
 
 def padding(bench: Bench) -> Iterator[Finding]:
     """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
+    found = list(mask_faults(bench))
+    yield from found
     name = bench.intent.padding
-    if name is None:
+    if name is None and not found:
         raise NotPossibleError("not declared: padding")
+    if name is None or any(finding.sure for finding in found):
+        return
     bench.require(name)
     if not bench.sources or not bench.follows or bench.sources[0].batch is None:
         raise NotPossibleError("the output has no place for each token of each row")
@@ -230,7 +238,8 @@ def _mask_line(bench: Bench) -> str:
 
 def cache(bench: Bench) -> Iterator[Finding]:
     """Yield where going on from a cache gives something else than going in one go."""
-    name = bench.intent.cache
+    told = bench.intent.cache
+    name = told or _cache_name(bench)
     if name is None:
         raise NotPossibleError("not declared: cache")
     bench.require(name)
@@ -242,10 +251,18 @@ def cache(bench: Bench) -> Iterator[Finding]:
     singles += [(at, at + 1) for at in range(singles[0][1], length)]
     limit = _LOOSE * bench.limit
     results = {}
+    # Where nobody declared the cache it costs little to look.
+    only = bench.first_row() if told is None else {}
+    batch = bench.sources[0].batch
+    base = bench.output.narrow(batch, 0, 1) if only and batch is not None else bench.output
     for how, steps in (("chunks", [(0, half), (half, length)]), ("token by token", singles)):
+        if how != "chunks" and told is None:
+            break
         try:
-            made = _stepwise(bench, name, steps)
+            made = _stepwise(bench, name, steps, {**bench.values, **only})
         except RaisedError as error:
+            if told is None:
+                raise NotPossibleError("not declared: cache") from error
             yield Finding(
                 "cache",
                 f"The forward raises when it goes on from its cache, {how}: {error}.",
@@ -253,13 +270,19 @@ def cache(bench: Bench) -> Iterator[Finding]:
                 source="",
             )
             return
-        apart = bench.apart(made, bench.output).amax(0)
+        apart = bench.apart(made, base).amax(0)
         results[how] = [int(i) for i in (apart > limit).nonzero().flatten()], apart
     wrong = {how: (places, apart) for how, (places, apart) in results.items() if places}
     if not wrong:
         return
     how, (places, apart) = next(iter(wrong.items()))
-    if "token by token" not in wrong:
+    if "token by token" not in results:
+        cause = (
+            "The mask of a chunk may be aligned top left, positions may begin at 0 in each call, or keys be put in "
+            "another order."
+        )
+        fix = "offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past)."
+    elif "token by token" not in wrong:
         cause = (
             "The mask of a chunk is aligned top left: its queries do not see the keys in front of them, or see too few."
         )
@@ -287,15 +310,28 @@ def cache(bench: Bench) -> Iterator[Finding]:
     )
 
 
-def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]]) -> Tensor:
-    """The outputs of some calls that follow each other, side by side."""
+def _cache_name(bench: Bench) -> str | None:
+    """Return the argument that takes a cache by its name, of a causal module that returns something second."""
+    name = next((name for name in _CACHES if name in bench.parameters and bench.values.get(name) is None), None)
+    every = sights(bench)
+    if name is None or not every or not all(s.words().startswith("causal") and s.queries == s.keys for s in every):
+        return None
+    try:
+        _second(bench.seen.returned)
+    except NotPossibleError:
+        return None
+    return name
+
+
+def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]], given: dict[str, Any]) -> Tensor:
+    """The outputs of some calls that follow each other, side by side; `given` are the arguments of one go."""
     source = bench.sources[0]
     outputs = []
     past: Any = None
     assert source.positions is not None
     for start, stop in steps:
         changes: dict[str, Any] = {name: past} if past is not None else {}
-        for own, value in bench.values.items():
+        for own, value in given.items():
             if isinstance(value, Tensor) and own != name:
                 changes[own] = _piece(own, value, source, start, stop)
         returned = bench.returned(changes)

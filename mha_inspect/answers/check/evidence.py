@@ -8,7 +8,7 @@ ended and draws other random numbers, so that it also tells whether two runs giv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -32,6 +32,10 @@ MOST_HEADS = 64
 """Heads of which it is said what hangs on them."""
 
 Keep = Callable[[Tensor], Any]
+
+
+class _OtherRunError(Exception):
+    """A run does something else than the outlined one."""
 
 
 class _Slot:
@@ -75,41 +79,49 @@ class Evidence:
     unfinite: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """TensorRef id of a stage to how many of its numbers are NaN and how many infinite, where some are."""
     again: Any = None
-    """What the second run returned."""
+    """What a second run returned, which went on from the first one and drew other numbers."""
 
 
-def outlined(own: Subject) -> tuple[Run, dict[int, int], int]:
-    """Run it once and record it, holding nothing.
+@dataclass(frozen=True)
+class Outline:
+    """A run of which nothing is held."""
 
-    Returns the run, the number of the look at each tensor by its id, and how many looks there were.
-    """
+    run: Run
+    numbers: Mapping[int, int]
+    """TensorRef id to the number of the look at it."""
+    looks: int
+    """How many there were."""
+
+
+def outlined(own: Subject) -> Outline:
+    """Run it once and record it, holding nothing."""
     sieve = _Sieve(own, {})
     returned = sieve.record(own)
     recording = sieve.finish(returned)
     numbers = {key: slot.number for key, slot in recording.values.items() if isinstance(slot, _Slot)}
     recording.values.clear()
-    return Run(recording, returned), numbers, next(sieve._numbers)
+    return Outline(Run(recording, returned), numbers, next(sieve._numbers))
 
 
-def held(own: Subject, seen: Run, numbers: Mapping[int, int], looks: int, *, stages: bool) -> Evidence | None:
-    """Run it again and hold what checks read; with `stages` every stage of every attention.
+def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | None:
+    """Run it again, maybe with other numbers, and hold what checks read; with `stages` every stage of every attention.
 
-    None where the second run does something else than the first. Raises what the forward raises.
+    None where it does something else than in the outlined run. Raises what the forward raises.
     """
+    seen, numbers, looks = outline.run, outline.numbers, outline.looks
     plan = _Plan(seen, whole_stages=stages)
     wanted = {numbers[key]: keep for key, keep in plan.keeps().items() if key in numbers}
     sieve = _Sieve(own, wanted)
-    returned = sieve.record(own)
-    if next(sieve._numbers) < looks - 1:
+    try:
+        returned = sieve.record(own)
+    except _OtherRunError:
         return None
-    for key in plan.held:
-        if key in numbers:
-            seen.recording.values[key] = sieve.held[numbers[key]][0]
-    shapes = {tensor.id: tensor.shape for op in seen.recording.ops for tensor in (*op.inputs, *op.outputs)}
-    if any(tuple(value.shape) != shapes.get(key, value.shape) for key, value in seen.recording.values.items()):
-        seen.recording.values.clear()
+    if next(sieve._numbers) != looks:
         return None
-    return Evidence(seen, plan.unfinite, returned)
+    values = {key: sieve.held[numbers[key]][0] for key in plan.held if key in numbers}
+    made = replace(seen, recording=replace(seen.recording, values=values), returned=returned)
+    vars(made).update(graph=seen.graph, attentions=seen.attentions)  # the same operations ran
+    return Evidence(made, plan.unfinite)
 
 
 class _Plan:
@@ -139,6 +151,7 @@ class _Plan:
                 self._whole |= {tensor.id for op in hangs for tensor in op.inputs} - made
         if whole_stages:
             self._whole |= set(self._stages)
+        self._shapes = {t.id: t.shape for op in seen.recording.ops for t in (*op.inputs, *op.outputs)}
         leaves = {named.tensor.id for named in (*seen.recording.parameters, *seen.recording.buffers)}
         self._whole -= leaves
 
@@ -154,8 +167,11 @@ class _Plan:
     def _keep(self, key: int) -> Keep:
         stage = self._stages.get(key)
         whole, is_level, is_bar = key in self._whole, key in self._levels, key in self._bars
+        shape = self._shapes.get(key)
 
         def keep(tensor: Tensor) -> Any:
+            if shape is not None and tuple(tensor.shape) != shape:
+                raise _OtherRunError
             if stage is not None:
                 self._look(key, tensor)
             if whole:  # what is a small part of some memory does not hold all of it

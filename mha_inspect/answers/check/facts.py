@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
-from .bench import Bench, NotPossibleError, RaisedError
+from .bench import Bench, NotPossibleError
 from .evidence import MOST_HEADS
 from .gradients import gradients_of, weight_of
+from .masks import mask_facts
 from .sight import sights
 from .tokens import Flow, LostError
 
@@ -25,7 +25,7 @@ def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
     yield from _over(bench)
     yield from _sights(bench)
     if runs:
-        yield from _masks(bench)
+        yield from mask_facts(bench)
 
 
 def scale_words(found: Attention, names: AxisNames) -> str:
@@ -81,57 +81,6 @@ def _sights(bench: Bench) -> Iterator[Fact]:
         groups.setdefault((sight.words(), sight.picture), []).append(sight.module)
     for (words, picture), modules in groups.items():
         yield Fact("who sees whom", words + _where(modules, len(groups)), picture)
-
-
-def _masks(bench: Bench) -> Iterator[Fact]:
-    """Yield which value of each mask argument keeps, learned by changing one key of it."""
-    if not bench.follows or bench.sources[0].length < 3:
-        return
-    source = bench.sources[0]
-    place = source.length // 2
-    looked_at = 0
-    for name, given in bench.values.items():
-        if not isinstance(given, Tensor) or not ("mask" in name or given.dtype == torch.bool) or given.dim() < 2:
-            continue
-        if given.shape[-1] != source.length or looked_at == 2:
-            continue
-        looked_at += 1
-        here = given[..., place]
-        if not bool((here == here.flatten()[0]).all()):
-            continue
-        value = here.flatten()[0]
-        flipped = given.clone()
-        additive = given.is_floating_point() and bool((given <= 0).all())
-        flipped[..., place] = (-1e9 if value == 0 else 0.0) if additive else 1 - value.long()
-        try:
-            base = bench.run({name: flipped})
-            moves = {
-                "given": bench.reach.get(place),
-                "other": bench.moved(
-                    bench.run({name: flipped, **bench.other_tokens(source, source.at(0, place))}), base
-                ),
-            }
-        except (RaisedError, NotPossibleError) as error:
-            yield Fact("mask", f"{name}: the forward does not take another value ({error})")
-            continue
-        seen = {}
-        for which, moved in moves.items():
-            if moved is None:
-                continue
-            rest = moved[0].clone()
-            rest[place] = 0
-            seen[which] = bool((rest > 0).any())
-        both = [value, flipped[..., place].flatten()[0]]
-        if len(seen) < 2 or seen["given"] == seen["other"]:
-            does = "is seen" if all(seen.values()) else "moves no other token"
-            yield Fact("mask", f"{name} bars nothing here: token {place} {does} with either value")
-            continue
-        kept, ignored = both if seen["given"] else both[::-1]
-        yield Fact("mask", f"{name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
-
-
-def _word(value: Tensor) -> str:
-    return str(value.item()) if value.dtype == torch.bool or not value.is_floating_point() else f"{value.item():.3g}"
 
 
 @dataclass(frozen=True)

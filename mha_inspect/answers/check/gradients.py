@@ -60,12 +60,18 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
         raise NotPossibleError("no projection wants a gradient")
     try:
         with _alone(bench.module, set(named)):
-            try:
-                made = _backwards(bench, list(named.values()), by_layer=True)
-            except NotPossibleError:
-                raise
-            except Exception:  # a layer that does something else when it is run again, as one with a cache
-                made = _backwards(bench, list(named.values()), by_layer=False)
+            made = None
+            # One row is enough, and a layer that is run again does not hold what its gradients need. It may not be
+            # possible: a layer with a cache does something else when it is run again.
+            for row, by_layer in ((True, True), (False, False)):
+                try:
+                    made = made or _backwards(bench, list(named.values()), row=row, by_layer=by_layer)
+                except NotPossibleError:
+                    raise
+                except Exception:
+                    if not row:
+                        raise
+            assert made is not None
     except NotPossibleError:
         raise
     except Exception as error:  # whatever somebody's code may raise under gradients
@@ -75,9 +81,13 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
     return dict(zip(named, made, strict=True))
 
 
-def _backwards(bench: Bench, parameters: list[nn.Parameter], *, by_layer: bool) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each parameter; with `by_layer` each layer of a list is run again when its turn comes."""
-    own = bench.subject({"use_cache": False} if "use_cache" in bench.parameters else {}, grad=True)
+def _backwards(bench: Bench, parameters: list[nn.Parameter], *, row: bool, by_layer: bool) -> tuple[Tensor | None, ...]:
+    """Return the gradient of each parameter, from one `row` of the batch alone.
+
+    With `by_layer` each layer of a list is run again when its turn comes.
+    """
+    without_cache = {"use_cache": False} if "use_cache" in bench.parameters else {}
+    own = bench.subject({**(bench.first_row() if row else {}), **without_cache}, grad=True)
     latest: dict[str, dict[int, Tensor]] = {}
     for layers in (part for part in own.module.modules() if by_layer and isinstance(part, nn.ModuleList)):
         for layer in layers if len(layers) > 2 else ():

@@ -13,6 +13,7 @@ from ...naming.axes import AxisNames
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
+from ...text import listed
 from ..masked_rows import fully_masked_rows
 from . import evidence
 from .bench import Bench, NotPossibleError
@@ -37,7 +38,8 @@ def heads(bench: Bench) -> Iterator[Finding]:
     for found, names, count in kinds(bench):
         tokens = Tokens(bench.flow, found, names)
         more = f" The same in {count} attentions." if count > 1 else ""
-        split, shared = False, 0
+        shared = 0
+        split: dict[str, list[tuple[str, str]]] = {}
         for name in ("key", "value", "query"):
             try:
                 side = tokens.side(name)
@@ -50,16 +52,20 @@ def heads(bench: Bench) -> Iterator[Finding]:
             if apart is None or (name == "query" and 0 < shared < len(pieces)):
                 continue  # beside a key head that they share, query heads may stand in the rows of one product
             start, other, group, row, other_row = apart
-            split = True
-            op = _splitting(bench, side)
-            width = side.width
+            at, end = _splitting(bench, side) or found.score_product.op, side.width - 1
+            evidence = (
+                f"Changed in one token of {name[0]}_proj: features {start}–{start + end} are position {row} of head "
+                f"{group}, features {other}–{other + end} position {other_row} of the same head."
+            )
+            split.setdefault(at.source, []).append((name, evidence))
+        for source, sides in split.items():
+            sides.sort(key=lambda one: ("query", "key", "value").index(one[0]))
             yield Finding(
                 "heads",
-                f"The heads of the {name} are split without transposing: pieces of one token stand where positions of "
-                f"one head belong, so a head attends within a few tokens alone.",
-                f"Changed in one token of {name[0]}_proj: features {start}–{start + width - 1} are position {row} of "
-                f"head {group}, features {other}–{other + width - 1} position {other_row} of the same head.{more}",
-                source=op.source if op else found.score_product.op.source,
+                f"The heads of the {listed([name for name, _ in sides])} are split without transposing: pieces of one "
+                "token stand where positions of one head belong, so a head attends within a few tokens alone.",
+                sides[0][1] + more,
+                source=source,
                 module=found.module,
                 fix="view(batch, positions, heads, head_dim), then transpose(1, 2).",
             )
@@ -495,12 +501,35 @@ def finite(bench: Bench) -> Iterator[Finding]:
                     module=found.module,
                 )
             return
+    yield from _too_large_for_half(bench)
     if not bool(bench.output.isfinite().all()):
         yield Finding(
             "finite",
             "The output is not finite, and every stage of attention is.",
             f"{int((~bench.output.isfinite()).sum())} of {bench.output.numel()} numbers.",
         )
+
+
+def _too_large_for_half(bench: Bench) -> Iterator[Finding]:
+    """Yield products of queries and keys that float16 has no number for."""
+    largest = torch.finfo(torch.float16).max
+    for found, _, count in evidence.kinds(bench.seen):
+        op = found.score_product.op
+        value = bench.seen.recording.values.get(op.output.id)
+        if value is None or value.dtype not in (torch.float32, torch.float64) or not value.numel():
+            continue
+        size = float(value.abs().max())
+        if largest < size < float("inf"):
+            yield Finding(
+                "finite",
+                f"In float16 the scores would overflow: the largest product of a query and a key is {size:.3g}.",
+                f"The largest number of float16 is {largest:.3g}; in {op.output.dtype} the product is finite."
+                + (f" The same in {count} attentions." if count > 1 else ""),
+                sure=False,
+                source=op.source,
+                module=found.module,
+                fix="scale the queries before the product, or compute the scores in float32.",
+            )
 
 
 def kernels(bench: Bench) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import torch
 from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
+from ...text import shortened, spans
 from .bench import Bench, NotPossibleError
 from .evidence import kinds
 from .gradients import gradients_of, weight_of
@@ -88,7 +89,8 @@ def parameters(bench: Bench) -> Iterator[Finding]:
     for found, _, _ in kinds(bench.seen):
         yield from _unused(bench, living, found, told)
         yield from _unread_features(bench, living, found, told)
-    yield from _without_gradient(bench, living, told)
+    if not bench.on_meta:
+        yield from _without_gradient(bench, living, told)
 
 
 def _twice(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
@@ -214,33 +216,24 @@ def _unread_features(bench: Bench, living: Living, found: Attention, told: set[s
         unread, features = living.unread_of(op), op.output.shape[-1]
         heads = found.stages[f"{side[0]}_heads"].shape[-1]
         if heads <= len(unread) < features:
-            runs = _runs(sorted(unread))
-            parts = ", ".join(f"{start}–{stop}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
             name = weight_of(bench, op)
             told.add(name)
             yield Finding(
                 "parameters",
                 f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
                 "query, key and value are not three parts of it.",
-                f"No operation that the output hangs on reads features {parts}.",
+                f"No operation that the output hangs on reads features {shortened(spans(unread), 60)}.",
                 source=op.source,
                 module=found.module,
                 fix="take query, key and value from their own parts.",
             )
 
 
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """The first and the last number of each run of numbers that follow each other."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        runs[-1:] = [(runs[-1][0], number)] if runs and runs[-1][1] == number - 1 else [*runs[-1:], (number, number)]
-    return runs
-
-
 def _without_gradient(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
     gradients = gradients_of(bench)
-    saturated = not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
+    # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
+    saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
     for found, _, _ in kinds(bench.seen):
         for side, op in found.projections.items():
             name = weight_of(bench, op)

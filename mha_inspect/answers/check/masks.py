@@ -1,0 +1,223 @@
+"""What mask arguments do, read off the scores of a run in which some of a mask's values are others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...reports.check import Fact, Finding
+from ...text import shortened, spans
+from . import structure
+from .bench import Bench, NotPossibleError, RaisedError, Source
+from .sight import Sight, sights
+
+_MOST = 2
+"""Mask arguments that are looked at."""
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A run in which a mask argument has another value at some keys."""
+
+    name: str
+    value: Tensor
+    """What it has elsewhere."""
+    other: Tensor
+    """What it has there."""
+    keys: Tensor
+    """`batch key`: True where it is the other value."""
+    source: Source
+    """The tokens that are the keys."""
+    bench: Bench
+    """The run."""
+    pairs: tuple[tuple[Sight, Sight], ...]
+    """What each attention whose keys these are sees with the mask as it was given, and with this one."""
+
+    @property
+    def bars(self) -> bool:
+        """Whether any attention sees less."""
+        return any(bool((was.seen & ~now.seen).any()) for was, now in self.pairs)
+
+    @property
+    def opens(self) -> bool:
+        """Whether any attention sees more."""
+        return any(bool((now.seen & ~was.seen).any()) for was, now in self.pairs)
+
+
+def masked_runs(bench: Bench) -> list[Masked | Fact]:
+    """Return a run for each mask argument, or a fact where the forward does not take another value."""
+    known: list[Masked | Fact] | None = bench.__dict__.get("masked")
+    if known is None:
+        known = bench.__dict__["masked"] = list(_made(bench))
+    return known
+
+
+def _made(bench: Bench) -> Iterator[Masked | Fact]:
+    looked_at = 0
+    for name, given in bench.values.items():
+        if not isinstance(given, Tensor) or not ("mask" in name or given.dtype == torch.bool) or given.dim() < 2:
+            continue
+        source = next((s for s in bench.sources if s.positions is not None and s.length == given.shape[-1]), None)
+        if source is None or source.length < 4 or looked_at == _MOST or name in source.names:
+            continue
+        looked_at += 1
+        keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
+        count = max(2, source.length // 4)
+        causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in sights(bench))
+        # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
+        keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
+        by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
+        if by_row:
+            keys[1::2] = False
+        here = given[..., keys[0]]
+        if not bool((here == here.flatten()[0]).all()):
+            continue
+        value = here.flatten()[0]
+        additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
+        other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
+        changed = given.clone()
+        place = (slice(None, None, 2) if by_row else slice(None), ..., keys[0])
+        changed[place] = other
+        try:
+            made = bench.changed({name: changed})
+            pairs = tuple(_pairs(sights(bench), sights(made), source))
+        except (RaisedError, NotPossibleError) as error:
+            yield Fact("mask", f"{name}: the forward does not take another value ({error})")
+            continue
+        yield Masked(name, value, other, keys, source, made, pairs)
+
+
+def _pairs(before: tuple[Sight, ...], after: tuple[Sight, ...], source: Source) -> Iterator[tuple[Sight, Sight]]:
+    if len(before) == len(after):
+        for was, now in zip(before, after, strict=True):
+            if was.seen.shape == now.seen.shape and was.keys == source.length and len(was.seen) == source.rows:
+                yield was, now
+
+
+def mask_facts(bench: Bench) -> Iterator[Fact]:
+    """Yield which value of each mask argument keeps a key."""
+    for made in masked_runs(bench):
+        if isinstance(made, Fact):
+            yield made
+        elif made.bars != made.opens:
+            kept, ignored = (made.value, made.other) if made.bars else (made.other, made.value)
+            yield Fact("mask", f"{made.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
+        elif made.pairs and not made.bars:
+            place = int(made.keys[0].nonzero()[0])
+            yield Fact("mask", f"{made.name} bars nothing here: key {place} is seen alike with either value")
+
+
+def _word(value: Tensor) -> str:
+    return str(value.item()) if value.dtype == torch.bool or not value.is_floating_point() else f"{value.item():.3g}"
+
+
+def mask_faults(bench: Bench) -> Iterator[Finding]:
+    """Yield masks that bar other keys than those that they mark, whatever their values mean, or bar by no score."""
+    for made in masked_runs(bench):
+        if isinstance(made, Fact):
+            continue
+        declared = made.name == bench.intent.padding
+        yield from _misplaced(made, declared=declared)
+        yield from _without_effect(bench, made, declared=declared)
+        yield from _nan(bench, made)
+        for check, name in ((structure.masking, "masking"), (structure.softmax, "softmax")):
+            try:
+                found = [] if name in bench.found else list(check(made.bench))
+            except NotPossibleError:
+                continue
+            for finding in found:
+                if finding.sure and "bars every key" not in finding.sentence:
+                    evidence = f"With {made.name} {_word(made.other)} at some keys. {finding.evidence}"
+                    yield replace(finding, evidence=evidence)
+        made.bench.release()
+
+
+def _without_effect(bench: Bench, made: Masked, *, declared: bool) -> Iterator[Finding]:
+    """Yield a mask that was declared and moves nothing."""
+    if declared and not made.bars and not made.opens and torch.equal(made.bench.output, bench.output):
+        yield Finding(
+            "padding",
+            f"{made.name} changes nothing: no score and no output hangs on it.",
+            f"With {_word(made.other)} at keys {_places(made.keys[0])} of row 0 the output is the same to the bit.",
+            source=made.pairs[0][1].line if made.pairs else "",
+            fix="apply it to the scores before the softmax.",
+        )
+
+
+def _nan(bench: Bench, made: Masked) -> Iterator[Finding]:
+    """Yield a mask under which a query is left no key, and becomes NaN."""
+    nan = made.bench.output.isnan()
+    if not bench.follows or bool(bench.output.isnan().any()) or not bool(nan.any()):
+        return
+    marked = made.keys if made.source is bench.sources[0] and made.bars else torch.zeros_like(made.keys)
+    axes = [axis for axis in (bench.sources[0].batch, bench.sources[0].positions) if axis is not None]
+    rows = nan.movedim(axes, tuple(range(len(axes)))).flatten(len(axes)).any(-1) if nan.dim() > len(axes) else nan
+    rows = rows if len(axes) == 2 else rows[None]
+    real = marked.shape != rows.shape or bool((rows & ~marked).any())
+    yield Finding(
+        "finite",
+        f"With {made.name} some queries are left no key, and give NaN"
+        + ("." if real else ": padding's own rows, which a next layer may spread."),
+        f"{made.name} was {_word(made.other)} at keys {_places(made.keys[0])} of row 0, and the output is NaN at "
+        f"{int(rows.sum())} tokens" + ("." if real else ", all of them padding."),
+        sure=real,
+        source=made.pairs[0][1].line if made.pairs else "",
+        fix="bar with a large negative number instead of -inf, or leave each query itself.",
+    )
+
+
+def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
+    """Yield attentions that bar queries for keys, or keys of another row of the batch."""
+    if made.bars == made.opens:
+        return
+    kept, ignored = (made.value, made.other) if made.bars else (made.other, made.value)
+    for was, now in made.pairs:
+        changed = was.seen != now.seen
+        if not bool(changed.any()):
+            continue
+        keys = made.keys.to(changed.device)
+        by_key, rows = changed.any(1), keys.any(1)
+        at_keys = (changed & keys[:, None]).any(2).any(1)
+        evidence = f"With {made.name} {_word(made.other)} at keys {_places(keys[0])} of row 0"
+        if bool((by_key[~rows]).any()):
+            yield Finding(
+                "padding",
+                "The mask of one row bars keys of another row.",
+                f"{evidence} and {_word(made.value)} in row {int((~rows).nonzero()[0])}, the scores of that row are "
+                "masked otherwise as well.",
+                source=now.line,
+                module=now.module,
+                fix="repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) "
+                "for (batch heads).",
+            )
+            return
+        others = [query for query in range(changed.shape[1]) if was.queries != was.keys or not bool(keys[0, query])]
+        if was.queries == was.keys and made.bars and not bool(changed[0, others].any()):
+            whole = now.seen[0, keys[0]] if not bool(now.seen[0, keys[0]].any()) else None
+            if whole is not None:
+                yield Finding(
+                    "padding",
+                    "The mask bars queries, not keys: what it marks is seen by all others.",
+                    f"{evidence}, these queries see nothing, and the others see what they saw.",
+                    source=now.line,
+                    module=now.module,
+                    fix="the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
+                )
+                return
+        elif not bool(at_keys[rows].any()) or bool((by_key & ~keys).any()):
+            yield Finding(
+                "padding",
+                f"The mask bars other keys than those where {made.name} is {_word(ignored)}.",
+                f"{evidence}, the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps.",
+                sure=declared,
+                source=now.line,
+                module=now.module,
+            )
+            return
+
+
+def _places(marks: Tensor) -> str:
+    return shortened(spans(int(place) for place in marks.nonzero().flatten()), 40)
