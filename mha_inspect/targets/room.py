@@ -91,8 +91,8 @@ class Room:
         try:
             own = planned.on_meta(None)
             # Of a layer of ours it is known what a command takes beside what it keeps.
-            beside = _BESIDE if self.kept and planned.held > 1 else 1
-            need = int(beside * self.need(own, planned.there, planned.held))
+            factor = _BESIDE if self.kept and planned.held > 1 else 1.0
+            need = int(factor * self.need(own, planned.there, planned.held))
         except Exception:  # whatever somebody's code may raise where there are shapes and no numbers
             return
         self.taken += need
@@ -101,7 +101,7 @@ class Room:
         share = need / self.taken
 
         def fits(seq_len: int) -> bool:
-            return beside * self.need(planned.on_meta(seq_len), planned.there, HELD) <= share * free
+            return factor * self.need(planned.on_meta(seq_len), planned.there, HELD) <= share * free
 
         best = 0
         with suppress(Exception):  # a length that it cannot take
