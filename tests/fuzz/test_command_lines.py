@@ -41,8 +41,8 @@ SWITCHES += [
     "--per-head",
     "--focus",
 ]
-SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h", "--picture", "--list"]
-SWITCHES += ["-V", "-q", "--json"]
+SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h", "-V", "-q", "--json"]
+SWITCHES += ["--picture", "--list"]
 WORDS = {
     "--layer": [*LAYERS, "tensor", ""],
     "--dtype": ["float64", "bfloat16", "float16", "int8"],
