@@ -19,6 +19,7 @@ from .answers.check.intent import Intent
 from .answers.trace import report, traced
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, SpecError
+from .graph.evaluate import Replay
 from .naming.canonical import contents_of, own_axes
 from .naming.kind import kinds_of, mask_notes
 from .naming.stages import STAGES
@@ -511,15 +512,16 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         seen = self._seen
         import torch
 
+        replay = Replay(seen.recording, {})
         trace = report(
             seen,
             own_axes(seen),
             Show(),
             environment=Environment(torch.__version__, "", "", None),
             layer=LayerInfo("recording", {}),
-            kinds=kinds_of(seen, {}),
+            kinds=kinds_of(seen, replay),
         )
-        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, {})))
+        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, replay)))
         if self._failed is not None:
             failure, completed = self._failed
             trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)

@@ -188,7 +188,9 @@ def times(number: float) -> str:
 
 def multiple(number: float | None) -> str:
     """Return a multiple as a sentence has it; None, where there is nothing to be a multiple of, is infinitely many."""
-    return "infinitely many" if number is None or number >= 1e15 else times(number)
+    if number is None or number == float("inf"):
+        return "infinitely many"
+    return times(number) if number < 1e15 else f"{number:.2g}".replace("e+", "e")
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.errors import InputError
+from mha_inspect.errors import DeviceError, InputError
 
 DIM, HEADS, BATCH, LENGTH = 22, 2, 3, 5
 
@@ -158,6 +158,18 @@ def test_numbers_that_are_drawn_in_the_forward_are_no_rounding(x):
     torch.manual_seed(0)
     with pytest.raises(InputError, match="Drawing draws random numbers in its forward, and others in another dtype"):
         mha_inspect.diff(Drawing(Counter()).eval(), Own(Counter()).eval(), x)
+
+
+def test_what_has_no_numbers_is_not_compared():
+    layer = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+    empty, meta = torch.zeros(BATCH, 0, DIM), torch.zeros(BATCH, LENGTH, DIM, device="meta")
+    with pytest.raises(InputError, match=r"returns \[3, 0, 22\], in which there is no number to compare"):
+        mha_inspect.diff(layer, layer, empty, empty, empty)
+    with pytest.raises(InputError, match="no number to compare"):
+        mha_inspect.compare_heads((1, 2), lambda heads: nn.MultiheadAttention(DIM, heads), empty, empty, empty)
+    on_meta = nn.MultiheadAttention(DIM, HEADS, batch_first=True, device="meta")
+    with pytest.raises(DeviceError, match="no numbers to compare"):
+        mha_inspect.diff(on_meta, on_meta, meta, meta, meta)
 
 
 @pytest.mark.parametrize("turned", [False, True])

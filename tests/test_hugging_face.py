@@ -164,6 +164,17 @@ SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "
             {"encoder_layers": "1", "decoder_layers": "1", "hidden_size": "24", "encoder_ffn_dim": "17"},
             {"input_values": (3, 5, 24), "decoder_input_values": (3, 5, 24)},
         ),
+        (
+            "hf:qwen2_5_vl_vision",
+            {
+                "depth": "1",
+                "hidden_size": "24",
+                "num_heads": "3",
+                "intermediate_size": "17",
+                "fullatt_block_indexes": "0",
+            },
+            {"hidden_states": (48, 1176), "grid_thw": (3, 3)},
+        ),
         ("hf:patchtst", {"context_length": "31", "num_input_channels": "7"}, {"past_values": (3, 31, 7)}),
         (
             "hf:decision_transformer",

@@ -102,7 +102,7 @@ RULES = {
     "schemas": (),
     "pictures": ("pictures", "reports", "render.layout", "naming", "errors", "text"),
     "render": ("text", "render", "reports", "errors", "targets.spec", "naming.stages", "schemas", ""),
-    "graph": ("graph", "record", "naming.stages", "errors"),
+    "graph": ("graph", "record", "errors"),
     "layers": ("text", "layers", "measure", "errors", "targets", "reports"),
 }
 """What a module, or all in a folder, may import from the package; nothing else."""

@@ -42,6 +42,7 @@ def compare_heads(
     focus: bool = False,
     time: bool = False,
     see: Callable[[int, Look], None] | None = None,
+    tick: Callable[[str], None] = lambda words: None,
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
@@ -55,6 +56,7 @@ def compare_heads(
         focus: whether to measure what each head looks at, before training and after it.
         time: whether to measure how long each head count takes.
         see: is called with each head count and a look at all of it, while its stages are there.
+        tick: is told before each step of training how far it is.
 
     Raises:
         SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
@@ -103,7 +105,7 @@ def compare_heads(
         if focus:
             learned.extend(focus_of_look(Look(learner.own), baseline.label))
 
-    training = compare_training(learners, steps, cause, look_after) if steps else None
+    training = compare_training(learners, steps, cause, look_after, tick) if steps else None
     return CompareHeadsReport(
         environment=environment_of(baseline.own),
         layer=layer_of(baseline.own),

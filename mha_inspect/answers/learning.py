@@ -230,7 +230,11 @@ class Trained:
 
 
 def compare_training(
-    learners: Sequence[Learner], steps: int, cause: str = "", after: Callable[[Learner], None] = lambda learner: None
+    learners: Sequence[Learner],
+    steps: int,
+    cause: str = "",
+    after: Callable[[Learner], None] = lambda learner: None,
+    tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
     """Train a copy of each module and compare the weights with those of the first.
 
@@ -239,6 +243,7 @@ def compare_training(
         steps: of the optimiser.
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
         after: is called with each when it has learned.
+        tick: is told before each step how far it is.
 
     Raises:
         SpecError: there are no steps.
@@ -250,7 +255,11 @@ def compare_training(
     scale = learners[0].noise_scale
     counts, base = [], None
     for learner in learners:
-        pair = train(learner, steps), train(learner.exact, steps)
+
+        def told(step: str, own: Learner = learner) -> None:
+            tick(f"{plural(own.num_heads, 'head')}, {step}")
+
+        pair = train(learner, steps, told), train(learner.exact, steps, lambda step: told(f"{step} in float64"))
         base = base or pair
         after(replace(learner, own=replace(learner.own, module=pair[0].module)))
         counts.append(_training_row(learner.num_heads, pair, base, scale))
@@ -259,14 +268,15 @@ def compare_training(
     )
 
 
-def train(learner: Learner, steps: int) -> Trained:
-    """Train a copy; the module stays as it is."""
+def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda words: None) -> Trained:
+    """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
     module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
-        for _ in range(steps):
+        for step in range(steps):
+            tick(f"step {step + 1:,} of {steps:,}")
             optimizer.zero_grad()
             loss = copied.loss()
             with copied.backward():

@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import InputError, MhaInspectError
+from ..errors import DeviceError, InputError, MhaInspectError
 from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
-from ..record.arguments import first_tensor
+from ..record.arguments import first_tensor, tensors_in
 from ..record.rounding import rounding_error
 from ..record.subject import Run, Subject
 from ..targets.memory import is_out_of_memory
@@ -85,9 +85,20 @@ class Look:
 
     @cached_property
     def run(self) -> Run:
-        """The run, with every tensor kept."""
+        """The run, with every tensor kept.
+
+        Raises `DeviceError` or `InputError` where there are no numbers to compare.
+        """
         with torch.no_grad(), self.own.apart() as own:
             seen = own.recorded(keep=True)
+        returned = [tensor for _, tensor in tensors_in(seen.returned)]
+        if any(tensor.is_meta for tensor in returned):
+            raise DeviceError("device meta has shapes and no numbers to compare. Take a module and inputs on the CPU.")
+        if returned and not any(tensor.numel() for tensor in returned):
+            raise InputError(
+                f"{self.label} returns {list(returned[0].shape)}, in which there is no number to compare: give it "
+                "inputs without a dimension of zero."
+            )
         return self._wider.beside(seen)
 
     def forget(self) -> None:

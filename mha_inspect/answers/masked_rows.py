@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import Replay, leaves_of
+from ..graph.evaluate import Replay
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, contents_of, is_by_turn, own_axes, sizes_in
 from ..naming.kind import barred_by
 from ..record.arguments import first_tensor
-from ..record.subject import Run, Subject
+from ..record.subject import Run
 from ..reports.trace import MaskedRow
 
 Content = Literal["nan", "zero", "finite"]
@@ -22,13 +22,12 @@ Rows = tuple[tuple[int, int], ...]
 _LOOKED_AT = ("scores", "masked_scores", "weights", "context", "concat", "output")
 
 
-def fully_masked_rows(own: Subject, seen: Run) -> tuple[Rows, ...]:
+def fully_masked_rows(seen: Run, replay: Replay) -> tuple[Rows, ...]:
     """Return for each attention the queries to which no key is left, in at least one head.
 
     One such head is enough: W_o mixes its context into the whole row of the output. The content of the masks is
     computed again. Where it cannot be, and on meta, there are none.
     """
-    replay = Replay(seen.recording, leaves_of(seen.recording, own))
     known: dict[tuple[object, ...], Rows] = {}
     rows = []
     for found, names in seen.attentions:

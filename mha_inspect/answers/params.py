@@ -163,9 +163,8 @@ def _counted(own: Subject, seen: Run) -> Counted:
 
 
 def _with_formula(known: _Known, kind: LayerKind, spec: AttentionSpec) -> _Known:
-    """With the layer's own formula; its line in the registry stands in for one that it does not declare."""
-    formula = getattr(kind.load(), "formula", None)
-    text = kind.parameter_formula if formula is None else formula(spec)
+    """With the layer's own formula."""
+    text = kind.formula(spec)
     return replace(known, formula=text, formula_numel=evaluate(text, symbols(spec)))
 
 

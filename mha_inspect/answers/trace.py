@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import leaves_of
+from ..graph.evaluate import Replay, leaves_of
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
@@ -50,23 +50,23 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         before = own.state()
         seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
-        leaves = leaves_of(seen.recording, own)
+        replay = Replay(seen.recording, leaves_of(seen.recording, own))
         made = report(
             seen,
             own_axes(seen),
             show,
-            kinds=kinds_of(seen, leaves),
+            kinds=kinds_of(seen, replay),
             environment=environment_of(own),
             layer=layer_of(own),
-            masked=_masked_rows(own, before, seen, keep),
+            masked=_masked_rows(own, before, seen, replay, keep),
         )
-        notes = (*mask_notes(seen, leaves), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
+        notes = (*mask_notes(seen, replay), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
     return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
 
 
-def _masked_rows(own: Subject, before: State, seen: Run, keep: bool) -> tuple[MaskedRow, ...]:
+def _masked_rows(own: Subject, before: State, seen: Run, replay: Replay, keep: bool) -> tuple[MaskedRow, ...]:
     """What becomes of queries without keys: where there are any, one more run keeps what is made of them."""
-    rows = fully_masked_rows(own, seen)
+    rows = fully_masked_rows(seen, replay)
     if not any(rows):
         return ()
     again = seen if keep else once_more(own, before)

@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from ..errors import ExitCode, MhaInspectError
 from ..text import did_you_mean, shown
+from . import screen
 from .completion import improve_scripts
 from .help import GroupedGroup, write_list
 
@@ -87,8 +88,11 @@ class Commands(GroupedGroup):
             # Typer imports Rich to take its markup out of the help lines that some shells show; ours have none.
             vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
             self._main_shell_completion({}, PROGRAM, COMPLETE)
-        with self.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as ctx:
-            return self.invoke(ctx)
+        try:
+            with self.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as ctx:
+                return self.invoke(ctx)
+        finally:
+            screen.asked_color = "auto"
 
 
 app = typer.Typer(

@@ -74,15 +74,14 @@ def compare_heads(
         require_drawable(options)
     export = prepare(options, draws=picture)
     seen: list[tuple[int, list[Attended]]] = []
-    training = f", {steps} steps of training each" if steps else ""
-    with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads{training}"):
+    with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
         from ..targets.call import explained
 
         made = _made(target, options, compared)
         own = made[0][1]
         try:
-            report = report_of(made, **extras, see=partial(keep_weights, seen) if picture else None)
+            report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
         except Exception as error:
             raise explained(error, own) from error
     drawn = Drawn(averaged(seen), printed=True) if picture else None

@@ -220,6 +220,8 @@ def check_target(
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
         where, dot, name = text.rpartition(".")
         if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
+            if not name[0].isupper():
+                raise SpecError(f"{shown(text)} does not say what to look at in it. Write {text}:Name.")
             raise SpecError(f"{shown(text)} has a dot before its last name, and a target has a colon: {where}:{name}.")
         raise SpecError(
             f"{shown(text)} is not a target: write {FORMS}. Sizes go by name, as in --embed-dim 512.{way_out}"

@@ -148,9 +148,7 @@ class _Finder:
 
     def _without_output(self, own: Attention) -> Attention:
         stages = {name: tensor for name, tensor in own.stages.items() if name not in ("concat", "output")}
-        concat = self._onward(stages["context"], own.module)
-        if concat.id != stages["context"].id:
-            stages["concat"] = concat
+        self._join(stages, own.module)
         return replace(own, stages=stages, projections={k: op for k, op in own.projections.items() if k != "output"})
 
     def _mixings(self, ops: Iterable[Op]) -> tuple[Mixing, ...]:
@@ -272,7 +270,7 @@ class _Finder:
                 added = like is not None and any(map(self._adds, step.path)) and not self._is_of(end, like)
                 if not added and not any(passed.base_name == "cat" for passed in step.path):
                     break
-            elif self._is_of(end, like) or self._is_before(op, nearest.op, module):
+            elif self._is_of(end, like) or (inside(op.module, module) and self._feeds(nearest.op, op)):
                 return end
         return nearest or along
 
@@ -291,12 +289,9 @@ class _Finder:
         """Whether a projection, one of several that are added up, projects a tensor, by its id."""
         return self._origin(end.op) == like and any(map(self._adds, end.path))
 
-    def _is_before(self, op: Op, nearest: Op, module: str) -> bool:
-        return inside(op.module, module) and op is not nearest and self._feeds(nearest, op)
-
     def _feeds(self, first: Op, second: Op) -> bool:
         """Whether one projection projects what another gives."""
-        steps = self.graph.back(self.graph.projected(second), self._through)
+        steps = self.graph.back(self.graph.projected(second), self._through) if first is not second else ()
         return any(self.recording.producer(step.tensor) is first for step in steps)
 
     def _with_earlier(self, end: _Projection, module: str, others: set[int]) -> _Projection:
@@ -310,13 +305,14 @@ class _Finder:
                 break
             source = self.graph.projected(found.op)
             narrow = latent.shape[-1] < min(source.shape[-1], op.output.shape[-1])
-            if not narrow or found.op.index in others or self._residual(found.path):
+            if not narrow or found.op.index in others or self._adds_up(found.path):
                 break
             earlier.insert(0, found.op)
             op = found.op
         return _Projection(end.op, end.path, tuple(earlier))
 
-    def _residual(self, path: tuple[Op, ...]) -> bool:
+    def _adds_up(self, path: Iterable[Op]) -> bool:
+        """Whether two tensors of one size are added up on the way."""
         return any(
             op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1 for op in path
         )
@@ -352,9 +348,8 @@ class _Finder:
         apart = len(context.shape) > 2 and context.shape != stages.get("query", context).shape
 
         def through(op: Op) -> bool:
-            added = op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1
             # What is added while heads are still apart belongs to the attention.
-            residual = added and not (op.module == module and apart and op.output.shape == context.shape)
+            residual = self._adds_up((op,)) and not (op.module == module and apart and op.output.shape == context.shape)
             return (
                 not self.graph.operands(op)
                 and not residual
@@ -376,9 +371,13 @@ class _Finder:
                 last = op.base_name != "convolution"
                 stages["output"] = self._onward(self.graph.after_projection(op), module, features_last=last)
                 return
-        stages["concat"] = self._onward(context, module)
-        if stages["concat"].id == context.id:
-            del stages["concat"]
+        self._join(stages, module)
+
+    def _join(self, stages: dict[str, TensorRef], module: str) -> None:
+        """Add the heads side by side, where nothing projects them."""
+        concat = self._onward(stages["context"], module)
+        if concat.id != stages["context"].id:
+            stages["concat"] = concat
 
     @cached_property
     def _calls_of_products(self) -> frozenset[int]:

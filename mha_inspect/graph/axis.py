@@ -117,10 +117,13 @@ def unify(left: Dim, right: Dim) -> bool:
     a, b = resolve(left), resolve(right)
     if a == b:
         return True
-    if size_of(a) != size_of(b) or not size_of(a) or _cross(a, b):
+    if size_of(a) != size_of(b) or not size_of(a):
         return False
     # The next to compare stands last.
     rest, others = ([atom for atom in reversed(side) if atom.size != 1] for side in (a, b))
+    if _cross(a, b):
+        _merge_last(rest, others)
+        return False
     while rest and others:
         x, y = rest.pop(), others.pop()
         if x.parts or y.parts:
@@ -139,8 +142,20 @@ def unify(left: Dim, right: Dim) -> bool:
         elif y.size < x.size and x.size % y.size == 0:
             rest.append(_take(x, y))
         else:
+            _merge_last([*rest, x], [*others, y])
             return False
     return True
+
+
+def _merge_last(rest: list[Axis], others: list[Axis]) -> None:
+    """Say that what two dimensions end with is the same, as far as their sizes agree from there; the last come first.
+
+    What is before it may be counted in another order: windows before the batch, and behind it.
+    """
+    for x, y in zip(rest, others, strict=False):
+        if x.parts or y.parts or x.size != y.size or x in others or y in rest or _are_twins(x, y):
+            return
+        _merge(x, y)
 
 
 def _cross(a: Dim, b: Dim) -> bool:

@@ -9,11 +9,12 @@ one leave no trace in a view; who can, looks at a run without them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
 from .axis import Axis, Dim, fresh, resolve, size_of, unify, wide
-from .pieces import slice_unevenly, uneven_slices
+from .pieces import slice_piece, uneven_slices
 from .rules import rule_of
 
 __all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
@@ -71,7 +72,7 @@ class Dimensions:
         inputs = tuple(self._known(tensor) for tensor in op.inputs)
         if not op.outputs:
             return
-        rule = slice_unevenly if op.index in self._uneven else rule_of(op)
+        rule = partial(slice_piece, is_even=False) if op.index in self._uneven else rule_of(op)
         try:
             results = list(rule(op, inputs)) if rule is not None else []
         except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of

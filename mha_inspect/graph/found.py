@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..record.ops import Op, TensorRef
+from .dimensions import Dim, Dimensions, wide
 from .products import Product
 
 
@@ -66,7 +67,27 @@ class Attention:
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
 
+    def feature_place(self, side: str, rank: int) -> int:
+        """Where among so many dimensions of what a projection takes or gives the features are."""
+        op = self.projections.get(side)
+        return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
+
     @property
     def module(self) -> str:
         """Path of the module whose forward computes the scores."""
         return self.score_product.op.module
+
+
+def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Dim]:
+    """The dimensions of what a projection takes in, but for its features; all of them where nothing projects it."""
+    dims = list(dimensions.of(found.stages[side]))
+    op = found.projections.get(side)
+    if op is None or not dims:
+        return dims
+    # Features that were moved before they were projected stand elsewhere than there.
+    convolved = op.base_name == "convolution"
+    read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
+    summed = set(wide(*(own[1 if convolved else -1] for own in read if len(own) > convolved)))
+    moved = [place for place, dim in enumerate(dims) if place and dim and set(dim) <= summed]
+    del dims[moved[0] if len(moved) == 1 else found.feature_place(side, len(dims))]
+    return dims

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from ..naming.stages import STAGES
 from ..record.ops import Op, TensorRef
 from .dimensions import wide
-from .found import Attention
+from .found import Attention, positions_of
+from .pieces import setting
 from .walk import Graph
-
-_SHARED = ("query", "key", "value", "concat", "output")
 
 
 def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
@@ -39,17 +36,13 @@ def _joined(graph: Graph, found: Attention) -> tuple[str, int] | None:
         rank = len(op.output.shape)
         if op.base_name == "stack":
             return "joined", op.index
-        if op.base_name == "cat" and _has_features(graph, found, step.tensor, int(_dim_of(op)) % rank):
+        if op.base_name == "cat" and _has_features(graph, found, step.tensor, setting(op, 1, "dim", 0) % rank):
             return "joined", op.index
         if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
             cut = _cut(graph, op.inputs[0])
             if cut is not None and (cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)):
                 return "written", op.output.storage
     return None
-
-
-def _dim_of(op: Op) -> Any:
-    return op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
 
 
 def _cut(graph: Graph, written: TensorRef) -> Op | None:
@@ -64,7 +57,7 @@ def _cut(graph: Graph, written: TensorRef) -> Op | None:
 
 def _cuts_features(graph: Graph, found: Attention, cut: Op, context: TensorRef) -> bool:
     rank = len(cut.output.shape)
-    return rank == len(context.shape) and _has_features(graph, found, context, int(_dim_of(cut)) % rank)
+    return rank == len(context.shape) and _has_features(graph, found, context, setting(cut, 1, "dim", 0) % rank)
 
 
 def _has_features(graph: Graph, found: Attention, context: TensorRef, place: int) -> bool:
@@ -79,13 +72,9 @@ def _is_whole(graph: Graph, found: Attention) -> bool:
     """Whether the scores have everything that comes in, and not one query or a piece of the sequence."""
     if "query" not in found.stages or not found.stages["query"].shape:
         return True
-    given = list(graph.dimensions.of(found.stages["query"]))
-    projection = found.projections.get("query")
-    # What is projected is the features, which a convolution has after the batch.
-    del given[1 if projection is not None and projection.base_name == "convolution" and len(given) > 2 else -1]
     axes = found.score_product.axes(graph.dimensions)
     rows = axes.columns if found.key_first else axes.rows
-    outside = set(wide(*given))
+    outside = set(wide(*positions_of(found, graph.dimensions, "query")))
     return outside <= {*axes.batch, *axes.rows, *axes.columns} and set(wide(rows)) <= outside
 
 
@@ -93,16 +82,11 @@ def _merge(group: list[Attention]) -> Attention:
     first = group[0]
     if len(group) == 1:
         return first
+    # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
     last = group[-1]
-    stages = dict(first.stages)
-    for name in _SHARED:
-        # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
-        if name in last.stages and name in ("concat", "output"):
-            stages[name] = last.stages[name]
-    ordered = {name: stages[name] for name in STAGES if name in stages}
     return replace(
         first,
-        stages=ordered,
+        stages={**first.stages, **{name: last.stages[name] for name in ("concat", "output") if name in last.stages}},
         projections={**first.projections, **{n: op for n, op in last.projections.items() if n == "output"}},
         branches=tuple(group),
     )

@@ -155,8 +155,8 @@ def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: Tensor
     """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
 
     None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
-    queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), and of learned
-    queries that average the keys as they are.
+    queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), over clusters
+    that average what was compared with them (k-means), and of learned queries that average the keys as they are.
     """
     product = behind.product
     if len(product.op.output.shape) < 2 or not masked.shape:
@@ -171,7 +171,10 @@ def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: Tensor
     over_rows = bool(over & rows) and not over & columns
     other = (columns if over_rows else rows) - over
     if over and summed & other and not summed & over:
-        return None if _is_width(graph, product, over) else Softmaxed(not over_rows, over_queries=True)
+        assigns = _is_width(graph, product, over) or _are_alike(
+            graph, ahead, product.right if over_rows else product.left
+        )
+        return None if assigns else Softmaxed(not over_rows, over_queries=True)
     return None if _pools(graph, product, ahead) else Softmaxed(over_rows)
 
 
@@ -188,8 +191,13 @@ def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
 def _pools(graph: Graph, product: Product, ahead: Meeting) -> bool:
     """Whether a parameter's scores of some features weigh the very same features: pooling, and no attention."""
     keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
+    return len(keys) == 1 and _are_alike(graph, ahead, keys[0])
+
+
+def _are_alike(graph: Graph, ahead: Meeting, keys: TensorRef) -> bool:
+    """Whether what is averaged are the very features that made the scores."""
     values = ahead.product.left if ahead.product.right.id == ahead.carried.id else ahead.product.right
-    return len(keys) == 1 and graph.before_moves(keys[0], whole=True).id == graph.before_moves(values, whole=True).id
+    return graph.before_moves(keys, whole=True).id == graph.before_moves(values, whole=True).id
 
 
 def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:

@@ -29,8 +29,11 @@ def split_pieces(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     return [(*dims[:place], part, *dims[place + 1 :]) for part in pieces]
 
 
-def slice_piece(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """A slice of the features that is one of equal pieces is treated as a split; so is every n-th feature."""
+def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Iterable[Dims]:
+    """A slice of the features that is one of equal pieces is treated as a split; so is every n-th feature.
+
+    Not so one out of which pieces of other sizes are cut as well: it is not `is_even`.
+    """
     dims = inputs[0]
     place = setting(op, 1, "dim", 0) % len(dims)
     whole, size = op.inputs[0].shape[place], op.output.shape[place]
@@ -39,7 +42,7 @@ def slice_piece(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     start, step = setting(op, 2, "start", 0) or 0, setting(op, 4, "step", 1)
     if start < 0:
         start += whole
-    equal = place == len(dims) - 1 and size > 1 and whole % size == 0
+    equal = is_even and place == len(dims) - 1 and size > 1 and whole % size == 0
     if step == 1 and equal and start % size == 0:
         return [_piece_of(op, dims, place, whole // size)]
     if step > 1 and equal and whole // size == step:
@@ -48,17 +51,6 @@ def slice_piece(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         return [counted(parts, place, place + 1)]
     part = piece(dims[place], start, size) if step == 1 else fresh(size)
     return [(*dims[:place], part, *dims[place + 1 :])]
-
-
-def slice_unevenly(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """A slice of a dimension out of which pieces of other sizes are cut as well."""
-    dims = inputs[0]
-    place = setting(op, 1, "dim", 0) % len(dims)
-    size, start = op.output.shape[place], setting(op, 2, "start", 0) or 0
-    if size == op.inputs[0].shape[place]:
-        return [dims]
-    start += op.inputs[0].shape[place] if start < 0 else 0
-    return [(*dims[:place], piece(dims[place], start, size), *dims[place + 1 :])]
 
 
 def uneven_slices(ops: Iterable[Op]) -> set[int]:

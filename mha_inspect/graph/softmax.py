@@ -48,6 +48,14 @@ def masks_on_exponentials(recording: Recording, op: Op) -> tuple[Op, ...]:
     return ()
 
 
+def maker_of(recording: Recording, tensor: TensorRef) -> Op | None:
+    """The operation that made the elements of a tensor, moved since at most; None where they came from outside."""
+    op = recording.producer(tensor)
+    while op is not None and op.kind in ("view", "copy") and op.inputs:
+        op = recording.producer(op.inputs[0])
+    return op
+
+
 @dataclass(frozen=True)
 class LateSoftmax:
     """A softmax whose weights are never formed: exponentials meet the values, and their sum divides what comes out."""
@@ -75,9 +83,7 @@ def late_softmax_of(recording: Recording, op: Op) -> LateSoftmax | None:
         exponential = None if total is None else _exponential(recording, total[0].inputs[0])
         if total is None or exponential is None:
             continue
-        behind = recording.producer(above)
-        while behind is not None and behind.kind in ("view", "copy") and behind.inputs:
-            behind = recording.producer(behind.inputs[0])
+        behind = maker_of(recording, above)
         product = None if behind is None else product_of(recording, behind)
         for factor in () if product is None else (product.left, product.right):
             if product is not None and _exponential(recording, factor) is exponential:
@@ -164,9 +170,7 @@ def is_shift(recording: Recording, op: Op) -> bool:
 
 def _is_of(recording: Recording, tensor: TensorRef, names: tuple[str, ...]) -> bool:
     """Whether a tensor comes from one of these operations, moved at most."""
-    op = recording.producer(tensor)
-    while op is not None and op.kind in ("view", "copy") and op.inputs:
-        op = recording.producer(op.inputs[0])
+    op = maker_of(recording, tensor)
     return op is not None and op.base_name in names
 
 

@@ -72,8 +72,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def formula(spec: AttentionSpec) -> str:
-    """Three squares, and a bias each."""
-    return "3E² + 3E" if spec.bias else "3E²"

@@ -79,13 +79,3 @@ def mask_of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
     if mask is None or mask.dim() == 2:
         return mask
     return mask.select(-3, head if mask.size(-3) > 1 else 0)
-
-
-def formula_of_widths(spec: AttentionSpec) -> str:
-    """W_q and W_o are E², W_k is EK and W_v EV, and each projection has a bias of E."""
-    squares = 2 + (spec.key_width == spec.embed_dim) + (spec.value_width == spec.embed_dim)
-    terms = [f"{squares}E²"]
-    terms += ["EK"] * (spec.key_width != spec.embed_dim)
-    terms += ["EV"] * (spec.value_width != spec.embed_dim)
-    terms += ["4E"] * spec.bias
-    return " + ".join(terms)

@@ -46,8 +46,10 @@ class LayerKind:
     """Name on the command line."""
     summary: str
     """One line: how it is written."""
-    parameter_formula: str
-    """Closed formula of the parameter count with biases; `naming.formulas.symbols` says what its letters are."""
+    weights: str
+    """Closed formula of the number of weights; `naming.formulas.symbols` says what its letters are."""
+    biases: str
+    """That of the number of biases."""
     split: str
     """How the heads are split, as an einops pattern or a phrase."""
     origin: str
@@ -60,6 +62,25 @@ class LayerKind:
     whole_heads: bool = False
     """Whether a head has embed_dim features where no head_dim is given, and not embed_dim / num_heads of them."""
 
+    @property
+    def parameter_formula(self) -> str:
+        """Closed formula of the number of parameters, as the layer is by default."""
+        return f"{self.weights} + {self.biases}"
+
+    def formula(self, spec: AttentionSpec) -> str:
+        """Return the closed formula of the number of parameters of a layer with these sizes.
+
+        What reads a key or a value is as wide as that is; a learned key and value are a bias each.
+        """
+        weights, biases = self.weights, self.biases if spec.bias else ""
+        if "kdim" in self.takes:
+            others = ["EK"] * (spec.key_width != spec.embed_dim) + ["EV"] * (spec.value_width != spec.embed_dim)
+            vectors = 4 * spec.bias + 2 * spec.add_bias_kv
+            weights, biases = " + ".join([f"{4 - len(others)}E²", *others]), f"{vectors}E" if vectors else ""
+        elif self.whole_heads and spec.head_dim_given and spec.head_dim != spec.embed_dim:
+            weights, biases = "4EHD", biases and "3HD + E"
+        return " + ".join(filter(None, (weights, biases)))
+
     def load(self) -> LayerModule:
         """Import the layer's code (this imports torch)."""
         return cast(LayerModule, import_module(f"{__package__}.{self.module}"))
@@ -71,7 +92,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="torch",
             summary="torch.nn.MultiheadAttention: one packed projection, heads folded into the batch",
-            parameter_formula="4E² + 4E",
+            weights="4E²",
+            biases="4E",
             split="query batch (heads head_dim) -> (batch heads) query head_dim",
             origin="PyTorch",
             module="torch_mha",
@@ -92,7 +114,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="split-heads",
             summary="wq, wk, wv and a dense; view and permute into heads; the mask added as mask * -1e9",
-            parameter_formula="4E² + 4E",
+            weights="4E²",
+            biases="4E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim",
             origin="TensorFlow's transformer tutorial",
             module="split_heads",
@@ -101,7 +124,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="fold-heads",
             summary="lazy Linears for inputs of any width; einops folds the heads into the batch for one bmm",
-            parameter_formula="4E² + 4E",
+            weights="4E²",
+            biases="4E",
             split="batch seq (heads head_dim) -> (batch heads) seq head_dim",
             origin="Dive into Deep Learning, with einops",
             module="fold_heads",
@@ -110,7 +134,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="bert",
             summary="query, key and value over hidden_size, scores / √attention_head_size, no output projection",
-            parameter_formula="3E² + 3E",
+            weights="3E²",
+            biases="3E",
             split="... seq (heads head_dim) -> ... heads seq head_dim",
             origin="BERT, BertSelfAttention in Hugging Face transformers",
             module="bert",
@@ -120,7 +145,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="per-head",
             summary="the paper's formula read literally: W_q, W_k, W_v of its own for each head, a loop, Concat, W_o",
-            parameter_formula="4E² + 4E",
+            weights="4E²",
+            biases="4E",
             split="nothing is split: a matrix (head_dim embed) for each head",
             origin="Attention Is All You Need, section 3.2.2",
             module="per_head",
@@ -129,7 +155,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="grouped-query",
             summary="fewer key and value heads than query heads, repeated; rotary positions on request",
-            parameter_formula="2EHD + 2EGD + HD + 2GD + E",
+            weights="2EHD + 2EGD",
+            biases="HD + 2GD + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, key and value heads repeated",
             origin="LLaMA",
             module="grouped_query",
@@ -139,7 +166,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="narrow",
             summary="each head gets its own slice of the embedding before any projection",
-            parameter_formula="E² + 3ED + 4E",
+            weights="E² + 3ED",
+            biases="4E",
             split="batch seq (heads head_dim) -> heads batch seq head_dim, of the input itself",
             origin="articles that say the input is split; Peter Bloem's narrow self-attention",
             module="narrow",
@@ -148,7 +176,8 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="wide",
             summary="every head has the full embed_dim (or head_dim) to itself: the parameters grow with the heads",
-            parameter_formula="4HE² + 3HE + E",
+            weights="4HE²",
+            biases="3HE + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, with head_dim = embed_dim",
             origin="Peter Bloem's wide self-attention",
             module="wide",

@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import nn
 
 from ..targets.spec import AttentionSpec
-from .building import build_seeded, formula_of_widths
+from .building import build_seeded
 
 
 class DotProductAttention(nn.Module):
@@ -84,8 +84,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         return layer
 
     return build_seeded(make, spec, device)
-
-
-def formula(spec: AttentionSpec) -> str:
-    """Four matrices of E rows, as wide as what they read, and a bias each."""
-    return formula_of_widths(spec)

@@ -119,8 +119,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def formula(spec: AttentionSpec) -> str:
-    """W_q and W_o have H heads, W_k and W_v have G: E by HD twice and E by GD twice, and a bias each."""
-    return "2EHD + 2EGD + HD + 2GD + E" if spec.bias else "2EHD + 2EGD"

@@ -65,8 +65,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def formula(spec: AttentionSpec) -> str:
-    """W_o is E²; W_q, W_k and W_v are H blocks of D² each, which is ED: the more heads, the fewer parameters."""
-    return "E² + 3ED + 4E" if spec.bias else "E² + 3ED"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..targets.spec import AttentionSpec
-from .building import build_seeded, formula_of_widths, mask_of_head
+from .building import build_seeded, mask_of_head
 
 
 def attention(
@@ -72,8 +72,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def formula(spec: AttentionSpec) -> str:
-    """The heads' matrices together have E rows, whatever their number: as many as in one big matrix."""
-    return formula_of_widths(spec)

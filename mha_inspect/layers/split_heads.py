@@ -74,8 +74,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def formula(spec: AttentionSpec) -> str:
-    """Four squares, and a bias each."""
-    return "4E² + 4E" if spec.bias else "4E²"

@@ -33,17 +33,6 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
     )
 
 
-def formula(spec: AttentionSpec) -> str:
-    """W_q and W_o are E², W_k is EK and W_v EV, each projection has a bias of E, and a learned key and value E each."""
-    squares = 2 + (spec.key_width == spec.embed_dim) + (spec.value_width == spec.embed_dim)
-    terms = [f"{squares}E²"]
-    terms += ["EK"] * (spec.key_width != spec.embed_dim)
-    terms += ["EV"] * (spec.value_width != spec.embed_dim)
-    vectors = 4 * spec.bias + 2 * spec.add_bias_kv
-    terms += [f"{vectors}E"] * bool(vectors)
-    return " + ".join(terms)
-
-
 def spec_of(module: nn.MultiheadAttention) -> AttentionSpec:
     """The spec that such a module answers to; a dtype that no layer is built in is float32, a dropout of 1 is 0."""
     weight = module.out_proj.weight

@@ -63,10 +63,3 @@ def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         spec,
         device,
     )
-
-
-def formula(spec: AttentionSpec) -> str:
-    """Four matrices of E by HD, with D = E unless head_dim was given: the more heads, the more parameters."""
-    if spec.head_dim_given and spec.head_dim != spec.embed_dim:
-        return "4EHD + 3HD + E" if spec.bias else "4EHD"
-    return "4HE² + 3HE + E" if spec.bias else "4HE²"

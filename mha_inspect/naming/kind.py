@@ -7,7 +7,6 @@ That is looked up in the mask's content, which is computed again. Keys that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import takewhile
 
 import torch
@@ -28,21 +27,19 @@ _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: Run, leaves: Mapping[int, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Return the kind of each attention of a run, in order.
-
-    Args:
-        seen: the run.
-        leaves: what is known of what the run began with, by TensorRef id: a mask is computed again from that.
-    """
-    replay = Replay(seen.recording, leaves)
+def kinds_of(seen: Run, replay: Replay) -> list[tuple[str, ...]]:
+    """Return the kind of each attention of a run, in order; `replay` computes its masks again."""
     known: dict[tuple[object, ...], bool | None] = {}
-    return [_kind(seen, found, names, replay, known) for found, names in seen.attentions]
+    kinds = []
+    for found, names in seen.attentions:
+        causal = "causal" if _is_causal(seen, found, names, replay, known) else ""
+        grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
+        kinds.append(tuple(word for word in (_source(seen, found), causal, grouped) if word))
+    return kinds
 
 
-def mask_notes(seen: Run, leaves: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
-    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing. `leaves` are as in `kinds_of`."""
-    replay = Replay(seen.recording, leaves)
+def mask_notes(seen: Run, replay: Replay) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
     for found, _ in seen.attentions:
         for op in found.masks:
             masks = [] if op.does("fills") else _masks_of(seen, found, op)
@@ -57,20 +54,6 @@ def mask_notes(seen: Run, leaves: Mapping[int, torch.Tensor]) -> tuple[str, ...]
                         "-inf where a key is barred.",
                     )
     return ()
-
-
-def _kind(
-    seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
-) -> tuple[str, ...]:
-    kind = []
-    source = _source(seen, found)
-    if source:
-        kind.append(source)
-    if _is_causal(seen, found, names, replay, known):
-        kind.append("causal")
-    if names.num_kv_heads < names.num_heads:
-        kind.append("grouped")
-    return tuple(kind)
 
 
 def _source(seen: Run, found: Attention) -> str:

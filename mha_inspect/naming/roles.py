@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
-from ..graph.found import Attention
+from ..graph.found import Attention, positions_of
 
 Group = tuple[str, Dim]
 """A name and the atoms that it stands for, in row-major order."""
@@ -62,17 +62,9 @@ class Roles:
 
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
-        stages, projections = self._found.stages, self._found.projections
-        if "query" not in stages:
-            return set()
-        dims = list(self._dimensions.of(stages["query"]))
-        if dims and "query" in projections:
-            op = projections["query"]
-            # Features that were moved before they were projected stand elsewhere than last.
-            summed = set(wide(*(dim for read in op.inputs for dim in self._dimensions.of(read)[-1:])))
-            moved = [at for at, dim in enumerate(dims[1:], 1) if op.does("product") and dim and set(dim) <= summed]
-            last = 1 if op.base_name == "convolution" and len(dims) > 2 else -1
-            del dims[moved[0] if len(moved) == 1 else last]
+        stages = self._found.stages
+        side = "query" if "query" in stages else "key"
+        dims = positions_of(self._found, self._dimensions, side) if side in stages else []
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
@@ -105,15 +97,13 @@ class Roles:
         """The atoms of the dimensions in which a projection puts heads and their features."""
         found: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
-            tensor, op = self._found.stages.get(stage), self._found.projections.get(side)
-            if tensor is not None and tensor.shape:
-                convolved = op is not None and op.base_name == "convolution" and len(tensor.shape) > 2
-                found |= set(self._dimensions.of(tensor)[1 if convolved else -1])
-        # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
-        for stage in ("q_proj",):
             tensor = self._found.stages.get(stage)
-            if tensor is not None and len(tensor.shape) > 3:
-                found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
+            if tensor is not None and tensor.shape:
+                found |= set(self._dimensions.of(tensor)[self._found.feature_place(side, len(tensor.shape))])
+        # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
+        tensor = self._found.stages.get("q_proj")
+        if tensor is not None and len(tensor.shape) > 3:
+            found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
         return found
 
     def _split(self, folded: Dim, outside: set[Axis], query: Dim, head_rows: Dim) -> tuple[Dim, Dim, Dim]:
@@ -123,14 +113,14 @@ class Roles:
         batch = tuple(atom for atom in folded if atom in outside)
         # Windows are cut out of the sequence: somewhere they stand beside its rest, and the batch does not.
         whole = {*batch[:1], *self._dimensions.given_whole}
-        rows = set(wide(query))
+        rows = set(wide(query, self.key))
         cut = self._dimensions.beside(rows, apart_from=whole) if not set(batch) <= whole else set()
         windows = tuple(atom for atom in batch if atom in cut and atom not in whole)
         batch = tuple(atom for atom in batch if atom not in windows)
         rest = tuple(atom for atom in folded if atom not in outside)
         heads = wide(rest)
         features = self._features()
-        if any(atom in features for atom in (*heads, *head_rows)):
+        if "query" in self._found.stages and any(atom in features for atom in (*heads, *head_rows)):
             windows += tuple(atom for atom in heads if atom not in features)
             heads = tuple(atom for atom in heads if atom in features)
         heads += head_rows
@@ -198,8 +188,8 @@ class Roles:
         if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
-        shared = tuple(atom for atom in self.heads if atom in atoms or self._is_piece(atom, atoms))
-        return shared or self._picked("key")
+        shared = tuple(atom for atom in self.heads if atom in atoms)
+        return shared or tuple(atom for atom in self.heads if self._is_piece(atom, atoms)) or self._picked("key")
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""

@@ -84,7 +84,8 @@ amin var std prod any all argmax argmin norm min logsumexp | reduce |
 native_layer_norm native_group_norm native_batch_norm | - | norms
 _native_batch_norm_legit _native_batch_norm_legit_no_training | - | norms
 _fused_rms_norm var_mean | - | norms
-max_pool2d_with_indices avg_pool1d avg_pool2d _adaptive_avg_pool2d | - | pools
+max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d | narrow | pools
+avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d | narrow | pools
 _fused_dropout rrelu_with_noise bernoulli rand rand_like randn | - | draws
 randn_like randint randint_like randperm uniform normal log_normal | - | draws
 exponential geometric cauchy random multinomial poisson | - | draws

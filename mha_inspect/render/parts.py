@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import text
 from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
-from ..reports.compare_heads import HeadCount, HeadPair
-from ..reports.diff import OutputDifference, StageRow
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, table
+
+if TYPE_CHECKING:
+    from ..reports.compare_heads import HeadCount, HeadPair
+    from ..reports.diff import OutputDifference, StageRow
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""

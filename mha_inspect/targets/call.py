@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,22 +83,37 @@ def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
     """
     if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
         return error
-    hint = f" {own.hint}" if own.hint else ""
+    hint = f" {way}" if (way := way_out(own)) else ""
     return TargetFailedError(
         f"{own.label}{how} failed on {own.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
     )
 
 
-def try_once(own: Subject, how: str = "") -> None:
-    """Run its forward once, and leave no trace of that: what it does wrong is told with the line that did it.
+def way_out(own: Subject) -> str:
+    """Return how to call a forward that raised otherwise, as a sentence: in training mode, where it runs so.
 
-    Raises `TargetFailedError`; `how` says how the target was built.
+    Empty where nothing was guessed.
     """
-    with torch.no_grad(), own.replaying(own.state()):
-        try:
-            own.plain()
-        except Exception as error:
-            raise explained(error, own, how) from error
+    if own.module.training:
+        return own.hint
+    try:
+        with torch.no_grad(), own.apart() as fresh, in_training(fresh.module):
+            fresh.plain()
+    except Exception:  # it has another reason
+        return own.hint
+    return "It runs in training mode: --train."
+
+
+@contextmanager
+def in_training(module: nn.Module) -> Iterator[None]:
+    """Put a module, and what is in it, in training mode inside the block."""
+    before = [(part, part.training) for part in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for part, mode in before:
+            part.training = mode
 
 
 def _in_forward(error: BaseException) -> bool:

@@ -27,7 +27,9 @@ def resolve(name: str, dtype: str) -> torch.device:
     here = available()
     wanted = "cuda:0" if name == "cuda" else name
     if wanted not in here:
-        raise DeviceError(f"device {shown(repr(name))} is not here. Devices that are here: {', '.join(here)}.")
+        cpu_alone = wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None
+        why = f": torch {torch.__version__} is built for the CPU alone" if cpu_alone else ""
+        raise DeviceError(f"device {shown(repr(name))} is not here{why}. Devices that are here: {', '.join(here)}.")
     device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(wanted)
     _require_dtype(device, dtype)
     return device

@@ -30,6 +30,8 @@ class Plan:
     """Token ids are drawn below this number."""
     avoid: tuple[int, ...] = ()
     """Token ids that mean something of their own, such as padding."""
+    rows: tuple[int, ...] = ()
+    """What each row holds, where that is known; empty: it is drawn."""
     sequence: bool = False
     """Whether it is `batch sequence ...`, and `sequence batch ...` for a forward that takes the sequence first."""
 
@@ -47,7 +49,9 @@ def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Ge
     size = prod(plan.shape) * dtype.itemsize
     if size >= _WORTH_A_LOOK:
         require_memory(size, device, f"an input {list(plan.shape)}", "Try a smaller --batch or --seq-len.")
-    if dtype == torch.bool:
+    if plan.rows:
+        tensor = torch.tensor(plan.rows).expand(plan.shape).clone()
+    elif dtype == torch.bool:
         # Both words in every row: never fully masked, whichever of them means masked.
         tensor = (torch.arange(plan.shape[-1]) % 2 == 0).expand(plan.shape).clone()
     elif dtype.is_floating_point:

@@ -39,7 +39,9 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputS
     decodes = "decoder_input_ids" in wanted
     plans = {}
     for name in dict.fromkeys(wanted):
-        plan = _plan(name, config, inputs, decodes, "spatial_shapes" in free)
+        grid = any(other.endswith("grid_thw") for other in wanted)
+        plan = _in_grid(name, config, inputs.batch) if grid else None
+        plan = plan or _plan(name, config, inputs, decodes, "spatial_shapes" in free)
         if plan is not None:
             plans[name] = plan
     return plans
@@ -97,6 +99,17 @@ def _patches(name: str, config: Any, batch: int) -> Plan | None:
     if name == "spatial_shapes":
         return Plan("ids", (batch, 2), "int64", _PATCHES + 1, tuple(range(_PATCHES)))
     return _whole(name, (batch, _PATCHES**2), 2) if name == "pixel_attention_mask" else None
+
+
+def _in_grid(name: str, config: Any, batch: int) -> Plan | None:
+    """Images as rows of patches one after the other, and how many there are in time, height and width of each."""
+    if name.endswith("grid_thw"):
+        return Plan("ids", (batch, 3), "int64", rows=(1, _PATCHES, _PATCHES))
+    channels = next((getattr(config, n) for n in ("in_channels", "in_chans", "num_channels") if hasattr(config, n)), 3)
+    size = getattr(config, "patch_size", None)
+    if name not in ("hidden_states", "pixel_values") or not isinstance(size, int):
+        return None
+    return Plan("other", (batch * _PATCHES**2, channels * getattr(config, "temporal_patch_size", 1) * size**2))
 
 
 def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Plan | None:

@@ -123,10 +123,12 @@ def _load_file(where: str) -> ModuleType:
     """
     if not os.path.isfile(where):
         what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
-        if not os.access(os.path.dirname(where) or ".", os.X_OK) and os.path.isdir(os.path.dirname(where) or "."):
+        folder = os.path.dirname(where) or "."
+        if not os.access(folder, os.X_OK) and os.path.isdir(folder):
             what = "cannot be read: you may not enter its folder"
-        beside = sorted(str(path) for path in Path(where).parent.glob("*.py") if str(path) != where)
-        near = "" if os.path.exists(where) else did_you_mean(where, beside)
+        name = os.path.basename(where)
+        beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
+        near = "" if os.path.exists(where) else did_you_mean(name, beside)
         raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
     path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:

@@ -222,8 +222,10 @@ class _Maker:
         """What an argument is, or what a dictionary that is one holds under a key: `batch.input_ids`."""
         owner, dot, key = name.partition(".")
         if dot and owner in self.parameters:
-            return kind_of(Parameter(key, Parameter.KEYWORD_ONLY)) if key.isidentifier() else "unknown"
-        return self.kinds.get(name, "unknown")
+            name = key
+        elif name in self.kinds:
+            return self.kinds[name]
+        return kind_of(Parameter(name, Parameter.KEYWORD_ONLY)) if name.isidentifier() else "unknown"
 
     def _needed(self, given: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[str]:
         """Names of the tensors to draw."""
@@ -268,6 +270,8 @@ class _Maker:
                     # A waveform is what it is for most; what takes something else says so when it runs.
                     known = {}
         guessed = [name for name in names if name not in known]
+        if self.open_ended and not (self.parameters or said or given or self.asked.known):
+            guessed = list(self._keys_of("", {}, {}, {}))
         if self.spec is not None:
             return {name: self._first_guess(name) for name in guessed}
         if self.asked.known is not None:
@@ -368,15 +372,17 @@ class _Maker:
     ) -> dict[str, Plan]:
         """Plans for what a dictionary holds that is an argument: the keys that the forward asks it for.
 
-        Raises `InputError` where it asks for none.
+        With no `owner` it is that of all arguments by name. Raises `InputError` where it asks for none.
         """
         found: dict[str, Plan] = {}
         while len(found) < _MOST_KEYS:
-            probed = self._probe({**plans, **found}, {**given, owner: {}}, said, whole=True)
-            missing = f"{owner}.{probed.missing}"
+            probed = self._probe({**plans, **found}, {**given, **({owner: {}} if owner else {})}, said, whole=True)
+            missing = f"{owner}.{probed.missing}".removeprefix(".")
             if probed.missing is None or missing in found:
                 break
             found[missing] = self._first_guess(missing)
+        if not owner:
+            return found
         if not found:
             raise InputError(
                 f"{self._owner()} takes a dictionary for {owner}, and nothing tells what is in it. Give each entry: "

@@ -44,26 +44,16 @@ class Probed:
     @property
     def missing(self) -> str | None:
         """The key that a dictionary was asked for and does not have."""
-        return self.error.key if isinstance(self.error, _NoEntryError) else None
+        is_key = isinstance(self.error, KeyError) and bool(self.error.args) and isinstance(self.error.args[0], str)
+        return self.error.args[0] if is_key and self.error else None
 
 
 class _EnoughError(BaseException):
     """Every argument is known: the rest of the run tells nothing more."""
 
 
-class _NoEntryError(KeyError):
-    """A dictionary has no entry under this key."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
 class _Entries(dict[str, Any]):
     """A dictionary that says what it was asked for."""
-
-    def __missing__(self, key: str) -> Any:
-        raise _NoEntryError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The entry, as a forward asks for one that it may do without: of a mask that is so."""

@@ -126,6 +126,17 @@ class DynamicDispatch(Dispatch):
         return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
 
 
+class Clusters(nn.Module):
+    """Soft k-means: features are shared out among centres, each of which is what it got on average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centres = x[:, :3]
+        for _ in range(2):
+            shared = (x @ centres.mT).softmax(-1)
+            centres = shared.mT @ x / shared.sum(1)[..., None]
+        return centres
+
+
 class Inverted(nn.Module):
     """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
 
@@ -149,6 +160,7 @@ NO_ATTENTION = (
     Retrieval,
     Capsules,
     Contrastive,
+    Clusters,
     Inverted,
 )
 
@@ -523,6 +535,23 @@ class Plain(nn.Module):
         return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
 
 
+class GlobalQueries(Heads):
+    """Windows of an image attend with queries that are the same for every window, in `batch windows` order or not."""
+
+    def __init__(self, windows_first: bool = False) -> None:
+        super().__init__()
+        self.windows_first = windows_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = x.unflatten(2, (-1, 3)).unflatten(1, (-1, 3)).transpose(2, 3)  # batch 2 5 3 3 embed
+        rows = cut.flatten(0, 2).flatten(1, 2)
+        queries = functional.adaptive_max_pool2d(self.q(x).movedim(-1, 1), (3, 3)).flatten(2).mT
+        times = len(rows) // len(x)
+        queries = queries.repeat(times, 1, 1) if self.windows_first else queries.repeat_interleave(times, 0)
+        q, k, v = map(self.split, (queries, self.k(rows), self.v(rows)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
 class Lowered(Heads):
     """A causal mask that takes much off the scores where a key is barred, as Keras does."""
 
@@ -552,3 +581,17 @@ class PackedForLearned(Heads):
     def forward(self, x: Tensor) -> Tensor:
         k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
         return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)
+
+
+class GroupedPieces(nn.Module):
+    """Group by group in one matrix: two heads of queries, one of keys, one of values; the last two are picked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.o = nn.Linear(WIDTH, 8 * HEAD_DIM), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.packed(x).unflatten(-1, (2, 4, HEAD_DIM))
+        q, k, v = made[..., :-2, :], made[..., [-2], :], made[..., [-1], :]
+        q, k, v = (one.expand(q.shape).flatten(2, 3).transpose(1, 2) for one in (q, k, v))
+        return self.o(((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -267,6 +267,36 @@ def test_what_comes_in_may_attend_to_itself() -> None:
     assert attention(claims.Plain).kind == ("self",)
 
 
+def test_windows_are_told_by_their_keys_where_queries_are_the_same_for_all() -> None:
+    (found,) = trace(claims.GlobalQueries(), torch.randn(2, 6, 15, claims.WIDTH)).attentions
+    assert axes(found, "weights") == "(batch windows) heads query key"
+    assert axes(found, "key") == "batch (windows_1 key_1) (windows_2 key_2) embed"
+
+
+def test_heads_are_told_where_batch_and_windows_stand_in_another_order() -> None:
+    module, x = claims.GlobalQueries(windows_first=True), torch.randn(2, 6, 15, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_kv_heads, found.head_dim) == (claims.HEADS, claims.HEAD_DIM)
+    roles = {one.name: one for one in params(module, x, per_head=True).parameters}
+    assert [part.head for part in roles["k.weight"].heads or ()] == list(range(claims.HEADS))
+
+
+def test_groups_in_one_matrix_are_told_with_their_keys() -> None:
+    module, x = claims.GroupedPieces(), torch.randn(2, 7, claims.WIDTH)
+    (found,) = trace(module, x).attentions
+    assert (found.num_heads, found.num_kv_heads) == (4, 2)
+    (packed,) = (one for one in params(module, x, per_head=True).parameters if one.name == "packed.weight")
+    assert "group by group" in packed.role
+    rows = next(piece.rows for piece in packed.heads or () if (piece.part, piece.head) == ("W_k", 1))
+    # By perturbation: with these rows, the weights of the query heads 2 and 3 move.
+    weights = [trace(module, x, keep=True).attentions[0].weights.tensor]
+    with torch.no_grad():
+        module.packed.weight[slice(*rows)] += 1
+    weights.append(trace(module, x, keep=True).attentions[0].weights.tensor)
+    moved = (weights[0] - weights[1]).abs().amax((0, 2, 3)) > 1e-6
+    assert moved.tolist() == [False, False, True, True]
+
+
 def context_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what goes into the output's projection, head by head."""
     kept: list[torch.Tensor] = []

@@ -40,12 +40,13 @@ SWITCHES += [
     "--per-head",
     "--focus",
 ]
-SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h"]
+SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h", "-V", "-q", "--json"]
 WORDS = {
     "--layer": [*LAYERS, "tensor", ""],
     "--dtype": ["float64", "bfloat16", "float16", "int8"],
     "--device": ["cpu", "meta", "cuda", "mps", "cuda:9", "xla"],
     "--format": ["plain", "table", "json", "svg"],
+    "--color": ["auto", "never", "sometimes"],
     "--fail-if": ["differs", "same", "x"],
     "--set": ["x=1", "=", "depth", "a.b=2"],
     "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999"],

@@ -47,8 +47,8 @@ def each_that_takes():
 @pytest.mark.parametrize(("name", "sizes"), list(each_that_takes()))
 def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, name, sizes):
     kind, spec = find_layer(name), bench.spec(name, **sizes)
-    layer, code = bench.build(name, **sizes), kind.load()
-    assert evaluate(code.formula(spec), symbols(spec)) == sum(parameter.numel() for parameter in layer.parameters())
+    layer = bench.build(name, **sizes)
+    assert evaluate(kind.formula(spec), symbols(spec)) == sum(parameter.numel() for parameter in layer.parameters())
     roles = ROLES[name](spec)
     for parameter_name, parameter in layer.named_parameters():
         role, seen = roles[parameter_name], torch.zeros(parameter.shape, dtype=torch.int)
@@ -73,7 +73,7 @@ def test_a_width_of_its_own_has_a_name_of_its_own(bench, name, linear):
 
 def test_the_catalogs_formula_is_the_one_of_the_default_layer():
     for kind in LAYERS.values():
-        assert kind.load().formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
+        assert kind.formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
 
 
 def test_lazy_linears_are_written_and_none_is_left(bench):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mha_inspect.errors import InputError, SpecError
-from mha_inspect.targets.call import Call
+from mha_inspect.targets.call import Call, explained
 from mha_inspect.targets.inputs import Asked, make_call
+from mha_inspect.targets.load import subject_of
 from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
 from mha_inspect.targets.values import parse_shapes
@@ -138,6 +139,23 @@ def test_a_dictionary_holds_what_the_forward_asks_it_for() -> None:
         "input_ids": (3, 7),
         "extra_embeds": (3, 7, 12),
     }
+
+
+def test_arguments_by_any_name_are_those_that_the_forward_asks_for() -> None:
+    target, call = made("Named")
+    assert {name: tuple(tensor.shape) for name, tensor in call.kwargs.items()} == {"x": (2, 5, 12)}
+    target.module(**call.kwargs)
+
+
+def test_what_runs_in_training_mode_alone_says_so() -> None:
+    target, call = made("Trains")
+    own = subject_of(target, call, 0)
+    with pytest.raises(AssertionError) as raised:
+        own.plain()
+    assert str(explained(raised.value, own)).endswith("It runs in training mode: --train.")
+    assert not target.module.training
+    target.module.train()
+    own.plain()
 
 
 def test_a_lazy_module_gets_a_width_or_is_refused() -> None:

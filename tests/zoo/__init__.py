@@ -11,9 +11,7 @@ from .oracle import Configuration
 TABLES = sorted(
     file.stem
     for file in Path(__file__).parent.glob("*.py")
-    if file.stem not in ("oracle", "table", "test_zoo")
-    and not file.stem.startswith("_")
-    and file.stem != "configurations"
+    if file.stem not in ("oracle", "table", "test_zoo") and not file.stem.startswith("_") and file.stem != "configurations"
 )
 
 

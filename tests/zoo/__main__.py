@@ -28,12 +28,7 @@ for own in configurations([word for word in words if word != "--quick"]):
 
         last = traceback.extract_tb(error.__traceback__)[-1]
         found, verdict = None, "not run"
-        print(
-            f"not run    {own.name}: {type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"[
-                :400
-            ],
-            flush=True,
-        )
+        print(f"not run    {own.name}: {type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"[:400], flush=True)
     counts.setdefault(library, Counter())[verdict] += 1
     if found is not None and (verdict != "right" or found.refused):
         print(f"{verdict:<10} {own.name} ({time.process_time() - began:.1f} s)", flush=True)

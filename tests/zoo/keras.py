@@ -85,32 +85,21 @@ CONFIGURATIONS = table(
         "heads, cross": (_layer("MultiHeadAttention", f"{_X} {_Y}", _plain, **_MHA), f"{_X} {_Y}", {**_CROSS, "along": 1}),
         "heads, three": (_layer("MultiHeadAttention", _X, _thrice, **_MHA), _X, {"along": 1}),
         "heads, one": (_layer("MultiHeadAttention", _X, _twice, num_heads=1, key_dim=10), _X, {"heads": 1, "along": 1}),
-        "heads, two axes": (
-            _layer("MultiHeadAttention", "2x4x5x44", _twice, **_MHA, attention_axes=(1, 2)), "2x4x5x44", {}
-        ),
-        "heads, second axis": (
-            _layer("MultiHeadAttention", "2x4x5x44", _twice, **_MHA, attention_axes=(2,)), "2x4x5x44", {}
-        ),
+        "heads, two axes": (_layer("MultiHeadAttention", "2x4x5x44", _twice, **_MHA, attention_axes=(1, 2)), "2x4x5x44", {}),
+        "heads, second axis": (_layer("MultiHeadAttention", "2x4x5x44", _twice, **_MHA, attention_axes=(2,)), "2x4x5x44", {}),
         "grouped": (_layer("GroupQueryAttention", _X, _twice, **_GQA), _X, {**_GROUPED, "along": 1}),
-        "grouped, causal": (
-            _layer("GroupQueryAttention", _X, _causal, **_GQA), _X, {**_GROUPED, "kind": "self causal grouped", "along": 1},
-        ),
+        "grouped, causal": (_layer("GroupQueryAttention", _X, _causal, **_GQA), _X, {**_GROUPED, "kind": "self causal grouped", "along": 1}),
         "grouped, one": (
             _layer("GroupQueryAttention", _X, _twice, head_dim=10, num_query_heads=6, num_key_value_heads=1),
-            _X, {**_GROUPED, "kv_heads": 1, "along": 1},
+            _X,
+            {**_GROUPED, "kv_heads": 1, "along": 1},
         ),
-        "grouped, cross": (
-            _layer("GroupQueryAttention", f"{_X} {_Y}", _plain, **_GQA), f"{_X} {_Y}", {**_GROUPED, "kind": "cross grouped", "along": 1},
-        ),
-        "grouped, not flash": (
-            _layer("GroupQueryAttention", _X, _twice, **_GQA, flash_attention=False), _X, {**_GROUPED, "along": 1},
-        ),
+        "grouped, cross": (_layer("GroupQueryAttention", f"{_X} {_Y}", _plain, **_GQA), f"{_X} {_Y}", {**_GROUPED, "kind": "cross grouped", "along": 1}),
+        "grouped, not flash": (_layer("GroupQueryAttention", _X, _twice, **_GQA, flash_attention=False), _X, {**_GROUPED, "along": 1}),
         "dot": (_layer("Attention", f"{_X} {_Y}", _list), f"{_X} {_Y}", {**_ONE, "kind": ""}),
         "dot, self": (_layer("Attention", _X, lambda layer, x: layer([x, x])), _X, {**_ONE, "kind": "self"}),
         "dot, scaled": (_layer("Attention", f"{_X} {_Y}", _list, use_scale=True), f"{_X} {_Y}", {**_ONE, "kind": "", "scale": None}),
-        "dot, causal": (
-            _layer("Attention", _X, lambda layer, x: layer([x, x], use_causal_mask=True)), _X, {**_ONE, "kind": "self causal"},
-        ),
+        "dot, causal": (_layer("Attention", _X, lambda layer, x: layer([x, x], use_causal_mask=True)), _X, {**_ONE, "kind": "self causal"}),
         "concat": (_layer("Attention", f"{_X} {_Y}", _list, score_mode="concat"), f"{_X} {_Y}", {**_NONE, "count": 0}),
         "additive": (_layer("AdditiveAttention", f"{_X} {_Y}", _list), f"{_X} {_Y}", {**_NONE, "count": 0}),
         "dense": (_layer("Dense", _X, _plain, 7, activation="softmax"), _X, _NONE),
@@ -120,4 +109,4 @@ CONFIGURATIONS = table(
         "GRU": (_layer("GRU", _X, _plain, 7), _X, _NONE),
         "dot product": (_layer("Dot", f"{_X} {_X}", _list, axes=(2, 2)), f"{_X} {_X}", _NONE),
     },
-)  # fmt: skip
+)

@@ -11,16 +11,14 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+import mha_inspect
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mha_inspect
-
-Level = Literal["wrong", "incomplete", "crash"]
 _TRIED = 14
 """Heads' parts of parameters that are changed."""
 _PARTS = {"W_q": "q_heads", "W_k": "k_heads", "W_v": "v_heads"}
@@ -187,11 +185,7 @@ def _declared(own: Configuration, told: Any, truth: list[Tensor], found: Finding
         found.wrong.append(f"count {len(told.attentions)}, and there are {count}")
     if len(told.attentions) < count:
         found.incomplete.append(f"count {len(told.attentions)}, and there are {count}")
-    for name, wanted in (
-        ("num_heads", own.heads),
-        ("num_kv_heads", own.heads if own.kv_heads is None else own.kv_heads),
-        ("head_dim", own.head_dim),
-    ):
+    for name, wanted in (("num_heads", own.heads), ("num_kv_heads", own.heads if own.kv_heads is None else own.kv_heads), ("head_dim", own.head_dim)):
         values = {getattr(one, name) for one in told.attentions}
         if wanted is not None and values - {wanted}:
             found.wrong.append(f"{name} {sorted(values)}, and it is {wanted}")
@@ -241,9 +235,7 @@ def _weights(one: Any, where: str, truth: list[Tensor], rows_of_batch: int, foun
         ahead = torch.ones(own.shape[-2:], dtype=torch.bool).triu(1)
         shows = bool((own[..., ahead] == 0).all()) and bool((own.diagonal(dim1=-2, dim2=-1) > 0).any())
         if shows != ("causal" in one.kind):
-            (found.incomplete if shows else found.wrong).append(
-                f"{where}: kind {one.kind}, and its weights show {shows}"
-            )
+            (found.incomplete if shows else found.wrong).append(f"{where}: kind {one.kind}, and its weights show {shows}")
 
 
 def _same_rows(left: Tensor, right: Tensor) -> bool:
@@ -254,9 +246,7 @@ def _same_rows(left: Tensor, right: Tensor) -> bool:
     if left.numel() != right.numel() or left.shape[-1] != right.shape[-1]:
         return False
     place = torch.linspace(1, 2, left.shape[-1], dtype=torch.float64)
-    sums = [
-        (rows.reshape(-1, left.shape[-1]).double() * place).sum(-1).nan_to_num(7).sort()[0] for rows in (left, right)
-    ]
+    sums = [(rows.reshape(-1, left.shape[-1]).double() * place).sum(-1).nan_to_num(7).sort()[0] for rows in (left, right)]
     return torch.allclose(*sums, atol=2e-5)
 
 
@@ -350,9 +340,7 @@ def _consistent(one: Any, where: str, found: Findings) -> None:
                 if stage.name in ("query", "key", "value", "q_proj", "k_proj", "v_proj"):
                     continue
                 if sizes.setdefault(dim[0], size) != size and dim[0] != "key":
-                    found.wrong.append(
-                        f"{where}: {stage.name} {stage.shape} [{stage.axes}]: {dim[0]} is {sizes[dim[0]]}"
-                    )
+                    found.wrong.append(f"{where}: {stage.name} {stage.shape} [{stage.axes}]: {dim[0]} is {sizes[dim[0]]}")
             if any(word.isdigit() and word != "1" for word in dim):
                 found.incomplete.append(f"{where}: {stage.name} {stage.shape} [{stage.axes}]")
 
@@ -364,10 +352,7 @@ def _batch(own: Configuration, module: nn.Module, told: Any, found: Findings) ->
     rows = own.rows()
     if rows < 2:
         return
-    changed = (
-        _changed(args, own.batch, rows),
-        {name: _changed((value,), own.batch, rows)[0] for name, value in kwargs.items()},
-    )
+    changed = (_changed(args, own.batch, rows), {name: _changed((value,), own.batch, rows)[0] for name, value in kwargs.items()})
     try:
         after = _trace(module, *changed)
     except Exception as error:
@@ -405,9 +390,7 @@ def _positions(own: Configuration, module: nn.Module, told: Any, found: Findings
     left, right = told.attentions[0], after.attentions[0]
     later = {stage.name: stage for stage in right.stages}
     for stage in left.stages:
-        axis = {"q_heads": "query", "k_heads": "key", "v_heads": "key", "query": "query", "q_proj": "query"}.get(
-            stage.name
-        )
+        axis = {"q_heads": "query", "k_heads": "key", "v_heads": "key", "query": "query", "q_proj": "query"}.get(stage.name)
         if axis is None or stage.name not in later:
             continue
         moved = _moved(stage.tensor, later[stage.name].tensor, stage.axes, axis, _sizes(left, own.rows()))
@@ -470,9 +453,7 @@ def _roles(own: Configuration, module: nn.Module, told: Any, found: Findings) ->
         _role(own, module, held[parameter.name], parameter, piece, told, found)
 
 
-def _role(
-    own: Configuration, module: nn.Module, parameter: nn.Parameter, said: Any, piece: Any, told: Any, found: Findings
-) -> None:
+def _role(own: Configuration, module: nn.Module, parameter: nn.Parameter, said: Any, piece: Any, told: Any, found: Findings) -> None:
     name = said.name
     args, kwargs = own.call()
     kept = parameter.detach().clone()
@@ -522,19 +503,10 @@ def _role(
                 continue
             each = left.num_heads // left.num_kv_heads if axis == "heads" and piece.part != "W_q" else 1
             # Where keys are not for neighbours it is said for which: `the first for 0, 2, 4`.
-            first = [
-                int(word)
-                for word in re.findall(r"\d+", (re.findall(r"the first.* for [a-z ]*([\d, ]+)", said.role) or [""])[0])
-            ]
-            wanted = (
-                {piece.head + head for head in first}
-                if first and piece.part != "W_q"
-                else set(range(piece.head * each, piece.head * each + each))
-            )
+            first = [int(word) for word in re.findall(r"\d+", (re.findall(r"the first.* for [a-z ]*([\d, ]+)", said.role) or [""])[0])]
+            wanted = {piece.head + head for head in first} if first and piece.part != "W_q" else set(range(piece.head * each, piece.head * each + each))
             if heads != (wanted if axis == "heads" else {piece.head}):
-                found.wrong.append(
-                    f"{where}: {at + 1} {left.module}: moves {axis} {sorted(heads)} of {target} [{stage.axes}]"
-                )
+                found.wrong.append(f"{where}: {at + 1} {left.module}: moves {axis} {sorted(heads)} of {target} [{stage.axes}]")
             break
         else:
             if left.num_heads > 1 and left.num_kv_heads > 1:

@@ -18,9 +18,7 @@ def of(path: str, *args: Any, **settings: Any) -> Callable[[], nn.Module]:
 
     def make() -> nn.Module:
         own = {key: value() if getattr(value, "makes", False) else value for key, value in settings.items()}
-        made: nn.Module = getattr(import_module(module), name)(
-            *(value() if getattr(value, "makes", False) else value for value in args), **own
-        )
+        made: nn.Module = getattr(import_module(module), name)(*(value() if getattr(value, "makes", False) else value for value in args), **own)
         return made
 
     make.makes = True  # type: ignore[attr-defined]
@@ -48,7 +46,5 @@ def table(library: str, defaults: dict[str, Any], rows: dict[str, tuple[Any, ...
     made = []
     for name, (make, args, *more) in rows.items():
         expected = {**defaults, **(more[0] if more else {})}
-        made.append(
-            Configuration(f"{library}: {name}", make, given(args) if isinstance(args, str) else args, **expected)
-        )
+        made.append(Configuration(f"{library}: {name}", make, given(args) if isinstance(args, str) else args, **expected))
     return made

@@ -37,10 +37,7 @@ CONFIGURATIONS = [
             "DeepViT": (_vit("deepvit.DeepViT"), _IMAGE),
             "parallel": (_vit("parallel_vit.ViT", num_parallel_branches=2), _IMAGE, {"count": 4}),
             "patch dropout": (_vit("vit_with_patch_dropout.ViT"), _IMAGE),
-            "patch merger": (
-                _vit("vit_with_patch_merger.ViT", patch_merge_layer=1, patch_merge_num_tokens=7),
-                _IMAGE,
-            ),
+            "patch merger": (_vit("vit_with_patch_merger.ViT", patch_merge_layer=1, patch_merge_num_tokens=7), _IMAGE),
             "flash": (_vit("simple_flash_attn_vit.SimpleViT"), _IMAGE),
             "registers": (_vit("simple_vit_with_register_tokens.SimpleViT"), _IMAGE),
             "norm": (_vit("simple_vit_with_qk_norm.SimpleViT"), _IMAGE, _UNSCALED),
@@ -69,24 +66,9 @@ CONFIGURATIONS = [
             "XCiT": (_vit("xcit.XCiT", cls_depth=1), _IMAGE, {**_SOME, "heads": 3, "count": 3}),
             "PiT": (_vit("pit.PiT", depth=(1, 1)), _IMAGE, _SOME),
             "jet": (_vit("jet_vit.JetViT", dim=40), _IMAGE, _SOME),
-            "T2T": (
-                _alone(
-                    "t2t.T2TViT", **{k: v for k, v in _DEEP.items() if k != "patch_size"}, t2t_layers=((3, 2), (3, 2))
-                ),
-                _IMAGE,
-                _SOME,
-            ),
+            "T2T": (_alone("t2t.T2TViT", **{k: v for k, v in _DEEP.items() if k != "patch_size"}, t2t_layers=((3, 2), (3, 2))), _IMAGE, _SOME),
             "nested": (
-                _alone(
-                    "nest.NesT",
-                    image_size=16,
-                    patch_size=4,
-                    dim=24,
-                    heads=3,
-                    num_hierarchies=2,
-                    block_repeats=(1, 1),
-                    num_classes=7,
-                ),
+                _alone("nest.NesT", image_size=16, patch_size=4, dim=24, heads=3, num_hierarchies=2, block_repeats=(1, 1), num_classes=7),
                 "2x3x16x16",
                 _SOME,
             ),
@@ -96,50 +78,22 @@ CONFIGURATIONS = [
                 {**_SOME, "head_dim": 10, "scale": 10**-0.5, "kind": "self", "count": 4},
             ),
             "MaxViT, registers": (
-                _alone(
-                    "max_vit_with_registers.MaxViT", num_classes=10, dim=20, depth=(1, 1), dim_head=10, window_size=4
-                ),
+                _alone("max_vit_with_registers.MaxViT", num_classes=10, dim=20, depth=(1, 1), dim_head=10, window_size=4),
                 "2x3x64x64",
                 {**_SOME, "head_dim": 10, "scale": 10**-0.5, "kind": "self", "count": 4},
             ),
             "MobileViT": (
-                _alone(
-                    "mobile_vit.MobileViT",
-                    image_size=(64, 64),
-                    dims=[24, 28, 32],
-                    channels=[4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24],
-                    num_classes=7,
-                ),
+                _alone("mobile_vit.MobileViT", image_size=(64, 64), dims=[24, 28, 32], channels=[4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24], num_classes=7),
                 "2x3x64x64",
                 {**_SOME, "kind": "self", "heads": 4, "head_dim": 8, "scale": 8**-0.5},
             ),
             "LeViT": (
-                _alone(
-                    "levit.LeViT",
-                    image_size=32,
-                    num_classes=10,
-                    stages=2,
-                    dim=(24, 36),
-                    depth=1,
-                    heads=(3, 6),
-                    mlp_mult=2,
-                    dim_key=5,
-                    dim_value=7,
-                ),
+                _alone("levit.LeViT", image_size=32, num_classes=10, stages=2, dim=(24, 36), depth=1, heads=(3, 6), mlp_mult=2, dim_key=5, dim_value=7),
                 "2x3x32x32",
                 {**_SOME, "head_dim": 5, "scale": 5**-0.5},
             ),
             "CvT": (
-                _alone(
-                    "cvt.CvT",
-                    num_classes=10,
-                    s1_emb_dim=12,
-                    s2_emb_dim=24,
-                    s3_emb_dim=36,
-                    s1_depth=1,
-                    s2_depth=1,
-                    s3_depth=1,
-                ),
+                _alone("cvt.CvT", num_classes=10, s1_emb_dim=12, s2_emb_dim=24, s3_emb_dim=36, s1_depth=1, s2_depth=1, s3_depth=1),
                 "2x3x64x64",
                 {**_SOME, "head_dim": 64, "scale": 64**-0.5},
             ),
@@ -167,21 +121,12 @@ CONFIGURATIONS = [
             ),
             "CrossFormer": (
                 _alone(
-                    "crossformer.CrossFormer",
-                    num_classes=7,
-                    dim=(32, 32, 64, 64),
-                    depth=(1, 1, 1, 1),
-                    global_window_size=(4, 2, 2, 1),
-                    local_window_size=2,
+                    "crossformer.CrossFormer", num_classes=7, dim=(32, 32, 64, 64), depth=(1, 1, 1, 1), global_window_size=(4, 2, 2, 1), local_window_size=2
                 ),
                 "2x3x64x64",
                 _SOME,
             ),
-            "RegionViT": (
-                _alone("regionvit.RegionViT", num_classes=7, dim=(16, 20, 24, 28), depth=(1, 1, 1, 1), window_size=2),
-                "2x3x64x64",
-                _SOME,
-            ),
+            "RegionViT": (_alone("regionvit.RegionViT", num_classes=7, dim=(16, 20, 24, 28), depth=(1, 1, 1, 1), window_size=2), "2x3x64x64", _SOME),
             "ScalableViT": (
                 _alone(
                     "scalable_vit.ScalableViT",
@@ -199,11 +144,7 @@ CONFIGURATIONS = [
                 "2x3x32x32",
                 _SOME,
             ),
-            "SepViT": (
-                _alone("sep_vit.SepViT", num_classes=7, dim=24, dim_head=10, heads=(3, 3), depth=(1, 1), window_size=4),
-                "2x3x224x224",
-                _SOME,
-            ),
+            "SepViT": (_alone("sep_vit.SepViT", num_classes=7, dim=24, dim_head=10, heads=(3, 3), depth=(1, 1), window_size=4), "2x3x224x224", _SOME),
             "TwinsSVT": (
                 _alone(
                     "twins_svt.TwinsSVT",
@@ -262,13 +203,7 @@ CONFIGURATIONS = [
                 {**_TRUE, "count": None, "scale": None},
             ),
             "masked": (
-                _alone(
-                    "mae.MAE",
-                    encoder=_vit("vit.ViT", pool="mean"),
-                    decoder_dim=40,
-                    decoder_heads=3,
-                    decoder_dim_head=10,
-                ),
+                _alone("mae.MAE", encoder=_vit("vit.ViT", pool="mean"), decoder_dim=40, decoder_heads=3, decoder_dim_head=10),
                 _IMAGE,
                 {**_TRUE, "count": 3, "batch": None},
             ),
@@ -277,56 +212,25 @@ CONFIGURATIONS = [
             "video": (_alone("vit_3d.ViT", **_VIDEO), "2x3x6x12x12"),
             "simple video": (_alone("simple_vit_3d.SimpleViT", **_VIDEO), "2x3x6x12x12"),
             "flash video": (_alone("simple_flash_attn_vit_3d.SimpleViT", **_VIDEO), "2x3x6x12x12"),
-            "ViViT": (
-                _alone(
-                    "vivit.ViViT",
-                    **{k: v for k, v in _VIDEO.items() if k != "depth"},
-                    spatial_depth=1,
-                    temporal_depth=1,
-                ),
-                "2x3x6x12x12",
-            ),
+            "ViViT": (_alone("vivit.ViViT", **{k: v for k, v in _VIDEO.items() if k != "depth"}, spatial_depth=1, temporal_depth=1), "2x3x6x12x12"),
             "ViViT, not flash": (
-                _alone(
-                    "vivit.ViViT",
-                    **{k: v for k, v in _VIDEO.items() if k != "depth"},
-                    spatial_depth=1,
-                    temporal_depth=1,
-                    use_flash_attn=False,
-                ),
+                _alone("vivit.ViViT", **{k: v for k, v in _VIDEO.items() if k != "depth"}, spatial_depth=1, temporal_depth=1, use_flash_attn=False),
                 "2x3x6x12x12",
             ),
             "ViViT, factorized": (
                 _alone(
-                    "vivit.ViViT",
-                    **{k: v for k, v in _VIDEO.items() if k != "depth"},
-                    spatial_depth=1,
-                    temporal_depth=1,
-                    variant="factorized_self_attention",
+                    "vivit.ViViT", **{k: v for k, v in _VIDEO.items() if k != "depth"}, spatial_depth=1, temporal_depth=1, variant="factorized_self_attention"
                 ),
                 "2x3x6x12x12",
             ),
-            "any dimensions": (
-                _alone("vit_nd.ViTND", **{k: v for k, v in _DEEP.items() if k != "image_size"}, ndim=2, input_shape=20),
-                _IMAGE,
-            ),
+            "any dimensions": (_alone("vit_nd.ViTND", **{k: v for k, v in _DEEP.items() if k != "image_size"}, ndim=2, input_shape=20), _IMAGE),
             "any dimensions, rotary": (
-                _alone(
-                    "vit_nd_rotary.ViTND",
-                    **{**{k: v for k, v in _DEEP.items() if k != "image_size"}, "dim_head": 12},
-                    ndim=2,
-                    input_shape=20,
-                ),
+                _alone("vit_nd_rotary.ViTND", **{**{k: v for k, v in _DEEP.items() if k != "image_size"}, "dim_head": 12}, ndim=2, input_shape=20),
                 _IMAGE,
                 {"head_dim": 12, "scale": 12**-0.5},
             ),
             "any dimensions, polar": (
-                _alone(
-                    "vit_nd_pope.ViTND",
-                    **{**{k: v for k, v in _DEEP.items() if k != "image_size"}, "dim_head": 12},
-                    ndim=2,
-                    input_shape=20,
-                ),
+                _alone("vit_nd_pope.ViTND", **{**{k: v for k, v in _DEEP.items() if k != "image_size"}, "dim_head": 12}, ndim=2, input_shape=20),
                 _IMAGE,
                 {"head_dim": None, "scale": None},
             ),
@@ -341,11 +245,7 @@ CONFIGURATIONS = [
             "attention of DeepViT": (_alone("deepvit.Attention", dim=44, heads=3, dim_head=10), "2x13x44"),
             "attention of CaiT": (_alone("cait.Attention", dim=44, heads=3, dim_head=10), "2x13x44", _UNSCALED),
             "attention of flash": (_alone("simple_flash_attn_vit.Attention", dim=44, heads=3, dim_head=10), "2x13x44"),
-            "attention of small data": (
-                _alone("vit_for_small_dataset.LSA", dim=44, heads=3, dim_head=10),
-                "2x13x44",
-                _UNSCALED,
-            ),
+            "attention of small data": (_alone("vit_for_small_dataset.LSA", dim=44, heads=3, dim_head=10), "2x13x44", _UNSCALED),
             "attention of SepViT": (_alone("jumbo_vit.Attention", dim=44, heads=3, dim_head=10), "2x13x44"),
         },
     ),

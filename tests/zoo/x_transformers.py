@@ -76,15 +76,9 @@ _SHAPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal, top k": ({"causal": True, "sparse_topk": 3}, _CAUSAL),
     "causal, sink": ({"causal": True, "head_learned_sink": True}, _CAUSAL),
     "causal, alibi of data": ({"causal": True, "data_dependent_alibi": True}, _CAUSAL),
-    "causal, alibi by row": (
-        {"causal": True, "data_dependent_alibi": True, "data_dependent_alibi_per_row": True},
-        _CAUSAL,
-    ),
+    "causal, alibi by row": ({"causal": True, "data_dependent_alibi": True, "data_dependent_alibi_per_row": True}, _CAUSAL),
     "causal, cope": ({"causal": True, "use_cope": True}, _CAUSAL),
-    "causal, talking": (
-        {"causal": True, "pre_talking_heads": True, "post_talking_heads": True},
-        {**_CAUSAL, **_UNSCALED},
-    ),
+    "causal, talking": ({"causal": True, "pre_talking_heads": True, "post_talking_heads": True}, {**_CAUSAL, **_UNSCALED}),
     "causal, distances": ({"causal": True, "use_rel_proj_pos_bias": True}, _CAUSAL),
     "one key head": ({"one_kv_head": True}, _GROUPED),
     "one key head, flash": ({"one_kv_head": True, "flash": True}, _GROUPED),
@@ -92,10 +86,7 @@ _SHAPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two key heads": ({"heads": 6, "kv_heads": 2}, {**_GROUPED, "heads": 6, "kv_heads": 2}),
     "two key heads, flash": ({"heads": 6, "kv_heads": 2, "flash": True}, {**_GROUPED, "heads": 6, "kv_heads": 2}),
     "two key heads, memory": ({"heads": 6, "kv_heads": 2, "num_mem_kv": 3}, {**_GROUPED, "heads": 6, "kv_heads": 2}),
-    "three key heads, values": (
-        {"heads": 6, "kv_heads": 3, "value_dim_head": 7},
-        {**_GROUPED, "heads": 6, "kv_heads": 3},
-    ),
+    "three key heads, values": ({"heads": 6, "kv_heads": 3, "value_dim_head": 7}, {**_GROUPED, "heads": 6, "kv_heads": 3}),
     "one head": ({"heads": 1}, {"heads": 1}),
     "sigmoid": ({"sigmoid": True}, {"count": 0}),
 }
@@ -112,14 +103,8 @@ _DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "rotary": ({"rotary_pos_emb": True, "attn_dim_head": 32}, {"head_dim": 32, "scale": 32**-0.5}),
     "rotary, part": ({"rotary_pos_emb": True, "attn_dim_head": 64}, {"head_dim": 64, "scale": 64**-0.5}),
-    "rotary, flash": (
-        {"rotary_pos_emb": True, "attn_dim_head": 32, "attn_flash": True},
-        {"head_dim": 32, "scale": 32**-0.5},
-    ),
-    "rotary xpos": (
-        {"rotary_pos_emb": True, "rotary_xpos": True, "attn_dim_head": 32},
-        {"head_dim": 32, "scale": 32**-0.5},
-    ),
+    "rotary, flash": ({"rotary_pos_emb": True, "attn_dim_head": 32, "attn_flash": True}, {"head_dim": 32, "scale": 32**-0.5}),
+    "rotary xpos": ({"rotary_pos_emb": True, "rotary_xpos": True, "attn_dim_head": 32}, {"head_dim": 32, "scale": 32**-0.5}),
     "polar": ({"polar_pos_emb": True, "attn_dim_head": 32}, {"head_dim": 64, "scale": 32**-0.5}),
     "alibi": ({"alibi_pos_bias": True}, {}),
     "alibi, flash": ({"alibi_pos_bias": True, "attn_flash": True}, {}),
@@ -165,25 +150,14 @@ def _model(layers: str = "Decoder", **settings: Any) -> Any:
 
 CONFIGURATIONS = [
     *table("x-transformers", _RAW, {name: (_attention(**own), "2x13x44") for name, own in _FLAGS.items()}),
-    *table(
-        "x-transformers", {**_RAW, **_UNSCALED}, {name: (_attention(**own), "2x13x44") for name, own in _NORMED.items()}
-    ),
-    *table(
-        "x-transformers", _RAW, {name: (_attention(**own), "2x13x44", true) for name, (own, true) in _SHAPED.items()}
-    ),
+    *table("x-transformers", {**_RAW, **_UNSCALED}, {name: (_attention(**own), "2x13x44") for name, own in _NORMED.items()}),
+    *table("x-transformers", _RAW, {name: (_attention(**own), "2x13x44", true) for name, (own, true) in _SHAPED.items()}),
     *table(
         "x-transformers",
         {**_RAW, "kind": "cross"},
-        {
-            f"cross, {name}": (_attention(**own), f"2x13x44 2x11x{own.get('dim_context', 44)}")
-            for name, own in _CROSS.items()
-        },
+        {f"cross, {name}": (_attention(**own), f"2x13x44 2x11x{own.get('dim_context', 44)}") for name, own in _CROSS.items()},
     ),
-    *table(
-        "x-transformers",
-        {**_TRUE, **_CAUSAL, "count": 2},
-        {f"decoder, {name}": (_model(**own), "i2x13", true) for name, (own, true) in _DECODERS.items()},
-    ),
+    *table("x-transformers", {**_TRUE, **_CAUSAL, "count": 2}, {f"decoder, {name}": (_model(**own), "i2x13", true) for name, (own, true) in _DECODERS.items()}),
     *table(
         "x-transformers",
         _TRUE,

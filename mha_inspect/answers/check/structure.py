@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.evaluate import Replay, leaves_of
 from ...naming.axes import AxisNames
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, Recording, TensorRef
@@ -460,7 +461,8 @@ def finite(bench: Bench) -> Iterator[Finding]:
     for name, tensor in tensors_in(given):
         if tensor.is_floating_point() and "mask" not in name and bool(tensor.isnan().any()):
             raise NotPossibleError(f"the argument {name} has NaN in it")
-    rows = fully_masked_rows(bench.own, bench.seen)
+    replay = Replay(bench.seen.recording, leaves_of(bench.seen.recording, bench.own))
+    rows = fully_masked_rows(bench.seen, replay)
     for (found, _), masked in zip(bench.seen.attentions, rows, strict=True):
         for stage, made in found.stages.items():
             nan, infinite = bench.evidence.unfinite.get(made.id, (0, 0))

@@ -1,0 +1,113 @@
+"""What somebody who waits at a terminal is told, and that nobody else is told anything."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from mha_inspect.cli import process, screen
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what it was shown, and says when that is a word that was waited for."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def wait_for(terminal: io.StringIO, words: str) -> None:
+    from threading import Event
+
+    for _ in range(600):
+        if words in terminal.getvalue():
+            return
+        Event().wait(0.05)
+    pytest.fail(f"{words} was never shown: {terminal.getvalue()!r}")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "_AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_a_terminal_is_told_and_then_cleared(monkeypatch, at_once):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with screen.progress("tracing \x1b[2Jmodel") as tick:
+        wait_for(terminal, "tracing \\x1b[2Jmodel")
+        assert screen.waits
+        tick("run 3")
+        wait_for(terminal, "run 3")
+        assert sys.stderr is terminal  # nothing is put in its place
+    assert not screen.waits
+    # The cursor is there again, and the line is empty.
+    end = terminal.getvalue()
+    assert end.rindex("\x1b[?25h") > end.rindex("\x1b[?25l")
+    assert end.endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("why", ["pipe", "quiet", "dumb"])
+def test_nobody_else_is_told(monkeypatch, at_once, why):
+    stream = io.StringIO() if why == "pipe" else Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "dumb" if why == "dumb" else "xterm")
+    with screen.progress("tracing", quiet=why == "quiet") as tick:
+        tick("run 3")
+    assert stream.getvalue() == ""
+
+
+def test_what_takes_no_second_says_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(screen, "_AFTER", 1000.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with screen.progress("tracing"):
+        pass
+    assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ctrl_c_shows_the_cursor_again(monkeypatch, waits):
+    written, codes = [], []
+    monkeypatch.setattr(screen, "waits", waits)
+    monkeypatch.setattr(process.os, "isatty", lambda _: True)
+    monkeypatch.setattr(process.os, "write", lambda number, text: written.append((number, text)))
+    monkeypatch.setattr(process, "_end", codes.append)
+    process.leave(2)
+    assert codes == [130]
+    assert written == [(2, (b"\x1b[?25h" if waits else b"") + b"\nInterrupted.\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("trace torch.nn:Identity --input-shape input=2x3", "tracing torch.nn:Identity"),
+        ("compare-heads --embed-dim 8 --heads 1,2 --steps 3", "comparing 1 and 2 heads"),
+        ("diff torch bert --embed-dim 8 --num-heads 2", "comparing torch with bert"),
+        ("check --embed-dim 8 --num-heads 2", "checking torch"),
+        ("params --embed-dim 8 --num-heads 2", "reading torch"),
+    ],
+)
+def test_what_each_command_says_that_it_does(invoke, monkeypatch, line, words):
+    from contextlib import contextmanager
+
+    from mha_inspect.cli import subject
+
+    said = []
+
+    @contextmanager
+    def progress(words, *, quiet):
+        said.append((words, quiet))
+        yield ticks.append
+
+    ticks = []
+    monkeypatch.setattr(subject, "progress", progress)
+    assert invoke(*line.split(), "-q").code == 0
+    assert said == [(words, True)]
+    if "--steps" in line:
+        steps = [f"step {number} of 3" for number in (1, 2, 3)]
+        each = [steps, [f"{step} in float64" for step in steps]]
+        assert ticks == [f"{heads}, {step}" for heads in ("1 head", "2 heads") for turn in each for step in turn]
+    assert bool(ticks) == line.startswith(("check", "compare-heads"))
