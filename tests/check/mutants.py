@@ -532,7 +532,6 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("keepmask", "cumulative_len", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] > mask.sum(1, keepdim=True))[:, None, None, :]"),
     ("keepmask", "len_off", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] >= mask.sum(1, keepdim=True) - 1)[:, None, None, :]"),
     ("keepmask", "both", "~mask[:, None, None, :]", "~(mask[:, None, None, :] | mask[:, None, :, None])"),
-    ("keepmask", "nan_pad", "~mask[:, None, None, :], -1e9", "~(mask[:, None, None, :] & mask[:, None, :, None]), float('-inf')"),
     ("keepmask", "sum_pool", "q = self.split(self.w_q(x))", "x = x - x.mean(1, keepdim=True)\n        q = self.split(self.w_q(x))"),
     ("fairseq", "mask_order", 'attn_weights = attn_weights.masked_fill(key_padding_mask.unsqueeze(1).unsqueeze(2), float("-inf"))', "attn_weights = attn_weights.view(bsz * self.num_heads, tgt_len, src_len).masked_fill(key_padding_mask.repeat(self.num_heads, 1)[:, None], float('-inf'))"),
     ("fairseq", "fold_wrong", "q = q.contiguous().view(tgt_len, bsz * self.num_heads, self.head_dim).transpose(0, 1)", "q = q.contiguous().view(tgt_len, bsz, self.num_heads, self.head_dim).permute(2, 1, 0, 3).reshape(bsz * self.num_heads, tgt_len, self.head_dim)"),

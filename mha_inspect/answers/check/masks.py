@@ -178,11 +178,12 @@ def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
         changed = was.seen != now.seen
         if not bool(changed.any()):
             continue
-        keys = made.keys.to(changed.device)
-        by_key, rows = changed.any(1), keys.any(1)
-        at_keys = (changed & keys[:, None]).any(2).any(1)
+        keys, rows = made.keys, made.keys.any(1)
+        # What padding's own queries see is of no account.
+        real = changed & ~keys[:, :, None] if was.queries == was.keys else changed
+        by_key = real.any(1)
         evidence = f"With {made.name} {_word(made.other)} at keys {_places(keys[0])} of row 0"
-        if bool((by_key[~rows]).any()):
+        if bool(changed[~rows].any()):
             yield Finding(
                 "padding",
                 "The mask of one row bars keys of another row.",
@@ -194,10 +195,8 @@ def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
                 "for (batch heads).",
             )
             return
-        others = [query for query in range(changed.shape[1]) if was.queries != was.keys or not bool(keys[0, query])]
-        if was.queries == was.keys and made.bars and not bool(changed[0, others].any()):
-            whole = now.seen[0, keys[0]] if not bool(now.seen[0, keys[0]].any()) else None
-            if whole is not None:
+        if made.bars and not bool(real.any()):
+            if not bool(now.seen[0, keys[0]].any()):
                 yield Finding(
                     "padding",
                     "The mask bars queries, not keys: what it marks is seen by all others.",
@@ -207,7 +206,7 @@ def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
                     fix="the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
                 )
                 return
-        elif not bool(at_keys[rows].any()) or bool((by_key & ~keys).any()):
+        elif bool((by_key & ~keys).any()):
             yield Finding(
                 "padding",
                 f"The mask bars other keys than those where {made.name} is {_word(ignored)}.",
