@@ -376,7 +376,6 @@ def compare_heads(
     from .targets.head_counts import layers_by_name, modules_with_heads
 
     if not isinstance(layer, str):
-        _require_elements(args, kwargs)
         made = modules_with_heads(layer, heads, args, kwargs)
     elif args:
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
@@ -454,19 +453,14 @@ def check(
     from .answers.check.check import check as report_of
 
     _require_module(module, "check")
-    _require_elements(args, kwargs)
-    asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
-    return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
-
-
-def _require_elements(args: Any, kwargs: Any) -> None:
-    """Raise `InputError` where an argument has a size of zero: nothing in it can be compared, or changed."""
     for name, tensor in tensors_in((args, kwargs)):
         if not tensor.numel():
             raise InputError(
                 f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, and no element "
-                "to compare. Give sizes of 1 or more."
+                "to change. Give sizes of 1 or more."
             )
+    asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
+    return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
 
 
 def _require_module(value: object, asked: str) -> None:
