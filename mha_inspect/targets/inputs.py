@@ -528,7 +528,7 @@ class _Maker:
             self.dtype,
             self.device,
             self.batch_first is not False,
-            heads=1 if self.spec is None else self.spec.num_heads,
+            heads=_heads_of(self.module) if self.spec is None else self.spec.num_heads,
             blank=self.asked.blank,
             owner=self.target.made_from,
         )
@@ -671,3 +671,8 @@ def _width_flags(size_name: str, width: int, spec: AttentionSpec) -> str:
     if width % spec.num_heads == 0:
         return f"--embed-dim {width}"
     return f"--embed-dim {width} --num-heads {max(n for n in divisors(width) if n <= spec.num_heads)}"
+
+
+def _heads_of(module: nn.Module) -> int:
+    """Return the heads of the first of torch's attentions in a module, which masks for each head have; else 1."""
+    return next((part.num_heads for part in module.modules() if isinstance(part, nn.MultiheadAttention)), 1)

@@ -185,3 +185,14 @@ def test_nothing_is_run_again_that_was_known() -> None:
     assert call.without_ones is not None
     call.without_ones(target.module)
     assert type(target.module).calls == first
+
+
+def test_a_mask_for_each_head_fits_the_heads_of_torchs_attention(tmp_path: Path) -> None:
+    mask = torch.randn(8, 5, 5)
+    torch.save(mask, tmp_path / "mask.pt")
+    settings = {"d_model": "16", "nhead": "4", "dim_feedforward": "20", "batch_first": "true"}
+    target, call = made("torch.nn:TransformerEncoderLayer", settings, attn_mask=tmp_path / "mask.pt")
+    assert torch.equal(call.kwargs["src_mask"], mask)
+    layer, x = target.module.eval(), call.kwargs["src"]  # with gradients: its fast path takes no such mask
+    assert torch.equal(layer(**call.kwargs), layer(x, src_mask=mask))
+    assert not torch.equal(layer(**call.kwargs), layer(x))
