@@ -320,3 +320,28 @@ def test_a_stack_of_twelve_runs_few_times() -> None:
     report = mha_inspect.check(stack, torch.randn(2, N, E))
     assert not report.failed
     assert report.runs <= 10
+
+
+class OverTheBatch(nn.Module):
+    """Sequence-first attention that is fed batch first: its rows attend to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize(("module", "axis"), [(OverTheBatch(), 0), (Right(False), 1)])
+def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: int) -> None:
+    """A row alone has one key, which gives its query no gradient and another output: neither is a fault of its own."""
+    report = mha_inspect.check(module, torch.randn(B, N, E), intent=Intent(batch_axis=axis))
+    assert [finding.check for finding in report.findings] == ["batch"]
+    assert {held.check for held in report.held} >= {"parameters", "training"}
+
+
+def test_a_key_behind_its_query_is_said_to_be_behind() -> None:
+    (finding,) = mha_inspect.check(Right(False), torch.randn(B, N, E), intent=Intent(window=2)).findings
+    assert finding.evidence == "Query 0 gives weight to key 2, 2 behind it."

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...errors import InputError, SpecError
 from ...record.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
-from ...text import did_you_mean
+from ...text import did_you_mean, plural
 from . import behaviour, declared, structure, weights
 from .bench import Bench, NotPossibleError, RaisedError
 from .facts import WithoutHeads, facts_of, heads_of, without_heads
@@ -166,7 +166,7 @@ def _nothing(bench: Bench) -> str:
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
         f"{type(bench.module).__name__} has no attention to check: looked for a product, a softmax of it, and a "
-        f"product of that with values, and saw {len(products)} products"
+        f"product of that with values, and saw {plural(len(products), 'product')}"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
-        + f" and {softmaxes} softmaxes. `mha-inspect trace` shows what it does."
+        + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. `mha-inspect trace` shows what it does."
     )

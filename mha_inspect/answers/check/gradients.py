@@ -62,15 +62,19 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
         with _alone(bench.module, set(named)):
             made = None
             # One row is enough, and a layer that is run again does not hold what its gradients need. It may not be
-            # possible: a layer with a cache does something else when it is run again.
+            # possible: a layer with a cache does something else when it is run again. And where rows attend to each
+            # other, what gets none from a row alone may get one from all of them.
             for row, by_layer in ((True, True), (False, False)):
                 try:
-                    made = made or _backwards(bench, list(named.values()), row=row, by_layer=by_layer)
+                    made = _backwards(bench, list(named.values()), row=row, by_layer=by_layer)
                 except NotPossibleError:
                     raise
                 except Exception:
                     if not row:
                         raise
+                    continue
+                if not any(map(_lacks, made)):
+                    break
             assert made is not None
     except NotPossibleError:
         raise
@@ -79,6 +83,11 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
     finally:
         bench.restore()
     return dict(zip(named, made, strict=True))
+
+
+def _lacks(gradient: Tensor | None) -> bool:
+    """Return whether there is none, or none for a whole row or column."""
+    return gradient is None or any(bool((gradient == 0).all(axis).any()) for axis in range(min(gradient.dim(), 2)))
 
 
 def _backwards(bench: Bench, parameters: list[nn.Parameter], *, row: bool, by_layer: bool) -> tuple[Tensor | None, ...]:

@@ -113,7 +113,7 @@ class Sight:
             off = bool((self.distance[future] == -1).all())
             return (
                 "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
-                f"Query {query} gives weight to key {key}, {key - self.shift - query} behind it; "
+                f"Query {query} gives weight to key {key}, {_place(query + self.shift - key)}; "
                 f"{int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
@@ -152,7 +152,7 @@ class Sight:
             far = int(self.distance[self.any_row].max()) + 1
             return (
                 f"A position sees beyond its window of {width}: it sees {far} positions, its own included.",
-                f"Query {query} gives weight to key {key}, {query + self.shift - key} before it.",
+                f"Query {query} gives weight to key {key}, {_place(query + self.shift - key)}.",
             )
         known = self.any_row.any(0)[None]
         missing = (self.distance >= 0) & (self.distance <= limit) & known & ~self.any_row
@@ -160,9 +160,14 @@ class Sight:
             query, key = (int(n) for n in missing.nonzero()[0])
             return (
                 f"A position does not see all of its window of {width}.",
-                f"Query {query} gives no weight to key {key}, {query + self.shift - key} before it.",
+                f"Query {query} gives no weight to key {key}, {_place(query + self.shift - key)}.",
             )
         return None
+
+
+def _place(distance: int) -> str:
+    """Return where a key stands that many positions before a query: its own, before it, behind it."""
+    return f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"
 
 
 def sights(bench: Bench) -> tuple[Sight, ...]:
