@@ -119,9 +119,15 @@ def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | 
     if next(sieve._numbers) != looks:
         return None
     values = {key: sieve.held[numbers[key]][0] for key in plan.held if key in numbers}
-    made = replace(seen, recording=replace(seen.recording, values=values), returned=returned)
-    vars(made).update(graph=seen.graph, attentions=seen.attentions)  # the same operations ran
-    return Evidence(made, plan.unfinite)
+    recording = replace(seen.recording, values=values)
+    return Evidence(of_same_ops(seen, recording=recording, returned=returned), plan.unfinite)
+
+
+def of_same_ops(seen: Run, **changes: Any) -> Run:
+    """Return a run with something else in it, in which the same operations ran."""
+    made = replace(seen, **changes)
+    vars(made).update(graph=seen.graph, attentions=seen.attentions)
+    return made
 
 
 class _Plan:
