@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...naming.subject import Subject
 from ...record.arguments import changed
-from ...record.subject import Subject
 from ...text import did_you_mean
 
 if TYPE_CHECKING:

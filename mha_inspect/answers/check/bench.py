@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...naming.subject import Run, Subject
 from ...record.arguments import tensors_in
-from ...record.subject import Run, Subject
 from ...text import message_of
 from .arguments import Arguments, Source, sources_of
 from .evidence import Evidence, Outline, held, of_same_ops, outlined, whole

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from ...errors import InputError, SpecError
-from ...record.subject import Subject
+from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import did_you_mean, plural
 from . import behaviour

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...graph.evaluate import Replay, leaves_of
+from ...graph.evaluate import Replay
 from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
@@ -36,7 +36,7 @@ def finite(bench: Bench) -> Iterator[Finding]:
 def _unfinite(bench: Bench) -> Iterator[Finding]:
     """Yield stages that are not finite, in order."""
     recording = bench.seen.recording
-    rows = fully_masked_rows(bench.seen, Replay(recording, leaves_of(recording, bench.own)))
+    rows = fully_masked_rows(bench.seen, Replay(recording, bench.own.leaves(recording)))
     for (found, _), masked in zip(bench.seen.attentions, rows, strict=True):
         for stage, made in found.stages.items():
             nan, infinite = bench.evidence.unfinite.get(made.id, (0, 0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...naming.canonical import contents_of
 from ...naming.stages import STAGES
-from ...record.subject import Run
+from ...naming.subject import Run
 from ...reports.check import Finding
 from .bench import LOOSE, Bench, NotPossibleError, difference
 

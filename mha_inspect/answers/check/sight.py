@@ -11,7 +11,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
-from ...record.subject import Run
+from ...naming.subject import Run
 from .evidence import BARRED, weight_levels
 
 _SIDE = 12
