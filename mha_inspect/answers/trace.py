@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import Replay, leaves_of
+from ..graph.evaluate import Replay
+from ..layers.spec import Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
@@ -18,13 +19,12 @@ from ..naming.linear import product_pairs
 from ..naming.sizes import pairs_named_after
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
+from ..naming.subject import Run, State, Subject, run
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run, State, Subject, run
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
-from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows
 from .nans import nans_in, once_more
@@ -50,7 +50,7 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         before = own.state()
         seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
-        replay = Replay(seen.recording, leaves_of(seen.recording, own))
+        replay = Replay(seen.recording, own.leaves(seen.recording))
         made = report(
             seen,
             own_axes(seen),
@@ -266,8 +266,9 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
     elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:
+        turns = "rows and heads" if found.turned else "heads"
         notes.append(
-            f"The {'rows and ' if found.turned else ''}heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
+            f"The {turns} are a loop: stages of a single head are those of the first of {len(found.branches)}, "
             "and so are their bytes and FLOPs."
         )
     mixed = ["scores before the softmax"] if found.mixed_scores else []
@@ -322,12 +323,8 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
 
 def _settings(op: Op) -> str:
     """The arguments that are no tensors, as Python would write them."""
-
-    def plain(value: Any) -> bool:
-        return not isinstance(value, TensorRef) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
-
-    parts = [_written(value) for value in op.args if plain(value)]
-    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
+    parts = [_written(value) for value in op.args if not _holds_tensor(value)]
+    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _holds_tensor(value)]
     return ", ".join(parts)
 
 

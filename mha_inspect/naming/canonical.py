@@ -9,11 +9,11 @@ import torch
 from einops import EinopsError, rearrange
 
 from ..graph.attention import Attention
-from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
 from .sizes import POSITIONS, at_size
 from .stages import CANONICAL_AXES
+from .subject import Run
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> tor
     if len(known) == 1:
         return known[0]
     joined = torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
-    return joined.unflatten(1, (-1, names.num_heads))[0] if found.turned else joined
+    if not found.turned:
+        return joined
+    return rearrange(joined, "1 (batch heads) query features -> batch heads query features", heads=names.num_heads)
 
 
 def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:

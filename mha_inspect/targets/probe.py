@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import is_out_of_memory
+from ..naming.subject import Subject
 from ..record.arguments import tensors_in
-from ..record.subject import Subject
-from .memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
