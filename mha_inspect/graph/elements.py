@@ -433,4 +433,33 @@ def _pad(op: Op, out: TensorRef, at: Tensor) -> Sources:
     yield source, index_of(own, source.shape), kept
 
 
-_MOVES = {"cat": _cat, "stack": _stack, "repeat": _repeat, "roll": _roll, "flip": _flip, "constant_pad_nd": _pad}
+def _columns(op: Op, out: TensorRef, at: Tensor) -> Sources:
+    """Windows of an image side by side: `batch (channels kernel) positions`."""
+    source = op.inputs[0]
+    *batch, column, position = coordinates_of(at, out.shape)
+    kernel, dilation, padding, stride = (setting(op, place, "", (1, 1)) for place in range(1, 5))
+    sizes = zip(source.shape[-2:], kernel, dilation, padding, stride, strict=True)
+    counts = [(size + 2 * pad - step * (wide - 1) - 1) // by + 1 for size, wide, step, pad, by in sizes]
+    channel, *within = coordinates_of(column, (source.shape[-3], *kernel))
+    image = [
+        start * by + inside * step - pad
+        for start, inside, step, pad, by in zip(
+            coordinates_of(position, counts), within, dilation, padding, stride, strict=True
+        )
+    ]
+    kept = torch.ones_like(at, dtype=torch.bool)
+    for place, size in zip(image, source.shape[-2:], strict=True):
+        kept &= (place >= 0) & (place < size)
+    own = [*batch, channel, *(place.clamp(0, size - 1) for place, size in zip(image, source.shape[-2:], strict=True))]
+    yield source, index_of(own, source.shape), kept
+
+
+_MOVES = {
+    "im2col": _columns,
+    "cat": _cat,
+    "stack": _stack,
+    "repeat": _repeat,
+    "roll": _roll,
+    "flip": _flip,
+    "constant_pad_nd": _pad,
+}

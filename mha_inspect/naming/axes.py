@@ -13,6 +13,7 @@ from math import prod
 
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..graph.found import Attention, given_features
+from ..graph.pieces import setting
 from ..record.ops import TensorRef
 from .roles import Group, Roles
 from .sizes import POSITIONS, WITHIN, one_size_a_name
@@ -135,32 +136,28 @@ class AxisNames:
             expected[-1] = _OWN_WIDTH[stage]
         if self._roles.own_value_width and _side(stage) in "vo":
             expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
-        return self._write(
-            tensor,
-            side,
-            expected,
-            self._packed(stage),
-            features_last=self._is_width(stage),
-            value=stage == "v_proj",
-            outside="" if stage in WITHIN else stage,
-        )
+        return self._write(tensor, side, expected, stage)
 
     def _width(self, stage: str) -> int:
         """How many features a stage that is given, or the output, has; 0 where it is not there."""
         shape = self._found.stages[stage].shape if stage in self._found.stages else ()
         return shape[self._found.feature_place(stage, len(shape))] if shape else 0
 
-    def _is_width(self, stage: str) -> bool:
-        """Whether the last dimension of a stage is what a matrix takes in or gives; a convolution has it elsewhere."""
+    def _width_place(self, stage: str) -> int | None:
+        """Which dimension of a stage is what a matrix takes in or gives; None where that is not known."""
         op = self._found.projections.get(stage)
-        if op is None or op.base_name == "convolution" or stage not in ("query", "key", "value", "output"):
-            return False
-        # What was given to the forward may have been moved before it is projected.
-        features = [wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]]
-        last = [wide(dim) for dim in self._dimensions.of(self._found.stages[stage])[-1:]]
+        dims = self._dimensions.of(self._found.stages[stage]) if op is not None else ()
+        if op is None or not dims:
+            return None
+        place = self._found.feature_place(stage, len(dims))
+        if op.base_name == "convolution":
+            channels = (op.output if stage == "output" else op.inputs[0]).shape[1]
+            return place if size_of(dims[place]) == channels and setting(op, 8, "groups", 1) == 1 else None
+        last = wide(dims[-1])
         if stage == "output":
-            return not any(set(dim) & {*self._roles.query} for dim in last)
-        return any(dim in features for dim in last)
+            return None if set(last) & {*self._roles.query} else place
+        # What was given to the forward may have been moved before it is projected.
+        return place if any(last == wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]) else None
 
     def _packed(self, stage: str) -> tuple[str, int, int]:
         """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
@@ -181,28 +178,25 @@ class AxisNames:
         tensor: TensorRef,
         groups: list[Group],
         expected: Sequence[str],
-        packed: tuple[str, int, int] = ("", 0, -1),
-        *,
-        features_last: bool = False,
-        value: bool = False,
-        outside: str = "",
+        stage: str = "",
     ) -> str:
         dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
+        packed, value, place = self._packed(stage), stage == "v_proj", self._width_place(stage)
         if packed[1]:
             width = self._roles.value_dim if value else self._roles.head_dim
             features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
             _name_turns(features, len(self._found.branches), size_of(width))
             _name_packed(features, packed[:2], self._roles, value=value)
-        if features_last and dims:
+        if place is not None:
             # What a matrix takes in and gives is one axis, also where something else splits it.
-            dims[-1] = [*self._dimensions.of(tensor)[-1]]
-            self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
+            dims[place] = [*self._dimensions.of(tensor)[place]]
+            self._assign(dims, groups, place, (0, len(dims[place])), expected[-1])
         if not self._found.turned:
             self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
-        if outside and dims:
-            self._name_outside(dims, outside, expected)
+        if stage and stage not in WITHIN and dims:
+            self._name_outside(dims, stage, expected)
         return " ".join(write_dimension(dim) for dim in dims)
 
     def _tell_apart(self, dims: list[list[str | Axis]], groups: list[Group]) -> None:
@@ -248,12 +242,19 @@ class AxisNames:
         if stage in _INPUTS:
             place = given_features(self._found, self._dimensions, stage)
         else:
-            place = self._found.feature_place(_PROJECTED[stage], len(dims))
+            place = self._found.feature_place(_PROJECTED.get(stage, ""), len(dims))
         heads = [dim for dim in dims if {"head_dim", "v_head_dim"} & set(dim)]
         features = [*heads, dims[place]][0]
         projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._found.projections)
         if projected and not _has(dims, "embed") and _is_open(features):
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
+        width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
+        _name_turns([features], len(self._found.branches), size_of(width))
+        if stage in ("q_proj", "k_proj", "v_proj") and {"head_dim", "v_head_dim"} & set(features):
+            # Beside heads and their features: several queries, or keys, of each head in one matrix.
+            open_runs = [run for run in _runs(features) if _size(features, run) > 1]
+            for run in open_runs[:1] if len(open_runs) == 1 else ():
+                features[slice(*run)] = ["packed"]
         others = [dim for dim in dims if dim is not features]
         left = [(dim, (0, len(dim))) for dim in others if _is_open(dim)]
         if _has(dims, expected[0]) or (len(left) > 1 and not _has(dims, "batch")):

@@ -103,12 +103,13 @@ class Roles:
         return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
-        """The axis next to the features in what comes in, where the product of scores runs over it."""
+        """The axes next to the features in what comes in, or of an image, where the product of scores runs over them."""
         stages = self._found.stages
         if not wide(self._source_key):
             return ()  # one query and one key
-        dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
-        apart = tuple(atom for atom in wide(folded) if atom in dims[-2]) if len(dims) > 2 else ()
+        dims = positions_of(self._found, self._dimensions, "query") if "query" in stages else []
+        places = {atom for dim in (dims[1:] if len(dims) > 2 else dims[-1:]) for atom in dim}
+        apart = tuple(atom for atom in wide(folded) if atom in places) if len(dims) > 1 else ()
         keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
         heads = [atom for dim in self._dimensions.of(stages["k_heads"]) for atom in dim]
         twice = all(heads.count(atom) > 1 and atom in self._source_key for atom in apart)

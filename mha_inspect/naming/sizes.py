@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     Named = tuple[Attention, AxisNames]
 
-_MADE_OF_WEIGHTS = ("weights", "masked_scores", "scores", "q_heads", "k_heads", "v_heads")
-"""The stages that say what the size of a name is, the first one that has it."""
-WITHIN = (*_MADE_OF_WEIGHTS, "context")
-"""The stages in which the heads are apart."""
+WITHIN = ("weights", "masked_scores", "scores", "q_heads", "k_heads", "v_heads")
+"""The stages that the weights are made of: they say what the size of a name is, the first one that has it."""
 _PLACES = ("query", "key", "windows")
 """Names of axes along a sequence."""
 POSITIONS = "positions"
@@ -42,11 +40,11 @@ def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, .
     """
     dims_of = {stage: words_of(pattern) for stage, pattern in stages.items()}
     sizes: dict[str, dict[int, str]] = {}
-    for stage in dict.fromkeys((*(one for one in _MADE_OF_WEIGHTS if one in dims_of), *dims_of)):
+    for stage in dict.fromkeys((*(one for one in WITHIN if one in dims_of), *dims_of)):
         for dim, size in zip(dims_of[stage], shapes[stage], strict=True):
             if dim in _PLACES:
                 sizes.setdefault(dim, {}).setdefault(size, stage)
-    within = {word: [n for n, stage in found.items() if stage in _MADE_OF_WEIGHTS] for word, found in sizes.items()}
+    within = {word: [n for n, stage in found.items() if stage in WITHIN] for word, found in sizes.items()}
     padded = min(sizes.get("query", (0,))) < max(within.get("query") or (0,))
     windows = any("windows" in dim for dims in dims_of.values() for dim in dims)
     disagree = windows or padded or any(len(found) > 1 for found in within.values())

@@ -197,6 +197,8 @@ class StageFacts:
     def _grown(self, source: str, stage: str) -> str:
         """What became more on the way: keys that the layer appends, heads that are repeated."""
         words = [word for dim in dims_of(self._axes[stage]) for word in dim]
+        if stage in ("k_heads", "v_heads") and "query" in words:
+            return ", each query's own"
         if "windows" in words or any(word.isdigit() and word != "1" for word in words):
             return ""  # windows that overlap hold a key more than once
         if "key" not in (word for dim in dims_of(self._axes[source]) for word in dim):

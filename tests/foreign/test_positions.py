@@ -104,6 +104,20 @@ class OverLayers(nn.Module):
         return torch.einsum("qlbn,lbnd->qbnd", weights, self.v(x))
 
 
+class Neighbours(nn.Module):
+    """Every place of an image asks the nine around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv2d(E, H * D, 1) for _ in range(3))
+        self.o = nn.Conv2d(H * D, E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = rearrange(self.q(x), "b (h d) i j -> b h (i j) 1 d", h=H)
+        k, v = (rearrange(F.unfold(p(x), 3, padding=1), "b (h d k) n -> b h n k d", h=H, k=9) for p in (self.k, self.v))
+        return self.o(rearrange(attend(q, k, v), "b h (i j) 1 d -> b (h d) i j", i=x.shape[2]))
+
+
 class RelativePlaces(Base):
     """Queries and keys of an image, whose scores are biased by row and column."""
 
@@ -190,6 +204,19 @@ def test_one_query_and_one_key_beside_a_batch() -> None:
     (attention,) = attentions(layer, *[torch.randn(1, B, E - 1)] * 3, need_weights=False)
     assert attention.found.stages["q_heads"].shape[0] in (B, B * 3)
     assert not {"query", "key"} & set(attention.axes()["weights"].split()[:1])
+
+
+def test_neighbours_of_an_image_by_columns() -> None:
+    module, x = Neighbours().eval(), torch.randn(B, E, 4, 5)
+    (attention,) = attentions(module, x)
+    axes = attention.axes()
+    assert (axes["query"], axes["weights"]) == ("batch embed query_1 query_2", "batch heads query 1 key")
+    assert (attention.names.num_heads, attention.names.num_kv_heads, attention.names.head_dim) == (H, H, D)
+    with torch.no_grad():
+        told = mha_inspect.params(module, x, per_head=True)
+    slices = {own.name: [(s.part, s.head, s.rows) for s in own.heads or ()] for own in told.parameters}
+    for side in "qkv":
+        assert slices[f"{side}.weight"] == [(f"W_{side}", head, (head * D, head * D + D)) for head in range(H)]
 
 
 def test_scores_that_are_normalised_along_both_axes_are_said_to_be() -> None:

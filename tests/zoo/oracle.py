@@ -286,8 +286,8 @@ def _last(tensor: Tensor, axes: str, name: str, sizes: dict[str, int]) -> Tensor
     left, known, rest = [], {}, []
     for place, (dim, size) in enumerate(zip(dims, tensor.shape, strict=True)):
         words = []
-        if len(dim) == 1:
-            own = dim[0] if dim[0].isidentifier() else f"n{place}_0"
+        if len(dim) == 1 or not set(dim) & set(names):  # what is not asked for stays whole
+            own = dim[0] if dim[0].isidentifier() and len(dim) == 1 else f"n{place}_0"
             left.append(own)
             rest += [own] if own not in names else []
             continue

@@ -134,7 +134,7 @@ CONFIGURATIONS = [
             "CascadedGroup": (
                 _inner("efficientvit_msra.CascadedGroupAttention", dim=42, key_dim=5, num_heads=3, resolution=4, attn_ratio=2.8, kernels=(3, 3, 3)),
                 "2x42x4x4",
-                {"count": None, "heads": None, "head_dim": 5, "scale": 5**-0.5, "along": None},
+                {"head_dim": 5, "scale": 5**-0.5, "along": None},
             ),
             "Attention2d": (_layer("Attention2d", **_HERE), "2x42x4x5", {"along": None}),
             "MultiQueryAttention2d": (
