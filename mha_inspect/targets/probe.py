@@ -7,6 +7,7 @@ Which axis is the batch is seen by changing one row of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..record.arguments import tensors_in
 from ..record.subject import Subject
+from .holders import Holder, WantedError, unpacked_into
 from .memory import is_out_of_memory
 
 
@@ -38,26 +40,16 @@ class Probed:
     evidence: Mapping[str, Evidence]
     error: Exception | None
     """What ended the run, where it did not end by itself."""
-    mapping: str | None = None
-    """The argument that was used as a dictionary."""
-
-    @property
-    def missing(self) -> str | None:
-        """The key that a dictionary was asked for and does not have."""
-        is_key = isinstance(self.error, KeyError) and bool(self.error.args) and isinstance(self.error.args[0], str)
-        return self.error.args[0] if is_key and self.error else None
+    holder: str | None = None
+    """The argument that was used as something that holds tensors."""
+    maybe: str | None = None
+    """One of which places were asked for, as of a tuple: a tensor has them too."""
+    wanted: Holder | None = None
+    """What was asked of an argument that does not hold it."""
 
 
 class _EnoughError(BaseException):
     """Every argument is known: the rest of the run tells nothing more."""
-
-
-class _Entries(dict[str, Any]):
-    """A dictionary that says what it was asked for."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The entry, as a forward asks for one that it may do without: of a mask that is so."""
-        return default if key not in self and ("mask" in key or default is not None) else self[key]
 
 
 _ELEMENTWISE = frozenset(
@@ -70,8 +62,6 @@ _MOVES = _ELEMENTWISE | {
 }  # fmt: skip
 """Functions that leave the width of a tensor what it is."""
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
-_OF_MAPPINGS = frozenset({"get", "keys", "items", "values"})
-"""Methods of a dictionary that no tensor has."""
 
 
 def probe(
@@ -92,21 +82,23 @@ def probe(
         whole: whether to run to the end also when all of them are known.
     """
     watch = _Watch(named, whole=whole)
-    kwargs = {name: _Entries(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
     error: Exception | None = None
+    wanted: Holder | None = None
     try:
         with torch.no_grad(), Subject(module, (), {}).apart() as own, watch:
             own.module(*args, **kwargs)
     except _EnoughError:
         pass
+    except WantedError as asked:
+        wanted = asked.holder
     except Exception as raised:
         if is_out_of_memory(raised):
             raise
         error = raised
-    mapping = watch.mapping
-    if isinstance(error, AttributeError) and error.name in _OF_MAPPINGS:
-        mapping = next((name for name, tensor in named.items() if tensor is error.obj), None)
-    return Probed(watch.evidence, error, mapping)
+    holder = watch.holder
+    if isinstance(error, AttributeError) and isinstance(error.obj, Tensor) and not hasattr(Tensor, error.name or ""):
+        holder = next((name for name, tensor in named.items() if tensor is error.obj), None)
+    return Probed(watch.evidence, error, holder, watch.maybe, wanted)
 
 
 class _Watch(TorchFunctionMode):
@@ -115,7 +107,9 @@ class _Watch(TorchFunctionMode):
     def __init__(self, named: Mapping[str, Tensor], *, whole: bool) -> None:
         super().__init__()
         self.evidence: dict[str, Evidence] = {}
-        self.mapping: str | None = None
+        self.holder: str | None = None
+        self.maybe: str | None = None
+        self._whose = {id(tensor): name for name, tensor in named.items()}
         self._open = set(named)
         self._whole = whole
         self._alive: list[Tensor] = list(named.values())
@@ -137,14 +131,26 @@ class _Watch(TorchFunctionMode):
         ours = next((value for value in flat if id(value) in self._known), None)
         if ours is None:
             return func(*args, **kwargs)
-        if name == "__getitem__" and len(args) > 1 and isinstance(args[1], str):
-            self.mapping = self._known[id(ours)][0]
-            raise _EnoughError
+        if id(ours) in self._whose:
+            self._hold(name, self._whose[id(ours)], args)
         args, kwargs = self._look(name, args, kwargs, ours)
         result = func(*args, **kwargs)
         if name in _MOVES:
             self._follow(ours, result)
         return result
+
+    def _hold(self, func: str, name: str, args: tuple[Any, ...]) -> None:
+        """See whether an argument is used as something that holds tensors."""
+        key = args[1] if func == "__getitem__" and len(args) > 1 else None
+        caller = sys._getframe(2)  # what called torch's function
+        if func == "unbind" and caller.f_code is Tensor.__iter__.__code__ and caller.f_back is not None:
+            # A loop may go over the rows of a batch, or over a list: there the name tells.
+            key = "" if unpacked_into(caller.f_back) else 0 if name.endswith("s") or "list" in name else None
+        if isinstance(key, str):
+            self.holder = name
+            raise _EnoughError
+        if type(key) is int:
+            self.maybe = name
 
     def _follow(self, source: Tensor, result: Any) -> None:
         known, place = self._known[id(source)]

@@ -133,7 +133,7 @@ def test_a_dictionary_holds_what_the_forward_asks_it_for() -> None:
         "extra_embeds": (2, 5, 12),
     }
     assert int(held["input_ids"].max()) < 29
-    assert call.said == ("batch is a dictionary with input_ids, extra_embeds: that is what the forward asks it for.",)
+    assert call.said == ("batch holds input_ids, extra_embeds, as the forward uses it.",)
     target.module(held)
     _, call = made("Dictionary", shapes=("batch.input_ids=3x7:int64", "batch.extra_embeds=3x7x12"))
     assert {name: tuple(tensor.shape) for name, tensor in call.kwargs["batch"].items()} == {

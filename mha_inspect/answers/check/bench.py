@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
-from ...record.arguments import tensors_in
+from ...record.arguments import tensors_in, with_copies
 from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
 from .evidence import Evidence, Outline, held, outlined, whole
@@ -143,36 +143,25 @@ class Bench:
 
     def arguments(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with changes by name, every tensor a copy that the module may write into."""
-        copies: dict[int, Tensor] = {}
-
-        def own(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return copies.setdefault(id(value), value.detach().clone())
-            if type(value) in (list, tuple):
-                return type(value)(own(item) for item in value)
-            if type(value) is dict:
-                return {name: own(item) for name, item in value.items()}
-            return value
-
         if self._bound is None:
-            args = tuple(own(changes.get(str(place), value)) for place, value in enumerate(self.own.args))
+            args = tuple(changes.get(str(place), value) for place, value in enumerate(self.own.args))
             kwargs = {**self.own.kwargs, **{name: v for name, v in changes.items() if not name.isdigit()}}
-            return args, {name: own(value) for name, value in kwargs.items()}
+            return with_copies((args, kwargs))
         args_list: list[Any] = []
         kwargs = {}
         left = dict(changes)
         for name, value in self._bound.arguments.items():
             kind = self.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
-                args_list += [own(left.pop(f"{name}.{place}", item)) for place, item in enumerate(value)]
+                args_list += [left.pop(f"{name}.{place}", item) for place, item in enumerate(value)]
             elif kind is inspect.Parameter.VAR_KEYWORD:
-                kwargs.update({key: own(left.pop(key, item)) for key, item in value.items()})
+                kwargs |= {key: left.pop(key, item) for key, item in value.items()}
             elif kind is inspect.Parameter.KEYWORD_ONLY or kwargs or self._skips(name, len(args_list)):
-                kwargs[name] = own(left.pop(name, value))
+                kwargs[name] = left.pop(name, value)
             else:
-                args_list.append(own(left.pop(name, value)))
-        kwargs.update({name: own(value) for name, value in left.items()})
-        return tuple(args_list), kwargs
+                args_list.append(left.pop(name, value))
+        kwargs.update(left)
+        return with_copies((tuple(args_list), kwargs))
 
     def _skips(self, name: str, place: int) -> bool:
         """Whether an argument before this one was not given, so that this one must go by name."""
