@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .api import params as params
     from .api import recording as recording
     from .api import trace as trace
-    from .targets.spec import AttentionSpec as AttentionSpec
-    from .targets.spec import InputSpec as InputSpec
-    from .targets.spec import RunSpec as RunSpec
-    from .targets.spec import Show as Show
+    from .layers.spec import AttentionSpec as AttentionSpec
+    from .layers.spec import InputSpec as InputSpec
+    from .layers.spec import RunSpec as RunSpec
+    from .layers.spec import Show as Show
 
 _HOMES = {
     "trace": "api",
@@ -37,10 +37,10 @@ _HOMES = {
     "diff": "api",
     "check": "api",
     "Intent": "answers.check.intent",
-    "AttentionSpec": "targets.spec",
-    "InputSpec": "targets.spec",
-    "RunSpec": "targets.spec",
-    "Show": "targets.spec",
+    "AttentionSpec": "layers.spec",
+    "InputSpec": "layers.spec",
+    "RunSpec": "layers.spec",
+    "Show": "layers.spec",
 }
 """Public name to the module that defines it."""
 

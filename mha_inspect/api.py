@@ -21,17 +21,17 @@ from .checkpoints.stored import opened, path_name
 from .cli.export import ExportFormat, Target
 from .errors import ExportError, InputError, SpecError
 from .graph.evaluate import Replay
+from .layers.spec import Show
 from .naming.canonical import contents_of, own_axes
 from .naming.kind import kinds_of, mask_notes
 from .naming.stages import STAGES
+from .naming.subject import Run, Subject, keep_stages
 from .record.arguments import copy_module, tensors_in
-from .record.subject import Run, Subject, keep_stages
 from .record.xray import XRay
 from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
 from .reports.trace import Attention, Stage, Trace, attention_names
-from .targets.spec import Show
 from .text import shown
 
 if TYPE_CHECKING:

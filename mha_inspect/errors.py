@@ -5,8 +5,11 @@ Every message says what was asked with its numbers, the rule, and a way out, in 
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum
 from typing import TYPE_CHECKING
+
+from .text import message_of
 
 if TYPE_CHECKING:
     from .reports.trace import Trace
@@ -79,3 +82,19 @@ class UnsafeFileError(MhaInspectError):
     """A file could only be read by running code that is in it, or by unpacking what may be any size."""
 
     exit_code = ExitCode.REFUSED
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in Python or in torch, on the CPU or on a device."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # On the CPU torch has no class of its own for it.
+    text = message_of(error)
+    said = [
+        *("not enough memory", "can't allocate memory", "Storage size calculation overflowed"),
+        *("failed to map segment", "cannot allocate memory", "Cannot allocate memory"),  # of a library to be loaded
+    ]
+    return isinstance(error, (RuntimeError, ImportError, OSError)) and any(words in text for words in said)

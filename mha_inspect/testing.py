@@ -14,8 +14,8 @@ from .graph.attention import Attention
 from .measure.stage_difference import StageDifference, compare_stage, stage_noise
 from .naming.canonical import contents_of
 from .naming.stages import STAGES
+from .naming.subject import Run, Subject
 from .record.arguments import cast_tensors, copy_module
-from .record.subject import Run, Subject
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mha_inspect.graph.attention import Graph, find_attentions
 from mha_inspect.layers import catalog
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.record.ops import Recording
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .recorded import record, record_opened
 

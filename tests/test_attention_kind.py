@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import mha_inspect
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
 from .built import trace_layer, trace_module
 

@@ -17,11 +17,11 @@ import mha_inspect
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.checkpoints.content import content_of
 from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFileError
-from mha_inspect.record.subject import Subject
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from mha_inspect.naming.subject import Subject
 from mha_inspect.render import to_text
 from mha_inspect.targets.files import read_tensors
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 
 from .checkpoints import saved
 

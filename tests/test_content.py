@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from mha_inspect.layers.spec import Show
 from mha_inspect.measure import statistics as content
 from mha_inspect.measure.statistics import stats_of, values_of
 from mha_inspect.reports.common import Stats
-from mha_inspect.targets.spec import Show
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])

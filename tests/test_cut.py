@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.record import cut as cutting
+from mha_inspect.answers import cut as cutting
+from mha_inspect.answers.cut import cut, layouts_of
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.naming.subject import Subject
 from mha_inspect.record.arguments import first_tensor, tensors_in
-from mha_inspect.record.cut import cut, layouts_of
-from mha_inspect.record.subject import Subject
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, HEADS = 7, 11, 2
 

@@ -12,10 +12,10 @@ from mha_inspect.answers.diff import _layer_run, diff_layers
 from mha_inspect.answers.shared_weights import share_drawn
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.reports.diff import DiffReport, StageRow
 from mha_inspect.targets.layer_sides import make_sides
 from mha_inspect.targets.load import called_with, load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .layers.declared import canonical_weights, load_weights
 

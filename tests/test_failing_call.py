@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from mha_inspect.answers.failure import site
 from mha_inspect.answers.failure.call import Reading, dispatched, name_of, read_call
+from mha_inspect.naming.subject import Run, run
 from mha_inspect.record.arguments import tensors_in
-from mha_inspect.record.subject import Run, run
 
 from . import test_failure_causes as causes
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.load import plan_layer
 from mha_inspect.targets.room import HELD, Room
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC, RUN = AttentionSpec(embed_dim=22, num_heads=2), RunSpec()
 

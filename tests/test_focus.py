@@ -77,8 +77,8 @@ def test_the_report_measures_the_weights_that_the_layer_computes(layer):
 
 
 def test_the_report_is_that_of_torchs_own_weights():
+    from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
     from mha_inspect.targets.load import load_layer
-    from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
     report = compare_heads((1, 5), embed_dim=30, batch=2, seq_len=7, focus=True)
     run = RunSpec(average_weights=False)

@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import InputSpec, RunSpec, Show
 from mha_inspect.record.footprint import given_bytes, kept_bytes, peak_bytes
 from mha_inspect.targets.load import load_layer, plan_layer
 from mha_inspect.targets.room import Room, rough_need_of_layer
-from mha_inspect.targets.spec import InputSpec, RunSpec, Show
 
 from .built import trace_layer
 from .recorded import record

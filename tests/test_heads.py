@@ -13,8 +13,8 @@ import torch
 from mha_inspect import compare_heads
 from mha_inspect.errors import MhaInspectError, SpecError
 from mha_inspect.layers import torch_mha
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}

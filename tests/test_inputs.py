@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mha_inspect.errors import InputError
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=10, num_heads=2)
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_inspect.answers.kernels import path_of
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.record.subject import Run
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.naming.subject import Run
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .built import trace_layer, trace_module
 from .recorded import record, record_opened

@@ -15,9 +15,9 @@ from mha_inspect.answers.learning import LEARNING_RATE, LOSS, Learner, gradient_
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.record.rounding import same_bits
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}

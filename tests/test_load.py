@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from mha_inspect.answers.trace import trace
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.record.subject import Subject
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.naming.subject import Subject
 from mha_inspect.targets.inputs import Asked
 from mha_inspect.targets.load import call_target, load_layer, plan_call, plan_layer, subject_of
 from mha_inspect.targets.room import Room
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.target import Target
 
 

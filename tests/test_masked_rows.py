@@ -10,9 +10,9 @@ import torch
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.reports.trace import MaskedRow
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .built import trace_layer
 from .layers.declared import read_weights

@@ -14,10 +14,10 @@ from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.record.subject import Subject
+from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.params import Parameter, ParamsReport
 from mha_inspect.targets.load import load_layer
-from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
 from .foreign import styles
 from .foreign.styles import D, E, H

@@ -17,10 +17,10 @@ from mha_inspect.answers.params import layers_for_params
 from mha_inspect.answers.params import params as report_of
 from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers import torch_mha
+from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.measure.weights import Numbers, Weights
-from mha_inspect.record.subject import Subject
+from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.params import ParamsReport
-from mha_inspect.targets.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.text import byte_size
 
 from .foreign.truth import cut

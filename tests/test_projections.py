@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.measure.weights import Weights, carry, draw, weights_of
 from mha_inspect.naming.parameters import projections
-from mha_inspect.record.subject import Subject
+from mha_inspect.naming.subject import Subject
 from mha_inspect.targets.load import Layer, load_layer
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 from .foreign import styles, unusual
 

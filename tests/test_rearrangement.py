@@ -12,8 +12,8 @@ import torch
 import mha_inspect
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from mha_inspect.naming.pattern import rearrangement
-from mha_inspect.targets.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
 from .built import trace_layer
 from .foreign import styles

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import DoesNotFitError, ExitCode
+from mha_inspect.layers.spec import InputSpec
 from mha_inspect.targets.drawing import Plan, draw
 from mha_inspect.targets.inputs import Asked
 from mha_inspect.targets.load import plan_call
 from mha_inspect.targets.room import Room, _Guard, with_room
-from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target
 
 DIM, BATCH, LENGTH = 14, 3, 211

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mha_inspect.errors import SpecError
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.layer_sides import SETTINGS, make_sides, parse_settings
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 
 def test_every_field_of_the_specs_can_be_set():

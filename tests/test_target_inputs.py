@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
+from mha_inspect.layers.spec import InputSpec
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target, TargetSpec, load_target
 from mha_inspect.targets.values import InputShape, parse_shapes
 from mha_inspect.targets.vocabulary import Flags

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mha_inspect.layers.catalog import find_layer
-from mha_inspect.targets.spec import AttentionSpec
+from mha_inspect.layers.spec import AttentionSpec
 from mha_inspect.testing import assert_same_attention, assert_stage_shapes
 
 from .layers.declared import canonical_weights, load_weights

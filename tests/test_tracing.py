@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 
 from .built import trace_layer
 from .drawn import Case, Setting, dims_of, settings_of, sizes_of

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import mha_inspect.record.subject
+import mha_inspect.naming.subject
 from mha_inspect.answers.trace import traced
-from mha_inspect.record.subject import Subject
+from mha_inspect.layers.spec import InputSpec, Show
+from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.trace import Trace
-from mha_inspect.targets.spec import InputSpec, Show
 
 from .foreign import styles, unusual
 from .foreign.styles import E
@@ -110,7 +110,7 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 
 
 def test_a_large_run_is_not_made_twice(monkeypatch):
-    monkeypatch.setattr(mha_inspect.record.subject, "_SMALL", 1 << 9)
+    monkeypatch.setattr(mha_inspect.naming.subject, "_SMALL", 1 << 9)
     ran: list[int] = []
 
     def without_ones(module: nn.Module, batch: int, length: int) -> Subject:

@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
+from mha_inspect.naming.subject import Run
 from mha_inspect.record import kernels
 from mha_inspect.record.catalog import fused
 from mha_inspect.record.ops import Kernel, Recording
-from mha_inspect.record.subject import Run
 from mha_inspect.record.xray import XRay
 
 from .recorded import record_opened

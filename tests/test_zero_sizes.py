@@ -12,8 +12,8 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import InputError
+from mha_inspect.layers.spec import Show
 from mha_inspect.render import to_text
-from mha_inspect.targets.spec import Show
 
 from .built import trace_module
 

@@ -14,8 +14,8 @@ from ..measure.stage_difference import compare_stage
 from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
 from ..naming.stages import STAGES
+from ..naming.subject import Subject
 from ..record.rounding import distances, judge, size_of
-from ..record.subject import Subject
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus
 from ..text import plural

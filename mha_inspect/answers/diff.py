@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..measure.stage_difference import BLOCKED_BELOW, compare_stage
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..reports.common import Verdict
@@ -29,7 +30,6 @@ from ..targets.device import resolve
 from ..targets.layer_sides import LayerSide, make_sides
 from ..targets.load import load_layer, plan_layer
 from ..targets.room import Room
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from .diff_answer import Blocked, answer, notes, stage_note
 from .look import Rows, without
 from .parameter_pairs import parameter_pairs

@@ -12,9 +12,9 @@ from ..graph.walk import Graph
 from ..measure.weights import Weights, as_matrix, weights_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import contents_of
+from ..naming.subject import Run, Subject
 from ..record.ops import TensorRef
 from ..record.rounding import STEP, judge, max_difference
-from ..record.subject import Run, Subject
 from ..reports.common import Verdict
 from ..reports.params import PerHeadProof
 

@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..naming.subject import Subject
 from ..record.arguments import first_tensor
-from ..record.cut import POSITIONS, ROWS, Layout, cut, layouts_of
 from ..record.rounding import rounding_error
-from ..record.subject import Subject
 from ..reports.common import Verdict
 from ..targets.call import explained
 from ..targets.load import Layer
+from .cut import POSITIONS, ROWS, Layout, cut, layouts_of
 from .look import Look, WiderRun, in_dtype, run_in_dtype
 
 

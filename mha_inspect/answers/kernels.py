@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..graph.attention import Attention
+from ..naming.subject import Run
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, TensorRef
-from ..record.subject import Run
 from ..reports.trace import Path, Proof
 
 _UNSAID = "torch names none; its fast path asks for biases"

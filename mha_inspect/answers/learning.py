@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, is_out_of_memory
+from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights, weights_of
+from ..naming.subject import Subject
 from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import STEP, distances, judge, rounding_error
-from ..record.subject import Subject
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
-from ..targets.memory import is_out_of_memory
-from ..targets.spec import require_steps
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
 from .trace import environment_of, layer_of

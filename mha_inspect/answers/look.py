@@ -9,16 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, InputError, MhaInspectError
+from ..errors import DeviceError, InputError, MhaInspectError, is_out_of_memory
 from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
+from ..naming.subject import Run, Subject
 from ..record.arguments import first_tensor, tensors_in
 from ..record.rounding import STEP, rounding_error
-from ..record.subject import Run, Subject
-from ..targets.memory import is_out_of_memory
 from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of

@@ -12,8 +12,8 @@ from ..graph.evaluate import Replay
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, contents_of, is_by_turn, own_axes, sizes_in
 from ..naming.kind import barred_by
+from ..naming.subject import Run
 from ..record.arguments import first_tensor
-from ..record.subject import Run
 from ..reports.trace import MaskedRow
 
 Content = Literal["nan", "zero", "finite"]

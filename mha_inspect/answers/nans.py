@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..naming.subject import Run, State, Subject
 from ..record.arguments import tensors_in
-from ..record.subject import Run, State, Subject
 
 
 def nans_in(own: Subject, before: State, seen: Run, *, kept: bool) -> tuple[str, ...]:

@@ -13,17 +13,17 @@ from ..errors import InputError
 from ..layers import torch_mha
 from ..layers.catalog import LayerKind, find_layer
 from ..layers.settings import own_spec
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
-from ..record.subject import Run, Subject
+from ..naming.subject import Run, Subject
 from ..reports.common import LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.device import resolve
 from ..targets.inputs import Asked, make_call
 from ..targets.load import Layer, load_layer
 from ..targets.memory import require_memory
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..targets.target import Target
 from .head_norms import head_norms
 from .head_proof import prove

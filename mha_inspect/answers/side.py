@@ -11,8 +11,8 @@ from einops import repeat
 from torch import Tensor
 
 from ..measure.weights import Weights, weights_of
+from ..naming.subject import Subject
 from ..record.arguments import first_tensor
-from ..record.subject import Subject
 from ..reports.common import Environment
 from ..reports.diff import DiffSide, SideName, StageSide
 from ..reports.trace import OpRef

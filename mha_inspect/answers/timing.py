@@ -12,7 +12,7 @@ import torch
 from ..naming.canonical import is_by_turn
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
-from ..record.subject import Subject
+from ..naming.subject import Subject
 from ..reports.compare_heads import HeadTime, StageFlops, Timing
 from ..text import percent, plural, times
 from .head_runs import HeadRun

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import Replay, leaves_of
+from ..graph.evaluate import Replay
+from ..layers.spec import Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
@@ -18,13 +19,12 @@ from ..naming.linear import product_pairs
 from ..naming.sizes import pairs_named_after
 from ..naming.stage_facts import StageFacts
 from ..naming.stages import STAGES
+from ..naming.subject import Run, State, Subject, run
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run, State, Subject, run
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
-from ..targets.spec import Show
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
 from .masked_rows import fully_masked_rows, masked_rows
 from .nans import nans_in, once_more
@@ -50,7 +50,7 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         before = own.state()
         seen = _run(own, show, keep)
         seen = replace(seen, wider=own.wider_run(seen))
-        replay = Replay(seen.recording, leaves_of(seen.recording, own))
+        replay = Replay(seen.recording, own.leaves(seen.recording))
         made = report(
             seen,
             own_axes(seen),

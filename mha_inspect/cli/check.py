@@ -12,7 +12,7 @@ from .options import NUMBERS, Options, TargetArgument, command, option, size
 from .output import give, prepare, write
 
 if TYPE_CHECKING:
-    from ..record.subject import Subject
+    from ..naming.subject import Subject
 
 PANEL = "Check"
 INTENT = "What is meant"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
-from ..targets.spec import divisors, require_steps
+from ..layers.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
 from .options import NUMBERS, FailIf, Options, TargetArgument, command, counts, option, size
@@ -15,8 +15,8 @@ from .output import give, prepare
 from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
 
 if TYPE_CHECKING:
+    from ..naming.subject import Subject
     from ..pictures.stages import Attended
-    from ..record.subject import Subject
     from ..targets.call import Call
 
 PANEL = "Comparison"

@@ -13,8 +13,8 @@ import typer
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS, LayerKind, find_layer
 from ..layers.settings import check_settings, spec_for
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..reports.diff import DiffReport, SideName
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from ..text import shown
 from . import subject
 from .completion import names_in_file

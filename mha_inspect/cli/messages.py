@@ -11,8 +11,7 @@ from typing import Any
 import typer
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
-from ..errors import ExitCode, InputError, MhaInspectError
-from ..targets.memory import is_out_of_memory
+from ..errors import ExitCode, InputError, MhaInspectError, is_out_of_memory
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 
 _LONGEST = 1500

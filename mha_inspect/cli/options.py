@@ -172,7 +172,7 @@ FailIf = Annotated[
 class Options:
     """What the shared options were set to.
 
-    Not a dataclass, and the defaults are written out although `targets.spec` has them: to make one of forty fields
+    Not a dataclass, and the defaults are written out although `layers.spec` has them: to make one of forty fields
     and to import the specs takes longer than to answer a usage error. A test holds the two to the same defaults.
     """
 

@@ -18,7 +18,7 @@ from .output import give, prepare
 from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
-    from ..record.subject import Subject
+    from ..naming.subject import Subject
     from ..reports.params import ParamsReport
 
 
@@ -168,7 +168,7 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         from torch.nn.parameter import is_lazy
 
         from ..answers.params import params
-        from ..record.subject import Subject
+        from ..naming.subject import Subject
         from ..targets.call import explained
         from ..targets.load import subject_of
 

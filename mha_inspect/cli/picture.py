@@ -20,9 +20,9 @@ from .screen import colours, columns, in_color
 
 if TYPE_CHECKING:
     from ..answers.look import Look
+    from ..naming.subject import Run
     from ..pictures.grid import Picture
     from ..pictures.stages import Attended
-    from ..record.subject import Run
     from ..reports.trace import Trace
 
 PANEL = "Picture"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..targets.vocabulary import Flags
 from ..text import shown
 from .messages import say
@@ -20,7 +20,7 @@ from .process import resume_collection
 from .screen import Tick, progress
 
 if TYPE_CHECKING:
-    from ..record.subject import Subject
+    from ..naming.subject import Subject
     from ..targets.call import Call
     from ..targets.inputs import Asked
     from ..targets.room import Room

@@ -23,7 +23,7 @@ from .picture import (
 )
 
 if TYPE_CHECKING:
-    from ..record.subject import Run
+    from ..naming.subject import Run
     from ..reports.trace import Trace
 
 PANEL = "Trace"

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ..record.arguments import argument_names, tensors_in
+from ..record.arguments import tensors_in
 from ..record.ops import Op, Recording, TensorRef
-from ..record.subject import Subject
 
 _LONGEST = 2000
 """Operations after which it gives up: what takes so many is no mask."""
@@ -21,17 +20,6 @@ _LONGEST = 2000
 
 class CannotReplayError(Exception):
     """The tensor hangs on what cannot be computed again."""
-
-
-def leaves_of(recording: Recording, own: Subject) -> dict[int, torch.Tensor]:
-    """The content of what came from outside, by the ids of the recording."""
-    given = dict(tensors_in(argument_names(own.module, own.args, own.kwargs)))
-    held = {**dict(own.module.named_buffers()), **dict(own.module.named_parameters())}
-    leaves = {
-        named.tensor.id: held[named.name] for named in (*recording.buffers, *recording.parameters) if named.name in held
-    }
-    leaves |= {named.tensor.id: given[named.name] for named in recording.inputs if named.name in given}
-    return {number: tensor.detach() for number, tensor in leaves.items()}
 
 
 def takes_shape_only(op: Op) -> bool:

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from ..targets.spec import AttentionSpec
 from .building import build_seeded
+from .spec import AttentionSpec
 
 
 class BertSelfAttention(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..targets.spec import AttentionSpec
+from .spec import AttentionSpec
 
 M = TypeVar("M", bound=nn.Module)
 

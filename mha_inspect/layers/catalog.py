@@ -16,7 +16,7 @@ from ..text import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..targets.spec import AttentionSpec
+    from .spec import AttentionSpec
 
 MaskStyle = Literal["apart", "boolean", "additive", "lowest", "ones"]
 """How a layer takes its masks.

@@ -8,8 +8,8 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from ..targets.spec import AttentionSpec
 from .building import build_seeded
+from .spec import AttentionSpec
 
 
 class DotProductAttention(nn.Module):

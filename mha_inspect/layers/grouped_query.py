@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..targets.spec import AttentionSpec
 from .building import build_seeded
+from .spec import AttentionSpec
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:

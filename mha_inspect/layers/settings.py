@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import SpecError
-from ..targets.spec import AttentionSpec, InputSpec, RunSpec
 from .catalog import LAYERS, LayerKind
+from .spec import AttentionSpec, InputSpec, RunSpec
 
 Asked = Callable[[AttentionSpec, InputSpec, RunSpec], object]
 """What was asked of a setting, or None where the layer is left as it is without it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..targets.spec import DTYPES, AttentionSpec
 from .building import build_seeded
+from .spec import DTYPES, AttentionSpec
 
 
 def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:

@@ -7,8 +7,8 @@ import math
 from torch import Tensor
 from torch._tensor_str import printoptions
 
+from ..layers.spec import Show
 from ..reports.common import Rows, Stats, Values
-from ..targets.spec import Show
 
 _CHUNK = 1 << 20
 """Elements that are turned to float64 at a time."""

@@ -9,11 +9,11 @@ import torch
 from einops import EinopsError, rearrange
 
 from ..graph.attention import Attention
-from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
 from .sizes import at_size
 from .stages import CANONICAL_AXES
+from .subject import Run
 
 
 @dataclass(frozen=True)

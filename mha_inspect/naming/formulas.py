@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..targets.spec import AttentionSpec
+from ..layers.spec import AttentionSpec
 
 _WRITTEN = {"²": "**2", "³": "**3", "·": "*"}
 """What Python writes otherwise."""

@@ -15,9 +15,9 @@ from ..graph.attention import Attention
 from ..graph.evaluate import CannotReplayError, Replay, takes_shape_only
 from ..graph.walk import inside
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run
 from .axes import AxisNames
 from .pattern import dims_of
+from .subject import Run
 
 _BARRED = -1e4
 """A mask that adds this or less leaves no weight, in any dtype."""

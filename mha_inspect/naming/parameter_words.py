@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..record.ops import Op, TensorRef
-from ..record.subject import Run
 from ..reports.params import HeadSlice
 from .parameters import axes_of, dimension_of, indices_of, outside_of, runs_of, slices_of
 from .parts import SIDES, Finder, Part, parts_of
+from .subject import Run
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..graph.elements import coordinates_in
-from ..record.subject import Run
 from ..reports.params import HeadSlice
 from .parts import Part, parts_of
+from .subject import Run
 
 _PACKED = {"qkv": "qkv", "kv": "kv", "qk": "qk"}
 """What the axis is called that counts the parts in one parameter."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..graph.attention import Attention
 from ..graph.elements import Elements, Met, Origins, coordinates_of, elements_at, index_of, product_sources
 from ..record.ops import Named, Op, TensorRef
-from ..record.subject import Run
 from .axes import AxisNames
 from .canonical import sizes_in
 from .pattern import dims_of
+from .subject import Run
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""

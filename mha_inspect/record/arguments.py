@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..targets.memory import is_out_of_memory
+from ..errors import InputError, is_out_of_memory
 from ..text import first_line
 
 M = TypeVar("M", bound=nn.Module)

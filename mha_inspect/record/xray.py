@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..targets.memory import is_out_of_memory
+from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, Fused, fused

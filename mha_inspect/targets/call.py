@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ExitCode, MhaInspectError
+from ..errors import ExitCode, MhaInspectError, is_out_of_memory
+from ..naming.subject import Subject
 from ..record.arguments import parts_of
-from ..record.subject import Subject
 from .importing import in_one_line
-from .memory import is_out_of_memory
 
 
 @dataclass(frozen=True)

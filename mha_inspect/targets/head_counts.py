@@ -14,12 +14,12 @@ from ..errors import SpecError
 from ..layers.building import blank
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec, spec_for
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec
+from ..naming.subject import Subject
 from ..record.arguments import copy_module
-from ..record.subject import Subject
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer
 from .room import Room
-from .spec import AttentionSpec, InputSpec, RunSpec
 from .vocabulary import flag_of
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import InputError, MhaInspectError
+from ..errors import InputError, MhaInspectError, is_out_of_memory
 from ..text import message_of, shown
 from .hugging_face_config import (
     NetworkNeededError,
@@ -30,7 +30,7 @@ from .hugging_face_config import (
     setting_names,
 )
 from .importing import in_one_line
-from .memory import is_out_of_memory, require_memory
+from .memory import require_memory
 from .room import of_bounded_number
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..layers.spec import InputSpec
 from .drawing import Plan
-from .spec import InputSpec
 
 
 def is_hugging_face(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
+from ..layers.spec import AttentionSpec, InputSpec, divisors
 from ..record.arguments import described, parts_of
 from ..text import did_you_mean, printable, shown
 from .call import Call
@@ -29,7 +30,6 @@ from .holders import Entries, Holder, Questioned, annotated
 from .learned_masks import Learned, learn_masks
 from .masks import Masks, is_torchs, masks_of
 from .probe import Evidence, Layout, Probed, layout_of, probe
-from .spec import AttentionSpec, InputSpec, divisors
 from .target import Target
 from .values import InputShape
 from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain

@@ -11,9 +11,9 @@ from typing import Any, get_args, get_type_hints
 from ..errors import SpecError
 from ..layers.catalog import LayerKind, find_layer
 from ..layers.settings import OPTIONAL, check_settings, own_spec
+from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..text import did_you_mean, shown
-from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from .values import described_type, typed_as
 
 _HINTS = {name: hint for spec in (AttentionSpec, InputSpec, RunSpec) for name, hint in get_type_hints(spec).items()}

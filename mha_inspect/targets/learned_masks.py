@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import MhaInspectError, SpecError
 from ..naming.canonical import content_of
-from ..record.subject import Run, Subject
+from ..naming.subject import Run, Subject
 from .masks import Masks, MaskSizes, padding_mask
 from .vocabulary import plain
 

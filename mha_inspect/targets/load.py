@@ -14,15 +14,15 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec
+from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
+from ..naming.subject import Subject
 from ..record.arguments import copy_module
-from ..record.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .device import resolve
 from .files import read_tensor, shapes_in
 from .inputs import Asked, Triple, make_call
 from .pairing import layer_inputs
 from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
-from .spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from .target import Target
 from .vocabulary import Flags
 

@@ -13,10 +13,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..layers.spec import InputSpec
 from ..text import printable
 from .files import read_tensor
 from .hugging_face_inputs import is_hugging_face
-from .spec import InputSpec
 from .vocabulary import kind_of, plain
 
 if TYPE_CHECKING:

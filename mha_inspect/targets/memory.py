@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DoesNotFitError, InputError
-from ..text import byte_size, message_of
+from ..text import byte_size
 
 if TYPE_CHECKING:
     import torch
@@ -133,22 +133,6 @@ def _field(path: Path, name: str) -> int | None:
     except (OSError, ValueError):
         return None
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch, on the CPU or on a device."""
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    # On the CPU torch has no class of its own for it.
-    text = message_of(error)
-    said = [
-        *("not enough memory", "can't allocate memory", "Storage size calculation overflowed"),
-        *("failed to map segment", "cannot allocate memory", "Cannot allocate memory"),  # of a library to be loaded
-    ]
-    return isinstance(error, (RuntimeError, ImportError, OSError)) and any(words in text for words in said)
 
 
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:

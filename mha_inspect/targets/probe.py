@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import is_out_of_memory
+from ..naming.subject import Subject
 from ..record.arguments import tensors_in
-from ..record.subject import Subject
 from .holders import Holder, WantedError, unpacked_into
-from .memory import is_out_of_memory
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DoesNotFitError
+from ..layers.spec import AttentionSpec, InputSpec
+from ..naming.subject import Subject
 from ..record.footprint import given_bytes, kept_bytes, peak_bytes
-from ..record.subject import Subject
 from ..text import byte_size
 from .memory import free_memory, largest, require_memory
-from .spec import AttentionSpec, InputSpec
 
 _SAFE = 8
 """A rough estimate that fits this many times is not looked at more closely."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..naming.subject import Subject
 from ..record.arguments import described, with_copies
-from ..record.subject import Subject
 from ..text import did_you_mean, shown
 from .call import Call
 from .constructor import signature_of

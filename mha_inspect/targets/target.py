@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError
+from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.catalog import MaskStyle
-from ..record.subject import seed_everything
+from ..layers.spec import AttentionSpec
+from ..naming.subject import seed_everything
 from ..text import shown
 from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .device import resolve
 from .importing import in_one_line, load_object
-from .memory import is_out_of_memory
 from .room import of_bounded_number, with_room
-from .spec import AttentionSpec
 from .values import convert
 from .vocabulary import Flags, dashed
 

@@ -7,7 +7,7 @@ import torch
 
 from mha_inspect.answers.check.check import check
 from mha_inspect.answers.check.intent import Intent
-from mha_inspect.record.subject import Subject
+from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.check import CheckReport
 
 from .cases import CASES, Case

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mha_inspect.cli import app
-from mha_inspect.errors import DoesNotFitError, ExitCode, InputError
-from mha_inspect.targets.memory import is_out_of_memory
+from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, is_out_of_memory
 
 # A product of whole numbers has no fast routine: this one takes seconds, inside one call into C++.
 LONG_PRODUCT = """

@@ -9,9 +9,9 @@ import pytest
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.listing import LETTERS
+from mha_inspect.layers.spec import AttentionSpec
 from mha_inspect.naming.formulas import symbols
 from mha_inspect.schemas import load_schema
-from mha_inspect.targets.spec import AttentionSpec
 
 
 def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke):

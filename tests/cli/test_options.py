@@ -13,7 +13,7 @@ from mha_inspect.cli import check, compare_heads, diff, options, params, subject
 from mha_inspect.cli.app import COMMANDS
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
-from mha_inspect.targets.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
+from mha_inspect.layers.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
 
 APPS = {
     "trace": trace.trace,

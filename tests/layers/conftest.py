@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.inputs import Triple
 from mha_inspect.targets.load import Layer, called_with
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
 

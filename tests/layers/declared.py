@@ -15,8 +15,8 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from mha_inspect.layers import bert, fold_heads, grouped_query, narrow, per_head, split_heads, torch_mha, wide
+from mha_inspect.layers.spec import AttentionSpec
 from mha_inspect.reports.params import HeadSlice
-from mha_inspect.targets.spec import AttentionSpec
 
 Bounds = tuple[int, int]
 """Start included, stop not."""

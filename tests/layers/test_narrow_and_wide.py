@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mha_inspect.layers.catalog import find_layer
-from mha_inspect.targets.spec import AttentionSpec
+from mha_inspect.layers.spec import AttentionSpec
 
 from .conftest import BATCH, HEAD_DIM, HEADS, KEY, QUERY
 

@@ -11,8 +11,8 @@ from mha_inspect.answers.params import layers_for_params, params
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 from mha_inspect.targets.head_counts import layers_with_heads
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
 from ..built import trace_layer
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mha_inspect.layers import torch_mha
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.load import called_with
-from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)
 

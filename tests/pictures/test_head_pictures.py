@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.params import params
+from mha_inspect.naming.subject import Subject
 from mha_inspect.pictures.colour import RAMP
 from mha_inspect.pictures.heads import norms_picture
-from mha_inspect.record.subject import Subject
 
 
 def norms_of_torch(layer: nn.MultiheadAttention) -> dict[str, list[float]]:
@@ -69,8 +69,8 @@ def test_what_has_no_heads_has_no_picture(invoke):
 
 
 def test_averaged_weights_of_each_head_count(invoke):
+    from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
     from mha_inspect.targets.load import load_layer
-    from mha_inspect.targets.spec import AttentionSpec, InputSpec, RunSpec
 
     out = invoke(
         *["compare-heads", "--embed-dim", "12", "--heads", "1,3", "--seq-len", "6", "--causal", "--picture"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mha_inspect.layers.spec import InputSpec
 from mha_inspect.record.arguments import cast_tensors, parts_of, tensors_in
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.spec import InputSpec
 from mha_inspect.targets.target import Target
 
 

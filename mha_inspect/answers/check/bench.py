@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...naming.subject import Run, Subject
 from ...record.arguments import tensors_in, with_copies
-from ...record.subject import Run, Subject
 from ...text import did_you_mean, message_of
 from .evidence import Evidence, Outline, held, outlined, whole
 from .intent import Intent

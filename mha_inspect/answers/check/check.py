@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ...errors import InputError, SpecError
-from ...record.subject import Subject
+from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import did_you_mean, plural
 from . import behaviour, declared, structure, weights

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
+from ...naming.subject import Run, Subject
 from ...record.arguments import argument_names
 from ...record.ops import Op, Recording, TensorRef
-from ...record.subject import Run, Subject
 from ...record.xray import XRay
 
 BARRED = -1e4

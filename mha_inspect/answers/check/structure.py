@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...graph.evaluate import Replay, leaves_of
+from ...graph.evaluate import Replay
 from ...naming.axes import AxisNames
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op, Recording, TensorRef
@@ -461,7 +461,7 @@ def finite(bench: Bench) -> Iterator[Finding]:
     for name, tensor in tensors_in(given):
         if tensor.is_floating_point() and "mask" not in name and bool(tensor.isnan().any()):
             raise NotPossibleError(f"the argument {name} has NaN in it")
-    replay = Replay(bench.seen.recording, leaves_of(bench.seen.recording, bench.own))
+    replay = Replay(bench.seen.recording, bench.own.leaves(bench.seen.recording))
     rows = fully_masked_rows(bench.seen, replay)
     for (found, _), masked in zip(bench.seen.attentions, rows, strict=True):
         for stage, made in found.stages.items():

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...graph.evaluate import leaves_of, run_again
+from ...graph.evaluate import run_again
 from ...graph.products import Product
 from ...naming.axes import AxisNames
+from ...naming.subject import Run, Subject
 from ...record.ops import TensorRef
-from ...record.subject import Run, Subject
 from .evidence import between
 
 Row = tuple[int, int]
@@ -37,7 +37,7 @@ class Flow:
 
     def __init__(self, seen: Run, own: Subject) -> None:
         self.seen = seen
-        self._values: dict[int, Tensor] = {**leaves_of(seen.recording, own), **seen.recording.values}
+        self._values: dict[int, Tensor] = {**own.leaves(seen.recording), **seen.recording.values}
 
     def value(self, tensor: TensorRef) -> Tensor:
         """The content of a tensor. Raises `LostError` where it was not kept."""

@@ -13,7 +13,7 @@ from ...checkpoints.stored import StoredTensor
 from ...errors import InputError
 from ...naming.parameter_words import roles_of
 from ...naming.parameters import Projection, View, projections
-from ...record.subject import Run
+from ...naming.subject import Run
 from ...reports.params import HeadSlice, LikeModule, StoredAttention, StoredName, WrongShape
 from ...targets.files import read_stored
 from ...text import shown

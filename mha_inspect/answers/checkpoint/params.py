@@ -27,8 +27,8 @@ from ...text import did_you_mean, listed, plural, shown
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...record.subject import Subject
-    from ...targets.spec import Show
+    from ...layers.spec import Show
+    from ...naming.subject import Subject
     from .heads import Numbers
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -149,7 +149,7 @@ def _by_run(checkpoint: Checkpoint, by_names: _Known, like: Subject | nn.Module)
     """Return what the run of a module tells, where it has arguments; else what names tell, and whether it fits."""
     import torch
 
-    from ...record.subject import Subject
+    from ...naming.subject import Subject
     from .like import held_against
 
     own = like if isinstance(like, Subject) else Subject(like, (), {})

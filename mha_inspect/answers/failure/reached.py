@@ -21,8 +21,8 @@ from ...graph.pairing import as_written
 from ...graph.products import Product
 from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.stages import STAGES
+from ...naming.subject import Run
 from ...record.ops import Op, TensorRef
-from ...record.subject import Run
 from .operand import Operand
 
 Side = Literal["", "query", "key", "scores"]

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...errors import ForwardError, MhaInspectError
+from ...errors import ForwardError, MhaInspectError, is_out_of_memory
+from ...layers.spec import Show
 from ...naming.canonical import own_axes
+from ...naming.subject import Run, Subject
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
-from ...record.subject import Run, Subject
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof, Trace
-from ...targets.memory import is_out_of_memory
-from ...targets.spec import Show
 from ...text import MESSAGE, message_of, shortened
 from ..trace import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call

@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..graph.attention import Attention, Graph, attentions_of
-from ..naming.axes import AxisNames
-from ..naming.sizes import named_after
-from .arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
-from .footprint import kept_bytes
-from .ops import Recording
-from .replay import uncollected
-from .storage import Stages, unshared
-from .xray import XRay
+from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
+from ..record.footprint import kept_bytes
+from ..record.ops import Recording
+from ..record.replay import uncollected
+from ..record.storage import Stages, unshared
+from ..record.xray import XRay
+from .axes import AxisNames
+from .sizes import named_after
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
@@ -86,6 +86,15 @@ class Subject:
     def described(self) -> str:
         """The arguments by name, a tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
         return described(argument_names(self.module, self.args, self.kwargs))
+
+    def leaves(self, recording: Recording) -> dict[int, torch.Tensor]:
+        """Return the content of what came from outside in a recording of it, by the ids of that."""
+        given = dict(tensors_in(argument_names(self.module, self.args, self.kwargs)))
+        held = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        kept = (*recording.buffers, *recording.parameters)
+        leaves = {named.tensor.id: held[named.name] for named in kept if named.name in held}
+        leaves |= {named.tensor.id: given[named.name] for named in recording.inputs if named.name in given}
+        return {number: tensor.detach() for number, tensor in leaves.items()}
 
     def recorded(self, *, keep: bool = False) -> Run:
         """Run it once and record it, its fused kernels opened; with `keep` the tensors are kept."""

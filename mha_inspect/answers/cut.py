@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .arguments import changed, tensors_in
-from .subject import Subject
+from ..naming.subject import Subject
+from ..record.arguments import changed, tensors_in
 
 ROWS, POSITIONS = 3, 32
 """Sequences and positions that are left: more than one sequence, for a size of one leaves no trace in a view."""
