@@ -27,9 +27,11 @@ from .constructor import signature_of
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
 from .holders import Entries, Holder, Questioned, annotated
+from .hugging_face_inputs import is_hugging_face
+from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of
 from .learned_masks import Learned, learn_masks
 from .masks import Masks, is_torchs, masks_of
-from .probe import Evidence, Layout, Probed, layout_of, probe
+from .probe import Evidence, Probed, probe
 from .target import Target
 from .values import InputShape
 from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
@@ -263,7 +265,7 @@ class _Maker:
 
     def _planned(self, names: list[str], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """Plans for the tensors that nobody said anything of."""
-        from .hugging_face_inputs import is_hugging_face, plans_of
+        from .hugging_face_inputs import plans_of
 
         known: dict[str, Plan] = {}
         if is_hugging_face(self.module):
@@ -492,21 +494,21 @@ class _Maker:
     def _told_layout(self) -> bool | None:
         """Whether the batch comes first, as was said or as the module says of itself.
 
-        None where another inside of it takes the sequence first, which says nothing of what goes into the whole.
+        None where what it does has to tell.
         """
-        inside = [getattr(module, "batch_first", None) for module in self.module.modules()]
-        own = next((one for one in inside[: None if is_torchs(self.module) else 1] if isinstance(one, bool)), None)
         if "batch_first" in self.asked.flags.given:
             return bool(self.asked.flags.values.get("batch_first", True))
         if self.known.layout is not None:
             return self.known.layout.batch_first
         if self.spec is not None:
             return self.spec.batch_first
-        return own if own is not None or False in inside else True
+        inside = self.module.modules() if is_torchs(self.module) else [self.module]
+        own = next((one for part in inside if isinstance(one := getattr(part, "batch_first", None), bool)), None)
+        return True if own is None and is_hugging_face(self.module) else own
 
     def _lay_out(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> None:
-        """Find by what it does whether the batch comes first, where nothing tells."""
-        if self.batch_first is not None or self.device.type == "meta":
+        """Find whether the batch comes first, where nobody said so: by the words of the forward, or by what it does."""
+        if self.batch_first is not None:
             return
         state = self.generator.get_state()
         values = {**given, **self._draw(plans, given)}
@@ -516,18 +518,30 @@ class _Maker:
             for n, v in values.items()
             if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask")
         ]
+        told = batch_axis_in_words(self.module, names)
+        # Another inside that takes the sequence first says nothing of what goes into the whole.
+        doubtful = any(getattr(module, "batch_first", None) is False for module in self.module.modules())
 
         def run(changed: Mapping[str, Tensor]) -> Any:
             call = self._in_order(self._with_none({**values, **changed}))
             with replace(call.of(self.module), seed=0, grad=False).apart() as own:
                 return own.plain()
 
-        layout = layout_of(run, {name: values[name] for name in names}) if names and self._batched else None
-        if layout is not None:
-            self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
-            axes = "batch seq" if layout.batch_first else "seq batch"
-            embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
-            self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
+        layout = None
+        untold = told is None and batch_axes_in_words(self.module) != {0}
+        if (untold or doubtful) and names and self._batched and self.device.type != "meta":
+            layout = layout_of(run, {name: values[name] for name in names})
+        if told is not None:
+            first, others_meet = told[0] == 0, layout is not None and not layout.batch_first
+            layout = Layout(first, f"{told[1]}." + ((MISTAKEN if others_meet else "") if first else f" {TURN}"))
+        if layout is None:
+            return
+        self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
+        if layout.batch_first and not (doubtful or layout.why.endswith(MISTAKEN)):
+            return
+        axes = "batch seq" if layout.batch_first else "seq batch"
+        embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
+        self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,41 @@ class Places(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+class Words(nn.Module):
+    """Says by its own words which axis is which, and attends along the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length, bsz, _ = x.shape
+        output: torch.Tensor = self.attention(x, x, x)[0]
+        return output.view(length, bsz, 12)
+
+
+class Mixed(Words):
+    """Says that the batch comes first, and attends along it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bsz, length, _ = x.shape
+        output: torch.Tensor = self.attention(x, x, x)[0]
+        return output.view(bsz, length, 12)
+
+
+class Silent(nn.Module):
+    """Attends along one axis, and has no word for it."""
+
+    def __init__(self, axis: int = 0) -> None:
+        super().__init__()
+        self.axis, self.linear = axis, nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.linear(x).transpose(0, self.axis).transpose(0, 1)
+        mixed = (turned @ turned.mT).softmax(-1) @ turned
+        return mixed.transpose(0, 1).transpose(0, self.axis)
+
+
 class Pools(nn.Module):
     """Keeps one axis of two."""
 

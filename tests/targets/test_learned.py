@@ -110,6 +110,9 @@ def test_torchs_transformer_masks_its_decoder() -> None:
         ("Pools", {"axis": "1"}, (2, 5, 12), "the output keeps its first axis"),
         ("Pools", {"axis": "0"}, (5, 2, 12), "x is `seq batch embed`: the output keeps its second axis"),
         ("Wraps", {}, (5, 2, 12), "what stands along its first axis meets"),
+        ("Words", {}, (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. --batch-first"),
+        ("Mixed", {}, (2, 5, 12), "unpacks x.shape as bsz, length. .* is batch_first=True missing?"),
+        ("Silent", {}, (5, 2, 12), "x is `seq batch embed`: what stands along its first axis meets"),
     ],
 )
 def test_the_layout_is_what_the_forward_does(name: str, settings: dict[str, str], shape: tuple[int, ...], said: str):
@@ -117,6 +120,12 @@ def test_the_layout_is_what_the_forward_does(name: str, settings: dict[str, str]
     assert tuple(next(iter(call.kwargs.values())).shape) == shape
     assert len(call.said) == 1
     assert re.search(said, call.said[0])
+
+
+def test_that_the_batch_comes_first_is_not_worth_a_word() -> None:
+    _, call = made("Silent", {"axis": "1"})
+    assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
+    assert call.said == ()
 
 
 def test_a_layout_that_is_given_is_taken() -> None:
@@ -181,7 +190,7 @@ def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
 def test_nothing_is_run_again_that_was_known() -> None:
     target, call = made("Calls", batch=1)
     first = type(target.module).calls
-    assert first == 1  # on a copy, up to the first product
+    assert first == 4  # on copies: up to the first product, and three of 15 tokens to see which axis is the batch
     assert call.without_ones is not None
     call.without_ones(target.module)
     assert type(target.module).calls == first

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...naming.subject import Run, Subject
 from ...record.arguments import tensors_in, with_copies
+from ...targets.layout import batch_axis_in_words
 from ...text import did_you_mean, message_of
 from .evidence import Evidence, Outline, held, outlined, whole
 from .intent import Intent
@@ -25,7 +26,6 @@ _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs",
 """Arguments of these names hold no tokens."""
 _AT_ONCE = 1 << 18
 """Numbers that are compared at once."""
-_BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
 
 
 class RaisedError(Exception):
@@ -209,17 +209,9 @@ class Bench:
         own = getattr(self.module, "batch_first", None)
         if isinstance(own, bool):
             return (0 if own else 1), "batch_first"
-        try:
-            code = inspect.getsource(type(self.module).forward)
-        except (OSError, TypeError):
-            return 0, ""
-        unpacked = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *$"
-        for line in re.finditer(unpacked, code, re.MULTILINE):
-            if re.search(rf"\b{line[3]}\b[^=\n]*(?<![=!<>])=(?!=)", code[code.find(":\n") : line.start()]):
-                continue  # something else by then
-            for axis, name in enumerate(line.groups()[:2]):
-                if name.lower() in _BATCH and line[3] in self.values:
-                    return axis, f"the forward unpacks {line[3]}.shape as {line[1]}, {line[2]}"
+        told = batch_axis_in_words(self.module, self.values)
+        if told is not None:
+            return told
         if any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in self.values.items()):
             return 0, "token ids"
         return 0, ""
