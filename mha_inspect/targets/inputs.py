@@ -116,6 +116,7 @@ class _Maker:
         self.batch_first = self._told_layout()
         self.open: tuple[str, ...] = ()
         self.asks: dict[str, Holder] = {}
+        self.raises = False
         self.said: list[str] = []
 
     def call(self) -> Call:
@@ -370,6 +371,7 @@ class _Maker:
                 break
         assert best is not None
         _, chosen, probed = best
+        self.raises = probed.error is not None
         firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
         untold = [n for n in extra if n not in firm and (n in chosen or probed.error is not None)]
         if untold:
@@ -529,7 +531,7 @@ class _Maker:
 
         layout = None
         untold = told is None and batch_axes_in_words(self.module) != {0}
-        if (untold or doubtful) and names and self._batched and self.device.type != "meta":
+        if (untold or doubtful) and names and self._batched and not self.raises and self.device.type != "meta":
             layout = layout_of(run, {name: values[name] for name in names})
         if told is not None:
             first, others_meet = told[0] == 0, layout is not None and not layout.batch_first

@@ -35,6 +35,23 @@ class Adds(Attention):
         return self.attended(x, lambda s: s if attn_bias is None else s + attn_bias)
 
 
+class Subtracts(Attention):
+    """Takes 1 minus its mask times a large number: -inf would bar as well, and is not what it means."""
+
+    def forward(self, x, mask=None):
+        return self.attended(x, lambda s: s if mask is None else s + (1 - mask) * -1e4)
+
+
+class Multiplies(Attention):
+    """Takes its mask after the softmax, and divides by what is left."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.parts(x)
+        weights = (q @ k.mT / 2).softmax(-1)
+        weights = weights if mask is None else weights * mask
+        return (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
+
+
 class Needed(Attention):
     """Cannot do without, and takes `batch query key`."""
 

@@ -39,10 +39,10 @@ def moved(target: Target, call: Call, token: int) -> torch.Tensor:
         x = call.kwargs["x"].clone()
         x[0, token] += 1.0
         after = module(**{**call.kwargs, "x": x})
-    return (before != after).any(-1)
+    return ((before - after).abs() > 1e-5).any(-1)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Needed", "Both"])
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Subtracts", "Multiplies", "Needed", "Both"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) -> None:
     target, call = made(name, batch=batch, causal=True)
@@ -50,7 +50,7 @@ def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) ->
         assert moved(target, call, token)[0].tolist() == [False] * token + [True] * (5 - token)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Needed", "KeepsKeys", "BarsKeys", "Both"])
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "Needed", "KeepsKeys", "BarsKeys", "Both"])
 def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
     target, call = made(name, padding=(2, 1))
     assert moved(target, call, 2)[0].all()
@@ -66,6 +66,12 @@ def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> No
     assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
     assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
     assert len(call.said) == arguments
+
+
+def test_what_bars_by_minus_infinity_too_is_told_as_it_is_meant() -> None:
+    _, call = made("Subtracts", causal=True)
+    assert call.said == ("--causal made mask, int64 `query key`: 1 keeps a key, as is learned from the weights.",)
+    assert torch.equal(call.kwargs["mask"], (~CAUSAL).long())
 
 
 def test_what_was_learned_is_said_and_holds_at_other_sizes() -> None:
