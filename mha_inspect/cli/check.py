@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..answers.check.intent import CHECKS, Intent
+from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
-from ..text import did_you_mean, shown
+from ..text import shown
 from . import subject
 from .options import NUMBERS, Options, TargetArgument, command, option, size
 from .output import give, prepare, write
@@ -46,7 +46,8 @@ def check(
         option("--cache", INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
     ] = None,
     batch_axis: Annotated[
-        int | None, size("--batch-axis", INTENT, "The dimension that counts sequences.", show_default="0, if unsaid")
+        int | None,
+        size("--batch-axis", INTENT, "The dimension that counts sequences: 0 or 1.", show_default="0, if unsaid"),
     ] = None,
     scale: Annotated[
         str | None, option("--scale", INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",))
@@ -78,9 +79,7 @@ def check(
         width = max(map(len, CHECKS))
         write("".join(f"{name:{width}}  {holds}\n" for name, holds in CHECKS.items()))
         return ExitCode.OK
-    for name in (*(only or ()), *(skip or ())):
-        if name not in CHECKS:
-            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
+    chosen_checks(only or (), skip or ())
     declared: dict[str, Any] = {
         "causal": True if options.causal else None,
         "window": window,
@@ -90,6 +89,7 @@ def check(
         "scale": scale,
         **_meaning(mask),
     }
+    Intent(**declared)
     if "batch" not in options.given and not options.unbatched:
         options.batch = 2  # a row can be seen to move another
     subject.check(target, options, "check")
