@@ -125,6 +125,12 @@ def _folded(word: str) -> str:
     return word.strip("-").replace("-", "_").casefold()
 
 
+def a_kind(value: object) -> str:
+    """Return the type of a value with its article: `a list`, `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def plural(number: int, noun: str) -> str:
     """Return `1 head`, `8 heads`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -47,6 +47,27 @@ def test_roles_are_those_that_the_run_shows(layer, tmp_path):
     assert (attention.num_heads, attention.head_dim) == (6, 7)
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ([1], "a list"),
+        (5, "an int"),
+        ({"epoch": 3}, "a dict without tensors"),
+        (torch.zeros(3, 7).to_sparse(), "a sparse, nested or quantized tensor"),
+    ],
+)
+def test_what_is_no_state_dict(content, what, tmp_path):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=f"x.pt is {what}, and not a state dict"):
+        params_of_checkpoint(tmp_path / "x.pt")
+
+
+def test_an_array_is_no_checkpoint(tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"x\.npy is not a \.safetensors, \.pt, \.pth or \.bin file"):
+        mha_inspect.params(tmp_path / "x.npy")
+
+
 def test_head_by_head_is_told_by_the_config(tmp_path):
     """GPT-NeoX packs head by head, and says so nowhere but in the type of its config."""
     saved(

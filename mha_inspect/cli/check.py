@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..answers.check.intent import CHECKS, Intent
+from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
-from ..text import did_you_mean, shown
+from ..text import shown
 from . import subject
 from .options import NUMBERS, TARGET, Options, command, option, size
 from .output import give, prepare, write
@@ -33,7 +33,7 @@ def check(
     ),
     padding_side: str | None = option(INTENT, "Where padding stands.", known=("left", "right"), show_default="right"),
     cache: str | None = option(INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
-    batch_axis: int | None = size(INTENT, "The dimension that counts sequences.", show_default="0, if unsaid"),
+    batch_axis: int | None = size(INTENT, "The dimension that counts sequences: 0 or 1.", show_default="0, if unsaid"),
     scale: str | None = option(INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",)),
     reference: str | None = option(INTENT, "A trusted TARGET with the same arguments.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Make this check alone; again for another.", metavar="NAME"),
@@ -54,9 +54,7 @@ def check(
         width = max(map(len, CHECKS))
         write("".join(f"{name:{width}}  {holds}\n" for name, holds in CHECKS.items()))
         return ExitCode.OK
-    for name in (*(only or ()), *(skip or ())):
-        if name not in CHECKS:
-            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
+    chosen_checks(only or (), skip or ())
     declared: dict[str, Any] = {
         "causal": True if options.causal else None,
         "window": window,
@@ -66,6 +64,7 @@ def check(
         "scale": scale,
         **_meaning(mask),
     }
+    Intent(**declared)
     if "batch" not in options.given and not options.unbatched:
         options.batch = 2  # a row can be seen to move another
     subject.check(target, options, "check")

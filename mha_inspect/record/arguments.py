@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, is_out_of_memory
-from ..text import first_line
+from ..text import a_kind, first_line
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,7 +56,7 @@ def first_tensor(result: Any) -> Tensor:
     for _, tensor in tensors_in(result):
         return tensor
     raise InputError(
-        f"the forward returned {'None' if result is None else f'a {type(result).__name__}'}, with no tensor in it to "
+        f"the forward returned {'None' if result is None else a_kind(result)}, with no tensor in it to "
         "compare. Let it return its output."
     )
 

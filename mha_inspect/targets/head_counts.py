@@ -17,6 +17,7 @@ from ..layers.settings import check_settings, own_spec, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
+from ..text import a_kind
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer
 from .room import Room
@@ -99,7 +100,7 @@ def modules_with_heads(
     for count in counts:
         module = _made(make, name, count)
         if not isinstance(module, nn.Module):
-            raise SpecError(f"{name} returned a {type(module).__name__} for {count} heads, and not a torch.nn.Module.")
+            raise SpecError(f"{name} returned {a_kind(module)} for {count} heads, and not a torch.nn.Module.")
         yield count, Subject(copy_module(module), args, dict(kwargs), seed=0)
 
 

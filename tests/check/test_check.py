@@ -292,6 +292,27 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     assert (code, "head is no check" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--window 0", "window 0 is too small"),
+        ("--window -1", "window -1 is too small"),
+        ("--batch-axis 7", "batch_axis 7 is not known: 0, 1"),
+        ("--batch-axis -1", "batch_axis -1 is not known: 0, 1"),
+        ("--only heads --skip heads", "leave no check to make"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Callable[..., Any]) -> None:
+    code, out, err = invoke("check", *line.split())
+    assert (code, out, told in err) == (2, "", True), err
+
+
+@pytest.mark.parametrize("said", [{"padding_side": "middle"}, {"padding_true": "kept"}, {"scale": "1/8"}])
+def test_words_that_are_not_known_cannot_be_meant(said: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(said))} .* is not known"):
+        Intent(**said)
+
+
 def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
     code, out, _ = invoke("check", "--list")
     assert code == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ...errors import InputError, SpecError
+from ...errors import InputError
 from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
-from ...text import did_you_mean, plural
+from ...text import plural
 from . import behaviour, declared, structure, weights
 from .bench import Bench, NotPossibleError, RaisedError
 from .facts import WithoutHeads, facts_of, heads_of, without_heads
-from .intent import CHECKS, Intent
+from .intent import CHECKS, Intent, chosen_checks
 from .rotary import rotary
 from .sight import sights
 
@@ -43,14 +43,6 @@ _NEED_NO_NUMBERS = ("scale", "parameters")
 """Checks that a run on meta is enough for."""
 _NEED_NUMBERS = ("heads", "softmax", "masking", "finite", "kernels", "grouped", "rotary", "reference")
 """Checks that read what is held of the base run: they come before it is let go."""
-
-
-def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[str, ...]:
-    """The checks to make. Raises `SpecError` for a name that is none."""
-    for name in (*only, *skip):
-        if name not in CHECKS:
-            raise SpecError(f"{name} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
-    return tuple(name for name in CHECKS if (not only or name in only) and name not in skip)
 
 
 def check(
