@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
+from .block import put_on, take_off
 from .catalog import MULTI_HEAD, Fused, fused
 from .kernel_proof import Check, Shelf, check_part, few_rows
 from .kernels import (
@@ -33,8 +34,8 @@ from .kernels import (
     read_attention,
     run,
 )
-from .ops import RESULT, Kernel, Op, Recording
-from .recorder import LINK, Recorder, put_on, take_off
+from .ops import Kernel, Op, Recording
+from .recorder import LINK, Recorder
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
@@ -84,7 +85,7 @@ class XRay(Recorder):
             if known.composite:
                 self._whole = True
                 return self._take_apart(func, args, kwargs, frame)
-            return self._run_out(func, args, kwargs) if known.name.endswith("out") else NotImplemented
+            return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
         finally:
             self._asking, self._whole = asking, whole
 
@@ -138,7 +139,7 @@ class XRay(Recorder):
             key = _code_for(func, ("NestedTensor" if nested else "") + tensors[0].device.type.upper())
             if key is None:
                 result = func(*args, **kwargs)
-                self._log(known.name, func, args, kwargs, result)
+                self._log(known, args, kwargs, result)
                 return result, {"opened": False, "note": f"torch has no code of it for {tensors[0].device.type}"}
             code = partial(func._op_dk, key)
         with self._watching():
@@ -160,7 +161,7 @@ class XRay(Recorder):
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
             reason = _reason(error)
         self._rewind(start)
-        self._log(known.name, func, args, kwargs, result)
+        self._log(known, args, kwargs, result)
         return result, {"opened": False, "note": reason}
 
     def _attend(
@@ -260,12 +261,12 @@ class XRay(Recorder):
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step and write it down."""
         result = func(*args, **kwargs)
-        self._log(about(func).name, func, args, kwargs, result)
+        self._log(about(func), args, kwargs, result)
         return result
 
     def _runs_steps(self, given: Tensor, shapes_only: bool) -> bool:
         """Whether steps are run; they are described alone where nobody keeps what comes of them, or it is too much."""
-        return (self._keep and not shapes_only) or given.is_meta
+        return (self._kept is not None and not shapes_only) or given.is_meta
 
     def _tell_later(
         self,
@@ -278,7 +279,7 @@ class XRay(Recorder):
     ) -> None:
         """Note that a kernel is to be told in steps when the run is over; neither holds a tensor of the run."""
         place = len(self._entries)
-        self._log(about(func).name, func, args, kwargs, result)
+        self._log(about(func), args, kwargs, result)
         self._entries[place] = (partial(self._tell, self._entries[place], steps, check, len(self._kernels) - 1),)
 
     def _tell(self, whole: Entry, steps: Callable[[Do], Sequence[Any]], check: Check | None, place: int) -> list[Entry]:
@@ -309,18 +310,18 @@ class XRay(Recorder):
     def _sketch(self, tensor: Tensor) -> Sketch:
         return Sketch.of(tensor, self._look(tensor))
 
-    def _run_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
-        written = self._about_to_write(about(func), args, kwargs)
+        written = self._about_to_write(known, args, kwargs)
         result = func(*args, **kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "out"}
-        name = about(func).name.removesuffix("out") + "default"
-        self._log(name, func, args, rest, result, kind="compute", written=written)
+        plain = replace(known, name=known.name.removesuffix("out") + "default")
+        self._log(plain, args, rest, result, kind="compute", written=written)
         return result
 
     def _link(self, name: str, made: Tensor, result: Any) -> None:
         """Lead from the last step to what the kernel itself has made."""
-        self._log(RESULT, None, (made,), {"kernel": name}, result, kind="copy")
+        self._log(LINK, (made,), {"kernel": name}, result, kind="copy")
 
     def _rewind(self, start: tuple[int, int]) -> None:
         """Forget the operations that were recorded since, and the kernels."""
