@@ -140,5 +140,5 @@ def _worst(given: Tensor, made: Tensor) -> tuple[tuple[int, ...], int]:
     if not math.isfinite(largest):
         same = (given == made) | (given.isnan() & made.isnan())
         apart = apart.nan_to_num(nan=math.inf).masked_fill(same, 0.0)
-    *head, row, _ = (int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    *head, row, _ = _at(int(apart.argmax()), apart.shape)
     return tuple(head), row
