@@ -271,19 +271,26 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda wor
     """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
     module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
         for step in range(steps):
             tick(f"step {step + 1:,} of {steps:,}")
-            optimizer.zero_grad()
+            module.zero_grad()
             loss = copied.loss()
             with copied.backward():
                 loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            optimizer.step()
+            _descend(module)
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())
     return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+
+
+def _descend(module: nn.Module) -> None:
+    """Take one step of plain gradient descent, as torch.optim.SGD does: that one imports torch.compile, in a second."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
 @contextmanager
