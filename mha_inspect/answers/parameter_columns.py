@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..naming.parameter_words import ParameterRole
 from ..reports.params import HeadCountColumn
-from ..text import listed
+from ..text import first_few, listed
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,9 @@ def _sentence(counted: Sequence[Counted], changes: Sequence[_Change]) -> str:
 
 
 def _describe(baseline: int, change: _Change) -> str:
-    parts = []
-    if change.shapes:
-        parts.append(_shortened(change.shapes))
-    if change.new:
-        parts.append(f"{len(change.new)} new: {_shortened(change.new)}")
-    if change.gone:
-        parts.append(f"{len(change.gone)} gone: {_shortened(change.gone)}")
-    if change.values:
-        parts.append(f"other values in {_shortened(change.values)}")
-    return f"From {baseline} to {change.num_heads} heads the parameters change: {'; '.join(parts)}."
-
-
-def _shortened(names: tuple[str, ...]) -> str:
-    """The first three, and how many more."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    shapes, new, gone, values = (
+        first_few(names, 3) for names in (change.shapes, change.new, change.gone, change.values)
+    )
+    parts = [shapes, new and f"{len(change.new)} new: {new}", gone and f"{len(change.gone)} gone: {gone}"]
+    parts.append(values and f"other values in {values}")
+    return f"From {baseline} to {change.num_heads} heads the parameters change: {'; '.join(filter(None, parts))}."

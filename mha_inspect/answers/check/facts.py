@@ -11,6 +11,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
+from ...text import first_few
 from .bench import Bench, NotPossibleError
 from .evidence import MOST_HEADS
 from .gradients import gradients_of, weight_of
@@ -35,8 +36,7 @@ def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> It
     for words, picture, module in told:
         groups.setdefault((words, picture), []).append(module)
     for (words, picture), modules in groups.items():
-        where = f" in {modules[0]}" if len(groups) > 1 and any(modules) else ""
-        where += f" and {len(modules) - 1} more" if where and len(modules) > 1 else ""
+        where = f" in {first_few(modules, 1)}" if len(groups) > 1 and any(modules) else ""
         if words:
             yield Fact(name, words + where, picture)
 

@@ -78,12 +78,6 @@ class Match:
     heads: tuple[int, ...]
     """For each head on the right the one on the left."""
     rotary: str
-    same_bits: bool
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether nothing is in another place."""
-        return self.heads == tuple(range(len(self.heads))) and not self.rotary
 
 
 def matched(part: str, left: Numbers, right: Numbers) -> Match | None:
@@ -102,10 +96,8 @@ def matched(part: str, left: Numbers, right: Numbers) -> Match | None:
         for rotary, order in ways:
             own = left[source] if order is None else left[source][:, order]
             heads = _heads_matched(own, right[part])
-            if heads is not None:
-                found = distance(own[list(heads)], right[part])
-                if found.within_rounding:
-                    return Match(source, heads, rotary, found.same_bits)
+            if heads is not None and distance(own[list(heads)], right[part]).within_rounding:
+                return Match(source, heads, rotary)
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 
 from ...reports.checkpoint_diff import CheckpointDiffReport, PartPair, TensorVerdict
-from ...text import listed, percent, plural, shown, spans
+from ...text import first_few, listed, percent, plural, shown, spans
 
 _NAMED = 5
 """Heads that the answer names."""
@@ -58,8 +58,7 @@ def _orders(parts: Iterable[PartPair]) -> Iterator[str]:
         if moved:
             ways.setdefault(_order(own, moved), []).append(module)
     for way, modules in ways.items():
-        where = shown(modules[0]) or "the file"
-        yield f"In {where}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''} {way}"
+        yield f"In {first_few([shown(module) or 'the file' for module in modules], 1)} {way}"
 
 
 def _order(own: list[PartPair], moved: list[PartPair]) -> str:
