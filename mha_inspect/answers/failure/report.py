@@ -19,6 +19,7 @@ from ...text import MESSAGE, message_of, shortened
 from ..trace import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call
 from .causes import find_cause
+from .operand import ATTENTION, LAYERS
 from .reached import Reached, reach
 from .scene import Scene, clash
 from .site import Site, site_of
@@ -92,7 +93,7 @@ def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in
     base, name = ("", "") if call is None else (call.base, call.name)
     if layer is not None:
         attends = isinstance(layer.module, nn.MultiheadAttention)
-        base, name = ("multi_head_attention", "nn.MultiheadAttention") if attends else ("transformer", "nn.Transformer")
+        base, name = (ATTENTION, "nn.MultiheadAttention") if attends else (LAYERS[-1], "nn.Transformer")
     operands = tuple(operands_of(site, reading, recorder.identify, seen.recording))
     batch_first = layer is None or bool(getattr(layer.module, "batch_first", True))
     reached = reach(seen, base, operands if known else (), batch_first=batch_first)
