@@ -152,10 +152,8 @@ def _read_off(own: Subject, seen: Run, per_head: bool) -> _Known:
 
 
 def _counted(own: Subject, seen: Run) -> Counted:
-    """A subject under its head count, which its spec or the first attention in its run tells."""
+    """A subject under its head count, which the first attention in its run tells."""
     parameters = {name: parameter.detach() for name, parameter in own.module.named_parameters()}
-    if isinstance(own, Layer):
-        return Counted(own.spec.num_heads, int(own.spec.head_dim), parameters, roles_of(seen))
     if not seen.attentions:
         raise InputError(
             f"No attention was found in the forward of {own.label or type(own.module).__qualname__}, so that nothing "
