@@ -21,9 +21,11 @@ def answer(report: CheckpointDiffReport) -> Iterator[str]:
     if verdicts["same bits"] == number and not (report.only_left or report.only_right or renamed):
         yield f"Yes: all {plural(number, 'tensor')} are the same bit for bit."
         return
+    rounded = [one for one in report.tensors if one.verdict == "same within rounding"]
+    dtypes = sorted({dtype for one in rounded for dtype in (one.left_dtype, one.right_dtype)})
     words: dict[TensorVerdict, str] = {
         "same bits": "the same bit for bit",
-        "same within rounding": f"the same within the rounding of {listed(_dtypes(report))}",
+        "same within rounding": f"the same within the rounding of {listed(dtypes)}",
         "same, permuted": "the same numbers in another order",
         "differs": "different",
         "other shape": "of another shape",
@@ -40,11 +42,6 @@ def answer(report: CheckpointDiffReport) -> Iterator[str]:
         yield f"{note[0].upper()}{note[1:]}."
     yield from _orders(report.parts)
     yield from _most_changed(report.parts)
-
-
-def _dtypes(report: CheckpointDiffReport) -> list[str]:
-    pairs = [one for one in report.tensors if one.verdict == "same within rounding"]
-    return sorted({dtype for one in pairs for dtype in (one.left_dtype, one.right_dtype)})
 
 
 def _orders(parts: Iterable[PartPair]) -> Iterator[str]:
