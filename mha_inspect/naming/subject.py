@@ -34,11 +34,14 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 @dataclass(frozen=True)
 class State:
-    """Generators and buffers at one moment."""
+    """What a run may change, at one moment: generators, buffers, and what modules hold by name."""
 
     cpu: torch.Tensor
     gpus: dict[int, torch.Tensor]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    contents: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each buffer with a copy of its content."""
+    held: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
+    """Each module with its attributes and its buffers by name."""
 
     def restore(self) -> None:
         """Put everything back to this moment."""
@@ -46,8 +49,24 @@ class State:
         for gpu, numbers in self.gpus.items():
             torch.cuda.set_rng_state(numbers, gpu)
         with torch.no_grad():
-            for buffer, content in self.buffers:
+            for buffer, content in self.contents:
                 buffer.copy_(content)
+        for module, attributes, buffers in self.held:
+            vars(module).clear()
+            vars(module).update(_shallow(attributes))
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of lists and dicts, which a run may add to: a cache, a log."""
+    return {
+        name: copy.copy(value) if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE else value
+        for name, value in attributes.items()
+    }
 
 
 def seed_everything(seed: int) -> None:
@@ -181,11 +200,12 @@ class Subject:
         return replace(self, args=args, kwargs=kwargs)
 
     def state(self) -> State:
-        """What a run may change: the generators and the module's buffers."""
+        """Return what a run may change, as it is now."""
         return State(
             torch.get_rng_state(),
             {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
             [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
+            [(part, _shallow(vars(part)), dict(part._buffers)) for part in self.module.modules()],
         )
 
     @contextmanager
