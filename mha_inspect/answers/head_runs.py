@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
 from ..record.rounding import rounding_error
@@ -75,7 +76,11 @@ class HeadRun:
             return self.look(None).output_floor()
         dtype = torch.float32 if self.nearest.dtype == "float64" else torch.float64
         other: list[Tensor] = []
-        run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
+        try:
+            run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
+        except InputError:
+            self.nearest.measured_against = "half a digit"
+            other.append(self._plain(self.own.shaken()))
         return rounding_error(self.output, other[0]) * self.nearest.unit
 
     def _plain(self, own: Subject) -> Tensor:

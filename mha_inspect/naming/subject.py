@@ -172,6 +172,22 @@ class Subject:
         module = copy_module(self.module).to(device=device, dtype=dtype)
         return replace(self, module=module, grad=False).with_arguments_of(self, dtype)
 
+    def shaken(self) -> Subject:
+        """Return it with every number that goes into it off by half a last digit, without a copy of the module."""
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def off(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1).to(value.device)
+            # A number is at most half a last digit off what it stands for, and a product as much off what it comes to.
+            half = signs * (torch.finfo(value.dtype).eps / 2)
+            return (value.detach().double() * (1 + half.double())).to(value.dtype)
+
+        parameters = {name: off(parameter) for name, parameter in self.module.named_parameters()}
+        args, kwargs = changed((self.args, self.kwargs), off)
+        return replace(self, module=_With(self.module, parameters), args=args, kwargs=kwargs, without_ones=None)
+
     def fresh(self) -> Subject:
         """Return it with what a run may change in copies of its own, and with the same parameters.
 
@@ -222,6 +238,18 @@ class Subject:
         """The CUDA devices whose generators a run may draw from."""
         tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+
+
+class _With(nn.Module):
+    """A module that runs with other parameters."""
+
+    def __init__(self, module: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.module, self.instead = module, parameters
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.module, self.instead, args, kwargs)
 
 
 def _fresh(value: Any) -> Any:

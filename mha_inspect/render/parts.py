@@ -7,7 +7,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from .. import text
-from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
+from ..reports.common import Environment, LayerInfo, Measured, Stats, Values, Verdict
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, table
 
 if TYPE_CHECKING:
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""
+
+MEASURED: dict[Measured, str] = {
+    "float64": "measured against float64",
+    "half a digit": "measured with weights and inputs off by half a last digit, for no copy of it runs in float64",
+}
 
 VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
 
