@@ -86,8 +86,9 @@ def inside(module: str, *places: str) -> bool:
 
 def test_the_sources_are_read_right() -> None:
     assert {"record.ops"} <= own("record.recorder")
-    assert own("layers.catalog") == {"errors", "text"}  # spec and inputs are for types only
+    assert own("layers.catalog") == {"errors", "text", "layers.building"}  # the spec is for types only
     assert "torch" in imports("record.recorder", at_import=True)
+    assert "layers.building" not in own("layers.catalog", at_import=True)
     assert "torch" in imports("targets.memory")
     assert "torch" not in imports("targets.memory", at_import=True)
 

@@ -18,7 +18,7 @@ from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
 from ..record.arguments import first_tensor, tensors_in
 from ..record.rounding import STEP, rounding_error
-from ..reports.common import Measured
+from ..reports.common import MeasuredAgainst
 from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of
@@ -70,7 +70,7 @@ class Look:
         self._wider = wider or WiderRun(own)
         self._copied = copied or own.copied
         self._contents: dict[tuple[int, str], Tensor | None] = {}
-        self.measured_against: Measured = "float64"
+        self.measured_against: MeasuredAgainst = "float64"
         """What rounding is measured against: known once it is."""
 
     @property

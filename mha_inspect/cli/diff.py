@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from ..reports.diff import DiffReport, SideName
 from ..text import shown
 from . import subject
 from .completion import names_in_file
-from .options import FORMS, NUMBERS, FailIf, Options, command, is_target, option
+from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, option
 from .output import give, prepare
 
 if TYPE_CHECKING:
@@ -41,15 +41,17 @@ def _names(incomplete: str) -> list[str]:
 
 
 def _side(help: str, default: str) -> Any:
-    return typer.Argument(help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
+    return typer.Argument("", help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
 
 
-def _own(side: SideName, what: str, help: str, metavar: str, **settings: Any) -> Any:
-    return option(f"--{side}-{what}", PANEL, help.format(side=side), metavar=metavar, **settings)
+def _settings(side: SideName) -> Any:
+    said = f"A setting, or an argument, of the {side} side alone; again for another."
+    return option(PANEL, said, metavar="KEY=VALUE")
 
 
-_SET = "A setting, or an argument, of the {side} side alone; again for another."
-_MODULE = "The {side} side is this module of its target, called as the target calls it."
+def _module(side: SideName) -> Any:
+    said = f"The {side} side is this module of its target, called as the target calls it."
+    return option(PANEL, said, metavar="PATH", show_default="the whole target")
 
 
 @command(
@@ -59,26 +61,18 @@ _MODULE = "The {side} side is this module of its target, called as the target ca
 )
 def diff(
     options: Options,
-    left: Annotated[
-        str,
-        _side(
-            f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
-        ),
-    ] = "",
-    right: Annotated[
-        str,
-        _side(
-            "Another layer, or another module of your own.",
-            "LEFT under other settings, or else per-head; --layer beside a module of your own",
-        ),
-    ] = "",
-    left_set: Annotated[list[str] | None, _own("left", "set", _SET, "KEY=VALUE")] = None,
-    right_set: Annotated[list[str] | None, _own("right", "set", _SET, "KEY=VALUE")] = None,
-    left_module: Annotated[str | None, _own("left", "module", _MODULE, "PATH", show_default="the whole target")] = None,
-    right_module: Annotated[
-        str | None, _own("right", "module", _MODULE, "PATH", show_default="the whole target")
-    ] = None,
-    fail_if: FailIf = None,
+    left: str = _side(
+        f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
+    ),
+    right: str = _side(
+        "Another layer, or another module of your own.",
+        "LEFT under other settings, or else per-head; --layer beside a module of your own",
+    ),
+    left_set: list[str] | None = _settings("left"),
+    right_set: list[str] | None = _settings("right"),
+    left_module: str | None = _module("left"),
+    right_module: str | None = _module("right"),
+    fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
     """Give two layers the same weights and the same input, and show stage by stage where they part ways.
 

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
@@ -31,41 +31,25 @@ _VARIABLE = "MHA_INSPECT_PICTURE"
 _MOST_TOKENS = 1 << 20
 """Bytes of a file of tokens."""
 
-StageOption = Annotated[
-    str | None,
-    option(
-        "--picture",
-        PANEL,
-        "Draw this stage, a heat map for each head: weights, scores or any other.",
-        known=STAGES,
-        metavar="STAGE",
-    ),
-]
-HeadOption = Annotated[
-    str, option("--head", PANEL, "The heads to draw, as in 0,3-5.", metavar="N,N-N", show_default="all")
-]
-RowOption = Annotated[int, size("--batch-row", PANEL, "The row of the batch to draw.")]
-TokensOption = Annotated[
-    str | None,
-    option(
-        "--tokens",
-        PANEL,
-        "What stands at each place, to label the axes: a file with one a line, or a comma list.",
-        metavar="FILE|A,B,...",
-        show_default="numbers",
-    ),
-]
-
-
-TextOption = Annotated[
-    str | None,
-    option(
-        "--text",
-        PANEL,
-        "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
-        metavar="TEXT",
-    ),
-]
+STAGE = option(
+    PANEL,
+    "Draw this stage, a heat map for each head: weights, scores or any other.",
+    known=STAGES,
+    metavar="STAGE",
+)
+HEAD = option(PANEL, "The heads to draw, as in 0,3-5.", "", metavar="N,N-N", show_default="all")
+ROW = size(PANEL, "The row of the batch to draw.", 0)
+TOKENS = option(
+    PANEL,
+    "What stands at each place, to label the axes: a file with one a line, or a comma list.",
+    metavar="FILE|A,B,...",
+    show_default="numbers",
+)
+TEXT = option(
+    PANEL,
+    "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
+    metavar="TEXT",
+)
 
 
 def is_wanted(flag: bool) -> bool:

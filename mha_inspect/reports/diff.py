@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .common import Environment, LayerInfo, Measured, Verdict
+from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
 from .trace import OpRef, Path
 
 SideName = Literal["left", "right"]
@@ -30,7 +30,7 @@ class DiffSide:
     rounding_error: float | None
     """Largest distance of the plain output from the same computation in float64; None where it is float64 itself, or
     where dropout is at work."""
-    measured_against: Measured = "float64"
+    measured_against: MeasuredAgainst = "float64"
     """What that, and the rounding error of its stages, is measured against."""
 
 
