@@ -276,7 +276,7 @@ class Options:
         Raises `SpecError` where two of them contradict each other.
         """
         options, context = cls(**values), get_current_context()
-        sources = {name: context.get_parameter_source(name) for name in context.params}
+        sources = {name: context.get_parameter_source(name) for name in values}
         named = {name: source.name for name, source in sources.items() if source is not None}
         options.given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
         options.typed = frozenset(name for name in options.given if named[name] == "COMMANDLINE")
@@ -305,7 +305,7 @@ class Options:
 
         Raises `SpecError` otherwise.
         """
-        unused = sorted((self.typed & {*vars(Options)}) - {*used, *OUTPUTS})
+        unused = sorted(self.typed - {*used, *OUTPUTS})
         if unused:
             flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
             raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
