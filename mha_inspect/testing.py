@@ -9,12 +9,13 @@ from torch import nn
 
 from .answers.check.check import check
 from .answers.check.intent import Intent
-from .api import LiveAttention, trace
+from .api import trace
 from .graph.attention import Attention
 from .measure.stage_difference import StageDifference, compare_stage, stage_noise
 from .naming.canonical import contents_of
 from .naming.stages import STAGES
 from .naming.subject import Run, Subject
+from .notebook.live import LiveAttention
 from .record.arguments import cast_tensors, copy_module
 
 

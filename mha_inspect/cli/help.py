@@ -8,7 +8,7 @@ from typing import Any
 from typer import style
 from typer.core import TyperCommand, TyperGroup
 
-from .screen import in_color
+from ..render.screen import in_color
 
 
 class _Grouped:

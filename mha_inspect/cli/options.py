@@ -14,8 +14,8 @@ from typer.models import OptionInfo
 
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS
+from ..render import screen
 from ..text import did_you_mean, shown
-from . import screen
 from .completion import names_in_file
 from .help import GroupedCommand, examples
 

@@ -13,10 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
+from ..render.export import ExportFormat, Target
+from ..render.screen import colours, columns, in_color
 from ..text import shown
-from .export import ExportFormat, Target
 from .options import Options, option, size
-from .screen import colours, columns, in_color
 
 if TYPE_CHECKING:
     from ..answers.look import Look

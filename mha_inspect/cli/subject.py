@@ -12,12 +12,12 @@ from ..errors import SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..render.screen import Tick, progress
 from ..targets.vocabulary import Flags
 from ..text import shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target
 from .process import resume_collection
-from .screen import Tick, progress
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
