@@ -224,7 +224,7 @@ def keep_weights(seen: "list[tuple[int, list[Attended]]]", count: int, look: "Lo
         found = {stage: look.get(place, stage) for stage in ("scores", "masked_scores", "weights")}
         held = {stage: tensor for stage, tensor in found.items() if tensor is not None}
         name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
-        attended.append(Attended(name, count, count, lambda held=held: held))  # type: ignore[misc]
+        attended.append(Attended(name, count, count, partial(dict, held)))
     seen.append((count, attended))
 
 

@@ -165,12 +165,16 @@ class Section(_Cleaned):
 
 @dataclass(frozen=True)
 class Page(_Cleaned):
-    """The page."""
+    """The page. Sections with nothing in them are taken out when it is made."""
 
     title: str
     detail: str
     subtitle: str
     sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set(self, "sections", tuple(section for section in self.sections if section.blocks or section.title))
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")
