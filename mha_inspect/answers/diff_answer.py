@@ -43,16 +43,8 @@ def stage_note(stage: str, *sides: tuple[str, frozenset[str]]) -> str:
     return "an axis of it has no name on one side: not compared"
 
 
-def notes(
-    report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None
-) -> tuple[str, ...]:
+def notes(report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None) -> Iterator[str]:
     """Say what a reader should not miss beside the answer: which sides drop elements, how many attentions each has."""
-    return tuple(_notes(report, drop, counts, blocked))
-
-
-def _notes(
-    report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None
-) -> Iterator[str]:
     labels = [report.left.label, report.right.label]
     for label, count in zip(labels, counts, strict=True):
         if not count:

@@ -68,16 +68,13 @@ def drops_at_random(seen: Run) -> bool:
 def proof_of(seen: Run) -> Proof:
     """Return how near the steps of the run's kernels come to what the kernels gave: of all of them, the farthest."""
     kernels = seen.recording.kernels
-    opened = [kernel for kernel in kernels if kernel.opened]
-    if not opened and any(tensor.is_meta for _, tensor in tensors_in(seen.returned)):
-        return Proof(None, None, None, "device meta has shapes and no numbers")
-    if not kernels:
+    meta = any(tensor.is_meta for _, tensor in tensors_in(seen.returned))
+    if not kernels and not meta:
         return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
-    checked = [(kernel.check, kernel) for kernel in opened if kernel.check is not None]
+    checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
     if not checked:
-        meta = any(tensor.is_meta for _, tensor in tensors_in(seen.returned))
-        return Proof(None, None, None, "; ".join(["device meta has shapes and no numbers"] if meta else notes))
+        return Proof(None, None, None, "device meta has shapes and no numbers" if meta else "; ".join(notes))
     worst, kernel = max(checked, key=lambda one: (one[0].times, one[0].difference))
     if worst.verdict == "differs":
         notes = {f"{_short(kernel)} differs": None, **notes}

@@ -322,12 +322,8 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
 
 def _settings(op: Op) -> str:
     """The arguments that are no tensors, as Python would write them."""
-
-    def plain(value: Any) -> bool:
-        return not isinstance(value, TensorRef) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
-
-    parts = [_written(value) for value in op.args if plain(value)]
-    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
+    parts = [_written(value) for value in op.args if not _holds_tensor(value)]
+    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _holds_tensor(value)]
     return ", ".join(parts)
 
 

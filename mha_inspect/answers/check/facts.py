@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,17 +15,37 @@ from .bench import Bench, NotPossibleError
 from .evidence import MOST_HEADS
 from .gradients import gradients_of, weight_of
 from .masks import mask_facts
-from .sight import sights
 from .tokens import Flow, LostError
 
 
 def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
     """Yield what is so; with `runs` also what more runs tell."""
-    yield from _scales(bench)
-    yield from _over(bench)
-    yield from _sights(bench)
+    every = bench.seen.attentions
+    scales = ((f"{scale_words(found, names)} (head_dim {names.head_dim})", (), found.module) for found, names in every)
+    yield from _by_words("scale", scales)
+    yield from _by_words("attended over", ((_over(found, names), (), found.module) for found, names in every))
+    yield from _by_words("who sees whom", ((sight.words(), sight.picture, sight.module) for sight in bench.sights))
     if runs:
         yield from mask_facts(bench)
+
+
+def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> Iterator[Fact]:
+    """Yield what is told of attentions, once: words, a picture, and the module of each; nothing for no words."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for words, picture, module in told:
+        groups.setdefault((words, picture), []).append(module)
+    for (words, picture), modules in groups.items():
+        where = f" in {modules[0]}" if len(groups) > 1 and any(modules) else ""
+        where += f" and {len(modules) - 1} more" if where and len(modules) > 1 else ""
+        if words:
+            yield Fact(name, words + where, picture)
+
+
+def _over(found: Attention, names: AxisNames) -> str:
+    """What is attended over, where it is not the keys."""
+    if found.over_queries:
+        return "the queries, which compete for each key"
+    return "the features of a head, not positions" if names.over_features else ""
 
 
 def scale_words(found: Attention, names: AxisNames) -> str:
@@ -47,40 +67,6 @@ def scale_words(found: Attention, names: AxisNames) -> str:
         if math.isclose(found.scale, value, rel_tol=1e-3):
             return "1: none" if name == "none" else f"{found.scale:.4g} = {name}"
     return f"{found.scale:.4g}, {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
-
-
-def _scales(bench: Bench) -> Iterator[Fact]:
-    groups: dict[str, list[str]] = {}
-    for found, names in bench.seen.attentions:
-        groups.setdefault(f"{scale_words(found, names)} (head_dim {names.head_dim})", []).append(found.module)
-    for words, modules in groups.items():
-        yield Fact("scale", words + _where(modules, len(groups)))
-
-
-def _over(bench: Bench) -> Iterator[Fact]:
-    """Yield what is attended over, where it is not the keys."""
-    groups: dict[str, list[str]] = {}
-    for found, names in bench.seen.attentions:
-        words = "the features of a head, not positions" if names.over_features else ""
-        words = "the queries, which compete for each key" if found.over_queries else words
-        groups.setdefault(words, []).append(found.module)
-    for words, modules in groups.items():
-        if words:
-            yield Fact("attended over", words + _where(modules, len(groups)))
-
-
-def _where(modules: list[str], groups: int) -> str:
-    if groups == 1 or not any(modules):
-        return ""
-    return f" in {modules[0]}" + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
-
-
-def _sights(bench: Bench) -> Iterator[Fact]:
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for sight in sights(bench):
-        groups.setdefault((sight.words(), sight.picture), []).append(sight.module)
-    for (words, picture), modules in groups.items():
-        yield Fact("who sees whom", words + _where(modules, len(groups)), picture)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from .reached import PRODUCTS, Reached
 
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that stretch their operands over one another, by their names without underscores."""
+ATTENTION, SDPA = "multi_head_attention", "scaled_dot_product_attention"
+LAYERS = (ATTENTION, "transformer")
+"""Layers of torch that hold attention."""
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that divide dimensions, or put them together."""
 
@@ -134,7 +137,7 @@ def clash(scene: Scene) -> str:
         return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: a product takes one dtype."
     if scene.pair is not None:
         return _of_product(*scene.pair)
-    if scene.base in ("scaled_dot_product_attention", "multi_head_attention", "transformer", "einsum"):
+    if scene.base in (SDPA, *LAYERS, "einsum"):
         return _alike(given) + "."
     if scene.base in VIEWS and given:
         return _of_view(scene)
