@@ -153,6 +153,11 @@ class Verbatim(_Cleaned):
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
 
 
+def apart(before: Block | None, block: Block) -> bool:
+    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
+    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
+
+
 @dataclass(frozen=True)
 class Section(_Cleaned):
     """A part of the page under a title; without one it goes on from the part before."""
