@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...naming.subject import Subject
-from ...record.arguments import changed
+from ...record.arguments import with_copies
+from ...targets.layout import batch_axis_in_words
 from ...text import did_you_mean
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
 """Arguments of these names hold no tokens."""
-_BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
 _ANY = inspect.signature(lambda *args, **kwargs: None)
 """Of a forward that does not tell its own."""
 
@@ -74,10 +74,7 @@ class Arguments:
             elif name in given and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 given[name] = tuple(left.pop(f"{name}.{place}", item) for place, item in enumerate(given[name]))
         bound = inspect.BoundArguments(self._bound.signature, given)
-        copied: tuple[tuple[Any, ...], dict[str, Any]] = changed(
-            (bound.args, bound.kwargs), lambda value: value.detach().clone() if isinstance(value, Tensor) else value
-        )
-        return copied
+        return with_copies((bound.args, bound.kwargs))
 
 
 @dataclass(frozen=True)
@@ -163,15 +160,7 @@ def batch_axis_of(bench: Bench) -> tuple[int, bool]:
         return declared, True
     if isinstance(own, bool):
         return (0 if own else 1), True
-    try:
-        code = inspect.getsource(type(bench.module).forward)
-    except (OSError, TypeError):
-        return 0, False
-    unpacked = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *$"
-    for line in re.finditer(unpacked, code, re.MULTILINE):
-        if re.search(rf"\b{line[3]}\b[^=\n]*(?<![=!<>])=(?!=)", code[code.find(":\n") : line.start()]):
-            continue  # something else by then
-        for axis, name in enumerate(line.groups()[:2]):
-            if name.lower() in _BATCH and line[3] in bench.values:
-                return axis, True
+    told = batch_axis_in_words(bench.module, bench.values)
+    if told is not None:
+        return told[0], True
     return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in bench.values.items())

@@ -90,7 +90,9 @@ def parameters(bench: Bench) -> Iterator[Finding]:
     for found, _, _ in kinds(bench.seen):
         yield from _unused(bench, living, found, told)
         yield from _unread_features(bench, living, found, told)
-    if not bench.on_meta:
+    if bench.on_meta:
+        bench.asides["parameters"].append("on meta nothing tells whether each gets a gradient: use --device cpu")
+    else:
         yield from _without_gradient(bench, living, told)
 
 
