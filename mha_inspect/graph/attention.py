@@ -7,16 +7,16 @@ product with the values; from the operands of those two products back to the pro
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import isclose, prod
 
 from ..record.ops import Op, Recording, TensorRef
-from .dimensions import Axis, wide
 from .found import Attention, Mixing
 from .loops import merge_branches
 from .pairing import Meeting, mixing_of, moved_for, score_product, softmaxed_side, value_product
 from .products import Product
+from .projections import Projection, Projections, adds_up
 from .scores import multiply, read_scoring
 from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
 from .walk import Graph, Step, inside
@@ -50,22 +50,13 @@ def _is_dispatch(graph: Graph, own: Attention, every: list[Attention]) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Projection:
-    """A product with a parameter that made heads, and the operations from it to them, in order."""
-
-    op: Op
-    path: tuple[Op, ...]
-    earlier: tuple[Op, ...] = ()
-    """Projections down to something narrower that came before, in order."""
-
-
 class _Finder:
     """Finds the stages around one softmax."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.recording = graph.recording
+        self.projections = Projections(graph)
 
     def attention(self, op: Op) -> Attention | None:
         """The attention whose softmax an operation completes; None where it completes none of an attention."""
@@ -105,8 +96,8 @@ class _Finder:
         scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
         keys = scored.left_rows if key_first else scored.right_columns
         values = summed.left_inner if value_first else summed.right_inner
-        ends = self._projections(stages, product.op.module, {"key": set(keys), "value": set(values)})
-        projections = self._project(stages, ends)
+        ends = self.projections.behind(stages, product.op.module, {"key": set(keys), "value": set(values)})
+        projections = self.projections.put_before(stages, ends)
         if not (scoring.masks and scoring.masks[0] is product.op):
             stages["scores"] = scoring.scores
         if scoring.masks or scoring.bent:
@@ -187,7 +178,7 @@ class _Finder:
         summed = behind.inputs[0].numel / max(behind.output.numel, 1)
         return not isclose((self.graph.scale_of(op) or 0) * summed, 1, rel_tol=1e-6)
 
-    def _early_scale(self, end: _Projection) -> float | None:
+    def _early_scale(self, end: Projection) -> float | None:
         """What was multiplied in between a projection and its heads, after the last norm."""
         after = max((place for place, op in enumerate(end.path) if self._norms(op)), default=-1)
         return multiply(self.graph.scale_of(op) for op in end.path[after + 1 :] if self._scales(op))
@@ -201,145 +192,6 @@ class _Finder:
         smaller = min(op.inputs, key=_elements)
         return self.graph.is_weight(smaller) or _elements(smaller) * op.output.shape[-1] == op.output.numel
 
-    # -- projections --------------------------------------------------------------------------------------------------
-
-    def _projections(
-        self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
-    ) -> dict[str, _Projection]:
-        """The projections of query, key and value, those that there are."""
-        query = self._projection(stages["q_heads"], module, set())
-        like = None if query is None else self._origin(query.op)
-        found = {"query": query} | {
-            name: self._projection(stages[f"{name[0]}_heads"], module, positions[name], like)
-            for name in ("key", "value")
-        }
-        ends = {name: end for name, end in found.items() if end is not None}
-        for name, end in ends.items():
-            others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
-            ends[name] = self._with_earlier(end, module, others)
-        return ends
-
-    def _project(self, stages: dict[str, TensorRef], ends: dict[str, _Projection]) -> dict[str, Op]:
-        """Put the projections and what they project before the heads; return their products."""
-        before: dict[str, TensorRef] = {}
-        for name, end in ends.items():
-            op = end.earlier[0] if end.earlier else end.op
-            source = self.graph.before_flattening(self.graph.before_call(op, self.graph.projected(op)), op.module)
-            origin = self.graph.before_moves(source)
-            before[name] = origin if origin.id in self.recording.input_ids else source
-        projected = {f"{name[0]}_proj": self._projected(name, ends) for name in ends}
-        heads = dict(stages)
-        stages.clear()
-        stages.update(before)
-        stages.update(projected)
-        stages.update(heads)
-        return {name: end.op for name, end in ends.items()}
-
-    def _through(self, op: Op) -> bool:
-        """What may stand between a projection and heads."""
-        return not self.graph.operands(op) and (
-            op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
-        )
-
-    def _origin(self, op: Op) -> int:
-        """The id of what a projection projects, before it was moved about."""
-        return self.graph.before_moves(self.graph.projected(op)).id
-
-    def _projection(
-        self, heads: TensorRef, module: str, positions: set[Axis], like: int | None = None
-    ) -> _Projection | None:
-        """The nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
-
-        Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
-        that gives `positions` makes fewer keys of many, and is passed where the features come from another.
-        """
-        nearest: _Projection | None = None
-        along: _Projection | None = None
-        for step in self.graph.back(heads, lambda op: self._through(op) or self._gives(op, positions)):
-            op = self.recording.producer(step.tensor)
-            if op is None or not self.graph.is_projection(op):
-                continue
-            end = _Projection(op, tuple(reversed(step.path)))
-            if self._gives(op, positions):
-                along = along or end
-            elif nearest is None:
-                own = inside(op.module, module)
-                if not own and (along or any(passed.does("norms") for passed in step.path)):
-                    break
-                nearest = end
-                added = like is not None and any(map(self._adds, step.path)) and not self._is_of(end, like)
-                if not added and not any(passed.base_name == "cat" for passed in step.path):
-                    break
-            elif self._is_of(end, like) or (inside(op.module, module) and self._feeds(nearest.op, op)):
-                return end
-        return nearest or along
-
-    def _gives(self, op: Op, positions: set[Axis]) -> bool:
-        """Whether a projection makes positions, and no features."""
-        mixing = mixing_of(self.graph, op) if positions else None
-        dim = () if mixing is None else self.graph.dimensions.of(op.output)[mixing.place]
-        given = set(wide(dim))
-        return bool(given) and given <= positions
-
-    def _adds(self, op: Op) -> bool:
-        """Whether this adds up two tensors that come from what is given."""
-        return op.base_name.rstrip("_") == "add" and sum(map(self.graph.comes_from_inputs, op.inputs)) > 1
-
-    def _is_of(self, end: _Projection, like: int | None) -> bool:
-        """Whether a projection, one of several that are added up, projects a tensor, by its id."""
-        return self._origin(end.op) == like and any(map(self._adds, end.path))
-
-    def _feeds(self, first: Op, second: Op) -> bool:
-        """Whether one projection projects what another gives."""
-        steps = self.graph.back(self.graph.projected(second), self._through) if first is not second else ()
-        return any(self.recording.producer(step.tensor) is first for step in steps)
-
-    def _with_earlier(self, end: _Projection, module: str, others: set[int]) -> _Projection:
-        """With the projections before it, down to something narrower, in the same module and for this side alone."""
-        earlier: list[Op] = []
-        op = end.op
-        while len(earlier) < 3:
-            latent = self.graph.projected(op)
-            found = self._projection(latent, module, set())
-            if found is None or not inside(found.op.module, module) or not latent.shape:
-                break
-            source = self.graph.projected(found.op)
-            narrow = latent.shape[-1] < min(source.shape[-1], op.output.shape[-1])
-            if not narrow or found.op.index in others or self._adds_up(found.path):
-                break
-            earlier.insert(0, found.op)
-            op = found.op
-        return _Projection(end.op, end.path, tuple(earlier))
-
-    def _adds_up(self, path: Iterable[Op]) -> bool:
-        """Whether two tensors of one size are added up on the way."""
-        return any(
-            op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1 for op in path
-        )
-
-    def _projected(self, name: str, ends: dict[str, _Projection]) -> TensorRef:
-        """What a projection gives: the end of its call, or where it is shared, what is unpacked for this one alone."""
-        end = ends[name]
-        whole = self.graph.after_projection(end.op)
-        others = [other.path for side, other in ends.items() if side != name and other.op is end.op]
-        if not others:
-            return whole
-        shared = {op.index for path in others for op in path}
-        last = max((place for place, op in enumerate(end.path) if op.index in shared), default=-1)
-        after = end.path[last + 1] if last + 1 < len(end.path) else None
-        if after is None:
-            return whole
-        # A split hands a piece to each of them, and is shared; what comes next reads its piece. Slices are not.
-        splitting = end.path[last] if last >= 0 and len(end.path[last].outputs) > 1 else None
-        if splitting is not None:
-            pieces = {tensor.id for tensor in splitting.outputs}
-            own = next((tensor for tensor in after.inputs if tensor.id in pieces), None)
-        else:
-            own = after.output if self.graph.moves(after) else None
-        # Where heads are already apart from their features it is not the projection any more.
-        merged = own is not None and len(own.shape) <= len(whole.shape) and own.shape[:-1] == whole.shape[:-1]
-        return own if own is not None and merged else whole
-
     # -- output -------------------------------------------------------------------------------------------------------
 
     def _combine(self, stages: dict[str, TensorRef], projections: dict[str, Op], module: str) -> None:
@@ -349,7 +201,7 @@ class _Finder:
 
         def through(op: Op) -> bool:
             # What is added while heads are still apart belongs to the attention.
-            residual = self._adds_up((op,)) and not (op.module == module and apart and op.output.shape == context.shape)
+            residual = adds_up((op,)) and not (op.module == module and apart and op.output.shape == context.shape)
             return (
                 not self.graph.operands(op)
                 and not residual

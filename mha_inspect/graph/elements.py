@@ -18,6 +18,7 @@ from ..record.catalog import axes_rule, does, named
 from ..record.ops import Named, Op, TensorRef
 from .dimensions import Axis, wide
 from .linear import features_of
+from .moves import MOVES, coordinates_of, index_of
 from .pieces import setting
 from .products import summed_places
 from .walk import Graph
@@ -153,8 +154,8 @@ class Origins:
             return
         if does(name, "product", "convolution"):
             yield from self._factors(op, now, ends)
-        elif name in _MOVES:
-            for place, (tensor, at, kept) in enumerate(_MOVES[name](op, now.tensor, now.at)):
+        elif name in MOVES:
+            for place, (tensor, at, kept) in enumerate(MOVES[name](op, now.tensor, now.at)):
                 kind = "appended" if name in ("cat", "stack") and self._joins(op, place) else ""
                 yield self._marked(op, now.taking(tensor, at, kept), kind)
         elif does(name, "gathers"):
@@ -318,26 +319,6 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
     ]
 
 
-def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Where elements are along each dimension, counted in row-major order.
-
-    Not by `torch.unravel_index`, whose first use imports symbolic shapes, and sympy with them: up to a second.
-    """
-    coordinates = []
-    for size in reversed(shape):
-        coordinates.append(at % size)
-        at = at // size
-    return coordinates[::-1]
-
-
-def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The number in row-major order of the elements at these coordinates."""
-    at = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros(1, dtype=torch.long)
-    for coordinate, size in zip(coordinates, shape, strict=True):
-        at = at * size + coordinate
-    return at
-
-
 def _address(tensor: TensorRef, at: Tensor) -> Tensor:
     """Where in its memory each element is."""
     address = torch.full_like(at, tensor.offset)
@@ -381,92 +362,3 @@ def _broadcast(coordinates: Sequence[Tensor], shape: Sequence[int], own: Sequenc
     if any(size not in (1, whole) for (_, whole), size in zip(last, own, strict=True)):
         return None
     return [torch.zeros_like(c) if size == 1 else c for (c, _), size in zip(last, own, strict=True)]
-
-
-Sources = Iterator[tuple[TensorRef, Tensor, Tensor | None]]
-
-
-def _cat(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    coordinates = coordinates_of(at, out.shape)
-    dim = setting(op, 1, "dim", 0) % len(out.shape)
-    start = 0
-    for source in op.inputs:
-        if len(source.shape) != len(out.shape):
-            yield source, at, torch.zeros_like(at, dtype=torch.bool)
-            continue
-        stop = start + source.shape[dim]
-        kept = (coordinates[dim] >= start) & (coordinates[dim] < stop)
-        own = [*coordinates[:dim], coordinates[dim] - start, *coordinates[dim + 1 :]]
-        yield source, index_of(own, source.shape), kept
-        start = stop
-
-
-def _stack(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    coordinates = coordinates_of(at, out.shape)
-    dim = setting(op, 1, "dim", 0) % len(out.shape)
-    for place, source in enumerate(op.inputs):
-        own = [*coordinates[:dim], *coordinates[dim + 1 :]]
-        yield source, index_of(own, source.shape) if own else torch.zeros_like(at), coordinates[dim] == place
-
-
-def _repeat(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    source = op.inputs[0]
-    coordinates = coordinates_of(at, out.shape)[len(out.shape) - len(source.shape) :]
-    own = [c % size for c, size in zip(coordinates, source.shape, strict=True)]
-    yield source, index_of(own, source.shape), None
-
-
-def _roll(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    own = coordinates_of(at, out.shape)
-    for shift, dim in zip(setting(op, 1, "shifts"), setting(op, 2, "dims", ()) or (), strict=False):
-        own[dim] = (own[dim] - shift) % out.shape[dim]
-    yield op.inputs[0], index_of(own, out.shape), None
-
-
-def _flip(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    own = coordinates_of(at, out.shape)
-    for dim in setting(op, 1, "dims"):
-        own[dim] = out.shape[dim] - 1 - own[dim]
-    yield op.inputs[0], index_of(own, out.shape), None
-
-
-def _pad(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    own, source = coordinates_of(at, out.shape), op.inputs[0]
-    kept = torch.ones_like(at, dtype=torch.bool)
-    for back, before in enumerate(setting(op, 1, "pad")[::2]):
-        dim = len(own) - 1 - back
-        own[dim] = own[dim] - before
-        kept &= (own[dim] >= 0) & (own[dim] < source.shape[dim])
-    yield source, index_of(own, source.shape), kept
-
-
-def _columns(op: Op, out: TensorRef, at: Tensor) -> Sources:
-    """Windows of an image side by side: `batch (channels kernel) positions`."""
-    source = op.inputs[0]
-    *batch, column, position = coordinates_of(at, out.shape)
-    kernel, dilation, padding, stride = (setting(op, place, "", (1, 1)) for place in range(1, 5))
-    sizes = zip(source.shape[-2:], kernel, dilation, padding, stride, strict=True)
-    counts = [(size + 2 * pad - step * (wide - 1) - 1) // by + 1 for size, wide, step, pad, by in sizes]
-    channel, *within = coordinates_of(column, (source.shape[-3], *kernel))
-    image = [
-        start * by + inside * step - pad
-        for start, inside, step, pad, by in zip(
-            coordinates_of(position, counts), within, dilation, padding, stride, strict=True
-        )
-    ]
-    kept = torch.ones_like(at, dtype=torch.bool)
-    for place, size in zip(image, source.shape[-2:], strict=True):
-        kept &= (place >= 0) & (place < size)
-    own = [*batch, channel, *(place.clamp(0, size - 1) for place, size in zip(image, source.shape[-2:], strict=True))]
-    yield source, index_of(own, source.shape), kept
-
-
-_MOVES = {
-    "im2col": _columns,
-    "cat": _cat,
-    "stack": _stack,
-    "repeat": _repeat,
-    "roll": _roll,
-    "flip": _flip,
-    "constant_pad_nd": _pad,
-}

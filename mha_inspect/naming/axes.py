@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from math import prod
 
-from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
+from ..graph.dimensions import Axis, Dimensions, resolve, size_of, wide
 from ..graph.found import Attention, given_features
 from ..graph.pieces import setting
 from ..record.ops import TensorRef
 from .roles import Group, Roles
 from .sizes import POSITIONS, WITHIN, one_size_a_name
 from .stages import CANONICAL_AXES
+from .tokens import has, is_open, name_dimension, name_packed, name_turns, size_of_run, unnamed, write_dimension
 
 _INPUTS = ("query", "key", "value")
 _PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
@@ -186,8 +186,8 @@ class AxisNames:
         if packed[1]:
             width = self._roles.value_dim if value else self._roles.head_dim
             features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
-            _name_turns(features, len(self._found.branches), size_of(width))
-            _name_packed(features, packed[:2], self._roles, value=value)
+            name_turns(features, len(self._found.branches), size_of(width))
+            name_packed(features, packed[:2], self._roles, value=value)
         if place is not None:
             # What a matrix takes in and gives is one axis, also where something else splits it.
             dims[place] = [*self._dimensions.of(tensor)[place]]
@@ -215,17 +215,18 @@ class AxisNames:
         self, dims: list[list[str | Axis]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
     ) -> None:
         """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
-        missing = [name for name in expected if not _has(dims, name)]
+        missing = [name for name in expected if not has(dims, name)]
         left = [
             (place, run)
             for place, dim in enumerate(dims)
-            for run in _runs(dim)
-            if (_size(dim, run) == 1) <= (run == (0, len(dim)))
-            and (not only_ones or (len(dim) == 1 == _size(dim, run)))
+            for run in unnamed(dim)
+            if run == (0, len(dim)) or size_of_run(dim, run) != 1
         ]
+        if only_ones:
+            left = [(place, run) for place, run in left if len(dims[place]) == 1 == size_of_run(dims[place], run)]
         if len(missing) > 1 or len(left) > 1:
             # Axes of size one tell nothing beside others.
-            left = [(place, run) for place, run in left if _size(dims[place], run) > 1] if not only_ones else left
+            left = [(place, run) for place, run in left if size_of_run(dims[place], run) > 1] if not only_ones else left
         if len(missing) != 1 or len(left) != 1:
             return
         place, run = left[0]
@@ -233,7 +234,7 @@ class AxisNames:
         if name in ("embed", *_OWN_WIDTH.values()) and run != (0, len(dims[place])):
             return
         known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
-        if name in known and _size(dims[place], run) != known[name]:
+        if name in known and size_of_run(dims[place], run) != known[name]:
             return
         self._assign(dims, groups, place, run, name)
 
@@ -246,24 +247,24 @@ class AxisNames:
         heads = [dim for dim in dims if {"head_dim", "v_head_dim"} & set(dim)]
         features = [*heads, dims[place]][0]
         projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._found.projections)
-        if projected and not _has(dims, "embed") and _is_open(features):
+        if projected and not has(dims, "embed") and is_open(features):
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
         width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
-        _name_turns([features], len(self._found.branches), size_of(width))
+        name_turns([features], len(self._found.branches), size_of(width))
         if stage in ("q_proj", "k_proj", "v_proj") and {"head_dim", "v_head_dim"} & set(features):
             # Beside heads and their features: several queries, or keys, of each head in one matrix.
-            open_runs = [run for run in _runs(features) if _size(features, run) > 1]
+            open_runs = [run for run in unnamed(features) if size_of_run(features, run) > 1]
             for run in open_runs[:1] if len(open_runs) == 1 else ():
                 features[slice(*run)] = ["packed"]
         others = [dim for dim in dims if dim is not features]
-        left = [(dim, (0, len(dim))) for dim in others if _is_open(dim)]
-        if _has(dims, expected[0]) or (len(left) > 1 and not _has(dims, "batch")):
-            if len(left) == 1 and stage in self._found.projections and not _has(dims, "batch"):
+        left = [(dim, (0, len(dim))) for dim in others if is_open(dim)]
+        if has(dims, expected[0]) or (len(left) > 1 and not has(dims, "batch")):
+            if len(left) == 1 and stage in self._found.projections and not has(dims, "batch"):
                 left[0][0][:] = ["batch"]  # whose rows are taken one after the other
             left = []
         # Those beside queries, or windows: of several positions there is one query, or they are asked piece by piece.
         for dim in others:
-            runs = [run for run in _runs(dim) if _size(dim, run) > 1]
+            runs = [run for run in unnamed(dim) if size_of_run(dim, run) > 1]
             if len(runs) == 1 and any(isinstance(token, str) and token.split("_")[0] in _PLACES for token in dim):
                 left.append((dim, (0, len(dim)) if self._counts_pieces(dim[slice(*runs[0])]) else runs[0]))
         for number, (dim, run) in enumerate(left, start=1):
@@ -310,119 +311,3 @@ def _expected(stage: str) -> list[str]:
     """The names that a stage's canonical axes have; batch and heads are there by evidence or not at all."""
     names = CANONICAL_AXES[stage].replace("(", " ").replace(")", " ").split()
     return [name for name in names if name not in ("heads", "kv_heads", "batch")]
-
-
-def _size(dim: Sequence[str | Axis], run: tuple[int, int]) -> int:
-    return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Axis))
-
-
-def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
-    """A dimension as names, and atoms where there is none.
-
-    An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
-    """
-    atoms = list(resolve(dim))
-    tokens: list[str | Axis] = []
-    known = [(name, resolve(group)) for name, group in groups]
-    while atoms:
-        for name, group in known:
-            # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
-            alone = len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1
-            if group and alone and tuple(atoms[: len(group)]) == group:
-                tokens.append(name)
-                del atoms[: len(group)]
-                break
-        else:
-            atom = atoms.pop(0)
-            part = next(
-                (
-                    f"{name}_{group.index(atom) + 1}"
-                    for name, group in known
-                    if name in ("batch", "windows", "query", "key") and len(group) > 1 and atom in group
-                ),
-                None,
-            )
-            tokens.append(part if part is not None and atom.size > 1 else atom)
-    return tokens
-
-
-def _name_turns(dims: list[list[str | Axis]], turns: int, width: int) -> None:
-    """Name the axis of which a loop over heads takes one piece at a turn."""
-    for dim in dims:
-        left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
-        if (
-            len(left) == 1
-            and _size(dim, (left[0], left[0] + 1)) == turns
-            and (width == 1 or {"head_dim", "v_head_dim"} & set(dim))
-        ):
-            dim[left[0]] = "heads"
-
-
-def _name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
-    """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
-
-    Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
-    """
-    if not dims:
-        return
-    name, count = packed
-    dim = dims[-1]
-    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
-    if not left:
-        return
-    width = size_of(roles.value_dim if value else roles.head_dim)
-    name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
-    at, first = left[0]
-    named = any(token in ("head_dim", "v_head_dim") for token in dim)
-    if not named and prod(token.size for _, token in left) == width:
-        return
-    if not named and len(left) > 1 and prod(token.size for _, token in left[1:]) == width:
-        start, stop = left[1][0], left[-1][0] + 1
-        if stop - start == len(left) - 1:
-            dim[start:stop] = [name_of_width]
-            left, named = left[:1], True
-    start, stop = left[0][0], left[-1][0] + 1
-    if not named and count > 1 and stop - start == len(left) > 1:
-        # Pieces of other widths than a head of this side has: the matrix is one for several of them.
-        dim[start:stop] = ["packed"]
-    elif len(left) == 1 and (named or count > 1):
-        dim[at] = name if first.size == count > 1 else "packed"
-
-
-def _has(dims: list[list[str | Axis]], name: str) -> bool:
-    """Whether a name is there already, in one dimension or in several."""
-    return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
-
-
-def _is_open(dim: list[str | Axis]) -> bool:
-    """Whether nothing of a dimension has a name, and it is not of size one."""
-    return not any(isinstance(token, str) for token in dim) and _size(dim, (0, len(dim))) > 1
-
-
-def _runs(dim: list[str | Axis]) -> list[tuple[int, int]]:
-    """Where atoms without a name stand side by side; those of size one tell nothing beside others."""
-    runs: list[tuple[int, int]] = []
-    for place, token in enumerate(dim):
-        if isinstance(token, str):
-            continue
-        if runs and runs[-1][1] == place:
-            runs[-1] = (runs[-1][0], place + 1)
-        else:
-            runs.append((place, place + 1))
-    return runs
-
-
-def write_dimension(dim: list[str | Axis]) -> str:
-    """One dimension of an einops pattern. Neighbours without a name are one number."""
-    words: list[str] = []
-    number = 1
-    for token in [*dim, ""]:
-        if isinstance(token, Axis):
-            number *= token.size
-            continue
-        if number > 1 or (not token and not words):
-            words.append(str(number))
-        number = 1
-        if token:
-            words.append(token)
-    return words[0] if len(words) == 1 else f"({' '.join(words)})"

@@ -19,8 +19,8 @@ from ..graph.walk import Graph
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Factor, Form, ProductPair, Role
 from ..reports.trace import Product as Shown
-from .axes import name_dimension, write_dimension
 from .roles import Group
+from .tokens import name_dimension, write_dimension
 
 _NAMES = {"native_layer_norm": "layer norm", "native_group_norm": "group norm", "native_dropout": "dropout"}
 _IN_SUM = {"sum", "abs"}

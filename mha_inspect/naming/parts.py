@@ -8,30 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.elements import Elements, Met, Origins, coordinates_of, elements_at, index_of, product_sources
+from ..graph.elements import Elements, Met, Origins, elements_at, product_sources
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .canonical import sizes_in
-from .pattern import dims_of
-from .sizes import POSITIONS
+from .layout import Layout, number_of_positions
 from .subject import Run
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""
-_HEADS = ("heads", "kv_heads", "group")
-_PLACES = ("batch", "query", "key", "windows", POSITIONS)
-_KINDS = ("head", "feature", "position")
-"""What an axis of heads may count."""
-_LOOKED_AT = 33
-"""Positions along each axis that are looked at, spread over it: what is appended stands at an end."""
-_ELEMENTS = 1 << 15
-"""Elements that are looked at at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,74 +58,6 @@ class Part:
         """Whether heads have elements in common: then it belongs to none."""
         first, *others = self.heads.values()
         return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
-
-
-class _Layout:
-    """Where in a tensor the features of each head are, by the pattern of its axes."""
-
-    def __init__(self, tensor: TensorRef, pattern: str, sizes: dict[str, int]) -> None:
-        """Raises ValueError where the sizes of the axes cannot be told."""
-        self.tensor = tensor
-        self._axes: list[tuple[str, int]] = []
-        for names, size in zip(dims_of(pattern), tensor.shape, strict=True):
-            own = [int(name) if name.isdigit() else 0 if len(names) > 1 else size for name in names]
-            own = [known or sizes.get(name, 0) for known, name in zip(own, names, strict=True)]
-            if own.count(0) == 1:
-                own[own.index(0)] = size // max(prod(known for known in own if known), 1)
-            if prod(own) != size:
-                raise ValueError(f"{pattern} does not tell the axes of {list(tensor.shape)}")
-            self._axes += zip(names, own, strict=True)
-        names = [name for name, _ in self._axes]
-        self._shape = [size for _, size in self._axes]
-        plain = not any(name.endswith("head_dim") for name in names)
-        kinds = [
-            "head" if name in _HEADS
-            else "position" if name.split("_")[0] in _PLACES or (name.isdigit() and not plain)
-            else "feature"
-            for name in names
-        ]  # fmt: skip
-        self._places = {kind: [place for place, own in enumerate(kinds) if own == kind] for kind in _KINDS}
-        self.num_heads = prod(self._sizes("head"))
-        self.head_dim = prod(self._sizes("feature"))
-
-    def _sizes(self, kind: str) -> list[int]:
-        return [self._shape[place] for place in self._places[kind]]
-
-    def elements(self, first_head: int) -> Elements:
-        """Those of all heads at some positions, with `head * head_dim + feature` for an id."""
-        longest = max([1, *self._sizes("position")])
-        spread = torch.arange(_number_of_positions(longest, self.num_heads * self.head_dim))
-        grid = torch.cartesian_prod(spread, torch.arange(self.num_heads), torch.arange(self.head_dim)).reshape(-1, 3)
-        at, head, feature = grid.unbind(1)
-        found = [at * (size - 1) // max(len(spread) - 1, 1) for size in self._shape]
-        for kind, number in (("head", head), ("feature", feature)):
-            for place, coordinate in zip(self._places[kind], coordinates_of(number, self._sizes(kind)), strict=True):
-                found[place] = coordinate
-        return elements_at(self.tensor, found, (first_head + head) * self.head_dim + feature, self._shape)
-
-    def head_and_feature(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Which feature of which head each element is."""
-        coordinates = coordinates_of(at, self._shape)
-        head, feature = (
-            index_of([coordinates[place] for place in self._places[kind]], self._sizes(kind)) + torch.zeros_like(at)
-            for kind in ("head", "feature")
-        )
-        return head, feature
-
-    def key_heads(self, groups: int) -> Tensor:
-        """For each head, which key/value head it uses: by the axes, or else in blocks."""
-        heads = torch.arange(self.num_heads)
-        names = [self._axes[place][0] for place in self._places["head"]]
-        coordinates = coordinates_of(heads, self._sizes("head"))
-        counted = [place for place, name in enumerate(names) if name == "kv_heads"]
-        if not counted:
-            return heads * groups // max(self.num_heads, 1)
-        return index_of([coordinates[place] for place in counted], [self._sizes("head")[place] for place in counted])
-
-
-def _number_of_positions(longest: int, features: int) -> int:
-    """How many positions are looked at: fewer where each has many features, and both ends but of the very largest."""
-    return min(longest, _LOOKED_AT, max(_ELEMENTS // max(features, 1), 2 if features < 1 << 18 else 1))
 
 
 class Finder:
@@ -195,18 +117,18 @@ class Finder:
         met = [replace(one, kind=_kind(one, last)) for one in met]
         return self._told(letter, met, first, layouts[0].head_dim, self._key_heads(letter, met, layouts, first))
 
-    def _layouts(self, stage: str) -> list[_Layout] | None:
+    def _layouts(self, stage: str) -> list[Layout] | None:
         """The heads of each turn, those that are the same once; None where their axes are not known."""
         # Where the turns are of every row of the batch, those of the first row have all heads.
         turns = self._turns[: self.names.num_heads] if self.found.turned else self._turns
         tensors = {turn.stages[stage].id: turn.stages[stage] for turn in turns}
         sizes = sizes_in(self.found, self.names, stage)
         try:
-            return [_Layout(tensor, self.names.of_stage(stage), sizes) for tensor in tensors.values()]
+            return [Layout(tensor, self.names.of_stage(stage), sizes) for tensor in tensors.values()]
         except ValueError:
             return None
 
-    def _key_heads(self, letter: str, met: list[Met], layouts: list[_Layout], heads: int) -> list[int]:
+    def _key_heads(self, letter: str, met: list[Met], layouts: list[Layout], heads: int) -> list[int]:
         """For each head of the layouts, its number among those that differ, where as many are shared."""
         every = list(range(heads))
         shared = self.names.num_kv_heads
@@ -340,7 +262,7 @@ class Finder:
         beside = [other for other, _ in self._run.attentions if other.projections.get("output") in ops]
         for other in beside:
             if not other.branches and other.stages["context"].shape == layouts[0].tensor.shape:
-                contexts.setdefault(other.stages["context"].id, _moved_to(layouts[0], other.stages["context"]))
+                contexts.setdefault(other.stages["context"].id, layouts[0].of(other.stages["context"]))
         first = min(self._graph.recording.producers.get(tensor, -1) for tensor in contexts)
         turns = {layout.tensor.id: place for place, layout in enumerate(layouts)}
         width = layouts[0].head_dim
@@ -384,7 +306,7 @@ class Finder:
         if op.base_name == "convolution":
             number = tensor.shape[1]
         positions = max([1, *(size for dim, size in enumerate(tensor.shape) if dim != features)])
-        spread = torch.arange(_number_of_positions(positions, many * number))
+        spread = torch.arange(number_of_positions(positions, many * number))
         at, matrix, feature = torch.cartesian_prod(spread, torch.arange(many), torch.arange(number)).reshape(-1, 3).T
         coordinates = [at * (size - 1) // max(len(spread) - 1, 1) for size in tensor.shape]
         coordinates[features] = feature
@@ -414,7 +336,7 @@ class Finder:
     def _added(self, output: TensorRef, ops: list[Op], since: int, known: set[str]) -> list[Part]:
         """What is added to the output, or scales it: it belongs to no head."""
         size = output.shape[-1] if output.shape else 1
-        positions = torch.arange(_number_of_positions(max(output.numel // max(size, 1), 1), size))
+        positions = torch.arange(number_of_positions(max(output.numel // max(size, 1), 1), size))
         if ops[0].base_name == "convolution":
             start = elements_at(output, [torch.zeros(1, dtype=torch.long)] * len(output.shape), torch.zeros(1).long())
         else:
@@ -437,12 +359,6 @@ def _kind(met: Met, projections: Sequence[int]) -> str:
 
 def _only(met: Met, kept: Tensor) -> Met:
     return replace(met, ids=met.ids[kept], places=met.places[kept])
-
-
-def _moved_to(layout: _Layout, tensor: TensorRef) -> _Layout:
-    other = object.__new__(_Layout)
-    other.__dict__.update(layout.__dict__, tensor=tensor)
-    return other
 
 
 def _by_head(ids: Tensor, places: Tensor, heads: int, width: int, numbers: list[int]) -> dict[int, Tensor]:

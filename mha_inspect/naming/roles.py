@@ -103,7 +103,7 @@ class Roles:
         return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
-        """The axes next to the features in what comes in, or of an image, where the product of scores runs over them."""
+        """The axes of positions in what comes in, where the product of scores runs over them."""
         stages = self._found.stages
         if not wide(self._source_key):
             return ()  # one query and one key

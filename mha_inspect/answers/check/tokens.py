@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...graph.elements import coordinates_of
 from ...graph.evaluate import run_again
+from ...graph.moves import coordinates_of
 from ...graph.products import Product
 from ...naming.axes import AxisNames
 from ...naming.subject import Run, Subject

@@ -19,9 +19,10 @@ from ...graph.attention import Graph, Step
 from ...graph.axis import Axis, Dim, resolve
 from ...graph.pairing import as_written
 from ...graph.products import Product
-from ...naming.axes import AxisNames, name_dimension, write_dimension
+from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.subject import Run
+from ...naming.tokens import name_dimension, write_dimension
 from ...record.ops import Op, TensorRef
 from .operand import ATTENTION, LAYERS, SDPA, Operand
 

@@ -1,0 +1,126 @@
+"""One dimension of a tensor as names, and axes where there is no name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ..graph.dimensions import Axis, Dim, resolve, size_of
+from .roles import Group, Roles
+
+
+def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
+    """A dimension as names, and atoms where there is none.
+
+    An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
+    """
+    atoms = list(resolve(dim))
+    tokens: list[str | Axis] = []
+    known = [(name, resolve(group)) for name, group in groups]
+    while atoms:
+        for name, group in known:
+            # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
+            alone = len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1
+            if group and alone and tuple(atoms[: len(group)]) == group:
+                tokens.append(name)
+                del atoms[: len(group)]
+                break
+        else:
+            atom = atoms.pop(0)
+            part = next(
+                (
+                    f"{name}_{group.index(atom) + 1}"
+                    for name, group in known
+                    if name in ("batch", "windows", "query", "key") and len(group) > 1 and atom in group
+                ),
+                None,
+            )
+            tokens.append(part if part is not None and atom.size > 1 else atom)
+    return tokens
+
+
+def name_turns(dims: list[list[str | Axis]], turns: int, width: int) -> None:
+    """Name the axis of which a loop over heads takes one piece at a turn."""
+    for dim in dims:
+        left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
+        if (
+            len(left) == 1
+            and size_of_run(dim, (left[0], left[0] + 1)) == turns
+            and (width == 1 or {"head_dim", "v_head_dim"} & set(dim))
+        ):
+            dim[left[0]] = "heads"
+
+
+def name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
+    """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
+
+    Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
+    """
+    if not dims:
+        return
+    name, count = packed
+    dim = dims[-1]
+    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
+    if not left:
+        return
+    width = size_of(roles.value_dim if value else roles.head_dim)
+    name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
+    at, first = left[0]
+    named = any(token in ("head_dim", "v_head_dim") for token in dim)
+    if not named and prod(token.size for _, token in left) == width:
+        return
+    if not named and len(left) > 1 and prod(token.size for _, token in left[1:]) == width:
+        start, stop = left[1][0], left[-1][0] + 1
+        if stop - start == len(left) - 1:
+            dim[start:stop] = [name_of_width]
+            left, named = left[:1], True
+    start, stop = left[0][0], left[-1][0] + 1
+    if not named and count > 1 and stop - start == len(left) > 1:
+        # Pieces of other widths than a head of this side has: the matrix is one for several of them.
+        dim[start:stop] = ["packed"]
+    elif len(left) == 1 and (named or count > 1):
+        dim[at] = name if first.size == count > 1 else "packed"
+
+
+def has(dims: list[list[str | Axis]], name: str) -> bool:
+    """Whether a name is there already, in one dimension or in several."""
+    return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
+
+
+def is_open(dim: list[str | Axis]) -> bool:
+    """Whether nothing of a dimension has a name, and it is not of size one."""
+    return not any(isinstance(token, str) for token in dim) and size_of_run(dim, (0, len(dim))) > 1
+
+
+def unnamed(dim: list[str | Axis]) -> list[tuple[int, int]]:
+    """Where atoms without a name stand side by side; those of size one tell nothing beside others."""
+    runs: list[tuple[int, int]] = []
+    for place, token in enumerate(dim):
+        if isinstance(token, str):
+            continue
+        if runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return runs
+
+
+def write_dimension(dim: list[str | Axis]) -> str:
+    """One dimension of an einops pattern. Neighbours without a name are one number."""
+    words: list[str] = []
+    number = 1
+    for token in [*dim, ""]:
+        if isinstance(token, Axis):
+            number *= token.size
+            continue
+        if number > 1 or (not token and not words):
+            words.append(str(number))
+        number = 1
+        if token:
+            words.append(token)
+    return words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+def size_of_run(dim: Sequence[str | Axis], run: tuple[int, int]) -> int:
+    """How many elements the axes without a name have there."""
+    return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Axis))
