@@ -217,7 +217,7 @@ class Origins:
                 continue
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
             kind = "norm" if does(name, "norms") else kind
-            yield self._marked(op, now.taking(source, index_of(own, source.shape)), kind)
+            yield self._marked(op, now.taking(source, index_of(own, source.shape, len(now.at))), kind)
 
     def _pooled(self, op: Op, now: Elements) -> Iterator[Elements]:
         """Where positions were put together: what one of them holds. Of what hangs on all features none is followed."""
@@ -231,7 +231,7 @@ class Origins:
         for place in places if len(now.tensor.shape) < len(source.shape) else ():
             coordinates.insert(place, torch.zeros_like(now.at))
         own = [torch.zeros_like(now.at) if place in places else c for place, c in enumerate(coordinates)]
-        yield now.taking(source, index_of(own, source.shape))
+        yield now.taking(source, index_of(own, source.shape, len(now.at)))
 
     def _gathered(self, op: Op, now: Elements) -> Iterator[Elements]:
         """Where elements were picked by a table of indices: by what it holds, where that was kept."""
@@ -248,17 +248,20 @@ class Origins:
             own, place, rank = list(coordinates), place, 1
             picked = self._picked(indices, now.at)
         elif op.base_name == "embedding":
-            picked, own = self._picked(indices, index_of(coordinates[:rank], indices.shape)), [now.at, coordinates[-1]]
+            picked, own = (
+                self._picked(indices, index_of(coordinates[:rank], indices.shape, len(now.at))),
+                [now.at, coordinates[-1]],
+            )
             rank = 1
         else:
-            picked = self._picked(indices, index_of(coordinates[place : place + rank], indices.shape))
+            picked = self._picked(indices, index_of(coordinates[place : place + rank], indices.shape, len(now.at)))
             own = list(coordinates)
         if picked is None and not self._features.isdisjoint(self._graph.dimensions.of(source)[place]):
             return  # which features they are nobody knows
         own[place : place + rank] = [torch.zeros_like(now.at) if picked is None else picked]
         if len(own) == len(source.shape):
             own[place] = own[place] % source.shape[place]
-            yield self._marked(op, now.taking(source, index_of(own, source.shape)), "learned")
+            yield self._marked(op, now.taking(source, index_of(own, source.shape, len(now.at))), "learned")
 
     def _picked(self, indices: TensorRef, at: Tensor) -> Tensor | None:
         if indices.id in self._recording.scalars:
@@ -275,7 +278,7 @@ class Origins:
             by_channel = op.base_name == "convolution"
             own = [coordinates[1]] if by_channel else _broadcast(coordinates, now.tensor.shape, added.shape)
             if own is not None:
-                yield self._marked(op, now.taking(added, index_of(own, added.shape)), "b")
+                yield self._marked(op, now.taking(added, index_of(own, added.shape, len(now.at))), "b")
         weights = [place for place, (tensor, _) in enumerate(sources) if self._graph.is_weight(tensor)]
         if now.kind or not weights:
             # Inside of what is made of parameters alone it is a product of two of them.

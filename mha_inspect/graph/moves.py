@@ -23,9 +23,9 @@ def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
     return coordinates[::-1]
 
 
-def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The number in row-major order of the elements at these coordinates."""
-    at = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros(1, dtype=torch.long)
+def index_of(coordinates: Sequence[Tensor], shape: Sequence[int], count: int = 1) -> Tensor:
+    """The number in row-major order of the elements at these coordinates; of a single number as often as `count`."""
+    at = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros(count, dtype=torch.long)
     for coordinate, size in zip(coordinates, shape, strict=True):
         at = at * size + coordinate
     return at
@@ -54,7 +54,7 @@ def _stack(op: Op, out: TensorRef, at: Tensor) -> Sources:
     dim = setting(op, 1, "dim", 0) % len(out.shape)
     for place, source in enumerate(op.inputs):
         own = [*coordinates[:dim], *coordinates[dim + 1 :]]
-        yield source, index_of(own, source.shape) if own else torch.zeros_like(at), coordinates[dim] == place
+        yield source, index_of(own, source.shape, len(at)), coordinates[dim] == place
 
 
 def _repeat(op: Op, out: TensorRef, at: Tensor) -> Sources:

@@ -211,3 +211,22 @@ def test_a_loop_over_queries_is_an_attention_for_each_query() -> None:
         assert attention.names.of_stage("scores") == "batch heads query key"
         assert_close(attention.value("weights").double(), weights[:, :, t : t + 1, : t + 1])
         assert_close(attention.value("context").double(), context[:, :, t : t + 1])
+
+
+class OneGain(unusual.Base):
+    """A single number, without a dimension, scales what the heads give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, k, v) * self.gain
+
+
+def test_a_number_without_a_dimension_belongs_to_no_head() -> None:
+    module, x = OneGain().eval(), torch.randn(B, N, E)
+    told = {own.name: own for own in mha_inspect.params(module, x, per_head=True).parameters}
+    assert "W_" not in told["gain"].role
+    assert not told["gain"].heads
+    assert [(piece.part, piece.head) for piece in told["o.weight"].heads or ()] == [("W_o", head) for head in range(H)]
