@@ -64,14 +64,11 @@ def compare_heads(
     seen: list[tuple[int, list[Attended]]] = []
     with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
-        from ..targets.call import explained
 
         made = _made(target, options, compared)
         own = made[0][1]
-        try:
+        with subject.explaining(own):
             report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
-        except Exception as error:
-            raise explained(error, own) from error
     drawn = Drawn(averaged(seen), printed=True) if picture else None
     subject.tell(own.notes, options)
     give(report, options, export, drawn)

@@ -61,8 +61,7 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     if report.masked_rows:
         yield Section((_masked_rows(report),), "queries whose every key is masked")
     yield Section((_parameters(report),), "parameters")
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
 
 

@@ -55,8 +55,7 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
         made_with.append(f"seed {environment.seed}")
     if environment.torch:  # a file is read without it
         made_with.append(f"torch {environment.torch}")
-    shown = tuple(section for section in sections if section.blocks or section.title)
-    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), tuple(sections))
 
 
 def number(value: float | None) -> str:
