@@ -195,7 +195,7 @@ class AxisNames:
         if not self._found.turned:
             self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
-        if stage and stage not in WITHIN and dims:
+        if stage and stage not in WITHIN and dims and not (self._roles.windows and stage == "context"):
             self._name_outside(dims, stage, expected)
         return " ".join(write_dimension(dim) for dim in dims)
 

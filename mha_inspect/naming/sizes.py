@@ -50,7 +50,7 @@ def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, .
     disagree = windows or padded or any(len(found) > 1 for found in within.values())
     known = {word: next(iter(found)) for word, found in sizes.items()}
     for stage, dims in dims_of.items():
-        outside = stage not in WITHIN
+        outside = stage not in WITHIN and not (windows and stage == "context")
         told = zip(dims, shapes[stage], strict=True)
         dims_of[stage] = [
             dim if dim == "key" and not disagree else _told(dim, size, known, outside=outside) for dim, size in told
