@@ -12,6 +12,7 @@ from ..graph.evaluate import Replay
 from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, contents_of, is_by_turn, own_axes, sizes_in
 from ..naming.kind import barred_by
+from ..naming.sizes import POSITIONS
 from ..naming.subject import Run
 from ..record.arguments import first_tensor
 from ..reports.trace import MaskedRow
@@ -86,7 +87,8 @@ def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
     made: dict[tuple[int, int], MaskedRow] = {}
     for (found, names), own in zip(seen.attentions, rows, strict=True):
         contents = contents_of(seen, found, names) if own else {}
-        stages = {stage: contents[stage] for stage in _LOOKED_AT if stage in contents}
+        told = (stage for stage in _LOOKED_AT if stage in contents)
+        stages = {stage: contents[stage] for stage in told if POSITIONS not in names.of_stage(stage)}
         for batch, query in own:
             if (batch, query) in made:
                 continue

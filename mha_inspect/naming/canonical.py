@@ -114,7 +114,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         return None
     target: list[str] = []
     for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():
-        found = _target(word, own)
+        found = _target(word, own, stage)
         # Two names for one axis are a dimension of their own, unless they stand inside of one.
         target.append(f"( {found} )" if " " in found and target.count("(") == target.count(")") else found)
     if set(" ".join(target).split()) - {"(", ")", "1"} != set(own):
@@ -128,7 +128,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         return None
 
 
-def _target(word: str, own: list[str]) -> str:
+def _target(word: str, own: list[str], stage: str) -> str:
     """What stands for an axis of the canonical pattern, given the names that the own pattern has."""
     if word in own or word in ("(", ")"):
         return word
@@ -136,8 +136,9 @@ def _target(word: str, own: list[str]) -> str:
         "embed": ("kdim", "vdim"),
         "heads": ("kv_heads",),
         "kv_heads": ("heads",),
-        "query": (POSITIONS,),
-        "key": (POSITIONS,),
+        # What comes in and goes out has its positions, whatever becomes of them in between.
+        "query": (POSITIONS,) if "embed" in CANONICAL_AXES[stage] else (),
+        "key": (POSITIONS,) if "embed" in CANONICAL_AXES[stage] else (),
     }.get(word, ())
     found = next((name for name in others if name in own), None)
     if found == "kv_heads" and "group" in own:

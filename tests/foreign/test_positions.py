@@ -265,3 +265,21 @@ def test_a_loop_over_rows_and_heads_is_one_attention(cut: bool) -> None:
     torch.testing.assert_close(*(own.attended().contents()["weights"] for own in (one, other)))
     roles = {own.name: [(s.part, s.head, s.rows) for s in own.heads or ()] for own in told.parameters}
     assert roles["k.weight"] == [("W_k", head, (head * D, head * D + D)) for head in range(H)]
+
+
+class FewerAsked(Base):
+    """Padding bars some keys and all of the last query's, and of the queries the first few go on."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        barred = torch.zeros(N, N, dtype=torch.bool)
+        barred[-1] = True
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(barred, -torch.finfo(q.dtype).max).softmax(-1)
+        return weights.gather(2, torch.arange(5)[None, None, :, None].expand(len(q), H, 5, N)) @ v
+
+
+def test_a_masked_query_that_does_not_go_on_has_no_row_in_what_does() -> None:
+    with torch.no_grad():
+        told = mha_inspect.trace(FewerAsked().eval(), torch.randn(B, N, E), keep=True)
+    (attention,) = told.attentions
+    assert {stage.name: stage.axes for stage in attention.stages}["context"] == "batch heads positions head_dim"
+    assert {(row.batch, row.query) for row in told.masked_rows} == {(row, N - 1) for row in range(B)}
