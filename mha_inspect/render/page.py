@@ -33,8 +33,8 @@ class _Cleaned:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, str):
-                _set(self, name, printable(value, self.longest))
+            if value and isinstance(value, str) and (cleaned := printable(value, self.longest)) != value:
+                _set(self, name, cleaned)
 
 
 @dataclass(frozen=True)
