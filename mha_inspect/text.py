@@ -141,6 +141,11 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
+def first_few(words: Sequence[str], most: int) -> str:
+    """Return `a, b and 5 more`; all of them where they are no more than that."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
 def count(number: int) -> str:
     """Return `1,050,624`."""
     return f"{number:,}"

@@ -15,7 +15,7 @@ from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights, weights_of
 from ..naming.subject import Subject
 from ..record.arguments import copy_module, first_tensor, tensors_in
-from ..record.rounding import STEP, distances, judge, rounding_error
+from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
@@ -59,18 +59,18 @@ class Learner:
         return cls(run.num_heads, run.own, attentions[0] if by_head else None, said)
 
     @property
+    def _beside(self) -> tuple[torch.dtype, float]:
+        return beside(getattr(torch, environment_of(self.own).dtype or "float32"))
+
+    @property
     def exact(self) -> Learner:
-        """The same in float64; for float64, in float32, whose rounding is scaled by `noise_scale`."""
-        return replace(self, own=self.own.copied(torch.float32 if self._is_float64 else torch.float64))
+        """The same in the dtype that rounding is measured beside."""
+        return replace(self, own=self.own.copied(self._beside[0]))
 
     @property
     def noise_scale(self) -> float:
-        """What a rounding error that was measured against `exact` has to be multiplied by."""
-        return STEP if self._is_float64 else 1.0
-
-    @property
-    def _is_float64(self) -> bool:
-        return environment_of(self.own).dtype == "float64"
+        """What a rounding error that was measured against `exact` counts."""
+        return self._beside[1]
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return what it holds; with `numbers`, by the parameter's name, those stand for what the parameters hold."""
@@ -271,19 +271,26 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda wor
     """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
     module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
         for step in range(steps):
             tick(f"step {step + 1:,} of {steps:,}")
-            optimizer.zero_grad()
+            module.zero_grad()
             loss = copied.loss()
             with copied.backward():
                 loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            optimizer.step()
+            _descend(module)
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())
     return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+
+
+def _descend(module: nn.Module) -> None:
+    """Take one step of plain gradient descent, as torch.optim.SGD does: that one imports torch.compile, in a second."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
 @contextmanager
@@ -302,23 +309,12 @@ def few_threads(own: Subject) -> Iterator[None]:
 def _training_row(
     num_heads: int, own: tuple[Trained, Trained], base: tuple[Trained, Trained], scale: float
 ) -> HeadTraining:
-    """A row of the report, from trainings as they are and in float64."""
+    """A row of the report, from trainings as they are and in float64; nothing is compared that did not start alike."""
     mine, baseline = own[0], base[0]
-    row = HeadTraining(
-        num_heads=num_heads,
-        first_loss=mine.first_loss,
-        last_loss=mine.last_loss,
-        moved=_distance(mine.after, mine.before),
-        max_abs_difference=None,
-        apart=None,
-        noise_floor=None,
-        times_noise=None,
-        verdict=None,
-    )
-    if mine.before.keys() != baseline.before.keys() or any(
-        not torch.equal(start, baseline.before[part]) for part, start in mine.before.items()
-    ):
-        return row
+    losses = (mine.first_loss, mine.last_loss, _distance(mine.after, mine.before))
+    alike = mine.before.keys() == baseline.before.keys()
+    if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in mine.before.items()):
+        return HeadTraining(num_heads, *losses, None, None, None, None, None)
     # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
     judged = [
         (
@@ -329,10 +325,9 @@ def _training_row(
     ]
     largest = max(difference for difference, _ in judged)
     difference, floor = max(judged, key=lambda pair: judge(*pair)[0])
-    times, verdict = judge(difference, floor)
     movement = _distance(baseline.after, baseline.before)
     apart = _distance(mine.after, baseline.after) / movement if movement else 0.0
-    return replace(row, max_abs_difference=largest, apart=apart, noise_floor=floor, times_noise=times, verdict=verdict)
+    return HeadTraining(num_heads, *losses, largest, apart, floor, *judge(difference, floor))
 
 
 def _distance(left: Parts, right: Parts) -> float:

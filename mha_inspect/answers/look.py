@@ -17,7 +17,7 @@ from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
 from ..record.arguments import first_tensor, tensors_in
-from ..record.rounding import STEP, rounding_error
+from ..record.rounding import beside, rounding_error
 from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of
@@ -177,9 +177,8 @@ class Look:
         return drops_at_random(self.run)
 
     @property
-    def unit(self) -> float:
-        """What a measured error counts: that of float64 is measured in float32, and is less."""
-        return STEP if self.dtype == "float64" else 1.0
+    def _unit(self) -> float:
+        return beside(getattr(torch, self.dtype))[1]
 
     @cached_property
     def exact(self) -> Look:
@@ -215,14 +214,14 @@ class Look:
         if found[0] is None or found[1] is None:
             return 0.0
         content, exact = (without(stage, tensor, rows or []) for tensor in found if tensor is not None)
-        return stage_noise(stage, content, exact, like) * self.unit
+        return stage_noise(stage, content, exact, like) * self._unit
 
     def output_floor(self, rows: Rows | None = None) -> float:
         """Measure the rounding error of the output without these queries."""
         output, exact = self._measured.output, self.exact.output
         if rows and self.rows is not None:
             output, exact = (without("output", tensor, rows) for tensor in (output, exact))
-        return rounding_error(output, exact) * self.unit
+        return rounding_error(output, exact) * self._unit
 
 
 def _steps(run: Run) -> list[tuple[str, ...]]:

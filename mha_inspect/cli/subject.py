@@ -14,7 +14,7 @@ from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
 from ..targets.vocabulary import Flags
-from ..text import shown
+from ..text import first_few, shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target
 from .process import resume_collection
@@ -134,7 +134,7 @@ def require_head_count(target: Target, command: str) -> None:
     if any(flag_of(name) == "num_heads" for name in target.arguments):
         return
     own = [name for name in target.arguments if not name.startswith("_")]
-    names = (", ".join(own[:12]) or "none") + (f" and {len(own) - 12} more" if len(own) > 12 else "")
+    names = first_few(own, 12) or "none"
     raise SpecError(
         f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
         "Name a class or a function that takes one, as num_heads, n_head or nhead."

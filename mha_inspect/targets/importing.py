@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from ..checkpoints.stored import opened
 from ..errors import InputError
-from ..text import MESSAGE, did_you_mean, message_of, shown
+from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
@@ -74,8 +74,7 @@ def _there_is(owner: Any, name: str) -> str:
     own += [n for n, value in vars(owner).items() if isinstance(value, nn.Module)]
     if not own:
         return "There is no torch.nn.Module in it."
-    listed = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
-    return f"Modules in it: {listed}.{did_you_mean(name, own)}"
+    return f"Modules in it: {first_few(own, 8)}.{did_you_mean(name, own)}"
 
 
 def _names_in_file(path: Path) -> list[str]:

@@ -153,7 +153,7 @@ class Bench:
         self.restore()
         try:
             evidence = held(made.subject(), self.outline) if self.outline is not None else None
-            made.__dict__["evidence"] = evidence or made.evidence
+            made.evidence = evidence or made.evidence
         except Exception as error:  # whatever somebody's code may raise under a mask that nobody asked for
             raise RaisedError.of(error) from error
         finally:
@@ -317,12 +317,6 @@ class Bench:
     def reach(self) -> dict[int, Tensor]:
         """The same as `bits_moved`, 0 within rounding."""
         return {place: self._beyond_rounding(apart) for place, apart in self.bits_moved.items()}
-
-    def plain_output(self) -> Tensor:
-        """The output of a run as it is, without a recording."""
-        if "output" not in self.__dict__:
-            self.__dict__["output"] = self.run()
-        return self.output
 
     @contextmanager
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
