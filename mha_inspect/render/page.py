@@ -118,10 +118,17 @@ class Facts:
     """Lines of a label and what it stands for."""
 
     items: tuple[tuple[str, str], ...]
+    tone: Tone = ""
+    """That of what the labels stand for."""
 
     def __post_init__(self) -> None:
         items = ((printable(label, LONGEST), printable(text, 4 * LONGEST)) for label, text in self.items)
         _set(self, "items", tuple(items))
+
+
+def labelled(label: str, text: str, tone: Tone = "") -> Facts:
+    """Return a sentence with what it is about set before it and apart from it."""
+    return Facts(((label, text),), tone)
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,6 @@ class Paragraph(_Cleaned):
     longest = 4 * LONGEST
     text: str
     tone: Tone = ""
-    label: str = ""
-    """What it is about, set before it and apart from it."""
 
 
 @dataclass(frozen=True)
