@@ -7,7 +7,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import text
-from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
+from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Stats, Values, Verdict
 from .page import Block, Cell, Column, Field, Page, Section, Table, Tone, Verbatim, labelled, table
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ T = TypeVar("T")
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""
+
+MEASURED: dict[MeasuredAgainst, str] = {
+    "float64": "measured against float64",
+    "half a digit": "measured with weights and inputs off by half a last digit, for no copy of it runs in float64",
+}
 
 VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
 
