@@ -322,7 +322,7 @@ class Bench:
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
         self.restore()
-        before = self._attributes
+        before, modes = self._attributes, [(part, part.training) for part in self.module.modules()]
         try:
             change(self.module)
             self._attributes = _attributes_of(self.module)
@@ -330,11 +330,14 @@ class Bench:
         finally:
             self._attributes = before
             self.restore()
+            for part, mode in modes:
+                part.training = mode
 
 
 def _attributes_of(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
-    """Each part of a module with its attributes and buffers by name."""
-    return [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    """Each part of a module with its attributes and buffers by name; what is scripted holds its own out of reach."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    return [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
