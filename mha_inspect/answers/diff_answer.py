@@ -240,7 +240,7 @@ def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
         )
         if part
     )
-    errors = [side.rounding_error for side in (one, other)]
+    errors = [side.rounding_error if side.measured_against == "float64" else None for side in (one, other)]
     told = [
         f"{name} is off the result in float64 by at most {small(error)}"
         for name, error in zip(names, errors, strict=True)

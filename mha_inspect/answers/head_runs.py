@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
 from ..record.rounding import beside, rounding_error
@@ -72,7 +73,11 @@ class HeadRun:
             return self.look(None).output_floor()
         dtype, unit = beside(getattr(torch, self.nearest.dtype))
         other: list[Tensor] = []
-        run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
+        try:
+            run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
+        except InputError:
+            self.nearest.measured_against, unit = "half a digit", 1.0
+            other.append(self._plain(self.own.shaken()))
         return rounding_error(self.output, other[0]) * unit
 
     def _plain(self, own: Subject) -> Tensor:

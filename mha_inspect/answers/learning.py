@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
+from .look import in_dtype, run_in_dtype
 from .trace import environment_of, layer_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
@@ -31,6 +33,7 @@ _TARGET_STREAM = 0x746172676574
 _WORTH_THREADS = 1 << 27
 """Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
 
+T = TypeVar("T")
 Parts = dict[str, Tensor]
 """Numbers by part: `W_q` to `b_o` where the weights of one attention are all there is, else parameters by name."""
 
@@ -62,14 +65,20 @@ class Learner:
     def _beside(self) -> tuple[torch.dtype, float]:
         return beside(getattr(torch, environment_of(self.own).dtype or "float32"))
 
-    @property
-    def exact(self) -> Learner:
-        """The same in the dtype that rounding is measured beside."""
-        return replace(self, own=self.own.copied(self._beside[0]))
+    def exactly(self, measure: Callable[[Learner], T]) -> T:
+        """Return what is measured of the same in the dtype that rounding is measured beside.
+
+        Raises `InputError` where it does not run in that.
+        """
+        dtype, label = self._beside[0], layer_of(self.own).name
+        other = replace(self, own=in_dtype(label, self.own.copied, dtype))
+        found: list[T] = []
+        run_in_dtype(label, dtype, lambda: found.append(measure(other)))
+        return found[0]
 
     @property
     def noise_scale(self) -> float:
-        """What a rounding error that was measured against `exact` counts."""
+        """What a rounding error that was measured so counts."""
         return self._beside[1]
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
@@ -153,7 +162,7 @@ def compare_gradients(learners: Sequence[Learner], cause: str = "") -> Gradients
     scale = learners[0].noise_scale
     counts, base = [], None
     for learner in learners:
-        pair = gradient_of(learner), gradient_of(learner.exact)
+        pair = gradient_of(learner), learner.exactly(gradient_of)
         base = base or pair
         counts.append(_gradient_row(learner.num_heads, pair, base, scale))
     return Gradients(LOSS, tuple(counts), _gradient_answer(counts, cause))
@@ -258,7 +267,10 @@ def compare_training(
         def told(step: str, own: Learner = learner) -> None:
             tick(f"{plural(own.num_heads, 'head')}, {step}")
 
-        pair = train(learner, steps, told), train(learner.exact, steps, lambda step: told(f"{step} in float64"))
+        def trained(exact: Learner, told: Callable[[str], None] = told) -> Trained:
+            return train(exact, steps, lambda step: told(f"{step} in float64"))
+
+        pair = train(learner, steps, told), learner.exactly(trained)
         base = base or pair
         after(replace(learner, own=replace(learner.own, module=pair[0].module)))
         counts.append(_training_row(learner.num_heads, pair, base, scale))
@@ -271,19 +283,26 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda wor
     """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
     module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
         for step in range(steps):
             tick(f"step {step + 1:,} of {steps:,}")
-            optimizer.zero_grad()
+            module.zero_grad()
             loss = copied.loss()
             with copied.backward():
                 loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            optimizer.step()
+            _descend(module)
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())
     return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+
+
+def _descend(module: nn.Module) -> None:
+    """Take one step of plain gradient descent, as torch.optim.SGD does: that one imports torch.compile, in a second."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
 from ..record.arguments import first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
+from ..reports.common import MeasuredAgainst
 from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of
@@ -69,6 +70,8 @@ class Look:
         self._wider = wider or WiderRun(own)
         self._copied = copied or own.copied
         self._contents: dict[tuple[int, str], Tensor | None] = {}
+        self.measured_against: MeasuredAgainst = "float64"
+        """What rounding is measured against: known once it is."""
 
     @property
     def label(self) -> str:
@@ -178,7 +181,8 @@ class Look:
 
     @property
     def _unit(self) -> float:
-        return beside(getattr(torch, self.dtype))[1]
+        """What an error that was measured counts: half a digit is one of its own dtype."""
+        return 1.0 if self.measured_against == "half a digit" else beside(getattr(torch, self.dtype))[1]
 
     @cached_property
     def exact(self) -> Look:
@@ -193,11 +197,20 @@ class Look:
         return self._in(getattr(torch, self.dtype)) if self.drops else self
 
     def _in(self, dtype: torch.dtype) -> Look:
-        """Run a copy in another dtype; in eval mode where it would draw other elements in it."""
-        other = Look(in_dtype(self.label, self._copied, dtype), wider=self._wider, like=self)
-        if self.drops:
-            other.own.module.eval()
-        run_in_dtype(self.label, dtype, lambda: other.run)
+        """Run a copy in another dtype; in eval mode where it would draw other elements in it.
+
+        Where there is none, or it does not run, itself with every number off by half a last digit.
+        """
+        try:
+            other = Look(in_dtype(self.label, self._copied, dtype), wider=self._wider, like=self)
+            if self.drops:
+                other.own.module.eval()
+            run_in_dtype(self.label, dtype, lambda: other.run)
+        except InputError:
+            if self.drops:
+                raise
+            self.measured_against = "half a digit"
+            other = Look(self.own.shaken(), wider=self._wider, like=self)
         if other.drops:
             raise InputError(
                 f"{self.label} draws random numbers in its forward, and others in another dtype: how much is rounded "

@@ -319,8 +319,15 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
 
 
 def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Where elements are along each dimension, counted in row-major order."""
-    return list(torch.unravel_index(at, tuple(shape))) if shape else []
+    """Where elements are along each dimension, counted in row-major order.
+
+    Not by `torch.unravel_index`, whose first use imports symbolic shapes, and sympy with them: up to a second.
+    """
+    coordinates = []
+    for size in reversed(shape):
+        coordinates.append(at % size)
+        at = at // size
+    return coordinates[::-1]
 
 
 def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

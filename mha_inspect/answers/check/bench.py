@@ -70,7 +70,6 @@ class Bench:
         self.values = self.given.values
         """The arguments by name."""
         self._state = own.state()
-        self._attributes = _attributes_of(own.module)
         self._draw = torch.Generator().manual_seed(self.seed)
 
     @cached_property
@@ -84,13 +83,8 @@ class Bench:
         return sights_of(self.seen)
 
     def restore(self) -> None:
-        """Put back what a run may change: generators, buffers, and what the modules hold by name."""
+        """Put back what a run may change."""
         self._state.restore()
-        for part, attributes, buffers in self._attributes:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)
 
     def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, first: bool = True) -> Any:
         """What a run with changed arguments returns, from the state before the base run.
@@ -322,22 +316,16 @@ class Bench:
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
         self.restore()
-        before, modes = self._attributes, [(part, part.training) for part in self.module.modules()]
+        before, modes = self._state, [(part, part.training) for part in self.module.modules()]
         try:
             change(self.module)
-            self._attributes = _attributes_of(self.module)
+            self._state = self.own.state()
             yield
         finally:
-            self._attributes = before
+            self._state = before
             self.restore()
             for part, mode in modes:
                 part.training = mode
-
-
-def _attributes_of(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
-    """Each part of a module with its attributes and buffers by name; what is scripted holds its own out of reach."""
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    return [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
