@@ -153,7 +153,8 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
-
+    if min(compared, default=1) < 1:
+        return f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2."
     only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
     others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
     if not others:

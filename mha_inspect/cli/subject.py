@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
@@ -180,6 +181,11 @@ def check_target(
 
     if not is_target(text):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
+        if Path(text).is_file():
+            raise SpecError(
+                f"{shown(text)} is a file of no kind that can be looked into: Python, as path/to/file.py:Name, or a "
+                "checkpoint (.safetensors, .pt, .pth, .bin)."
+            )
         where, dot, name = text.rpartition(".")
         if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
             if not name[0].isupper():

@@ -42,7 +42,8 @@ def split_target(text: str) -> tuple[str, str]:
     if where.endswith(".py") or (colon and (os.sep in where or "/" in where)):
         if name:
             return where, name
-        found = ", ".join(f"{where}:{n}" for n in _names_in_file(Path(where))[:6])
+        names = _names_in_file(Path(where))
+        found = ", ".join(f"{where}:{n}" for n in names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
         there = f"There are {found}." if found else f"Write {shown(where)}:Name."
         raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
