@@ -14,7 +14,6 @@ from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS, LayerKind, find_layer
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
-from ..reports.diff import DiffReport, SideName
 from ..text import shown
 from . import subject
 from .completion import names_in_file
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
+    from ..reports.diff import DiffReport, SideName
     from ..targets.call import Call
     from ..targets.inputs import Triple
     from ..targets.target import Target
