@@ -333,7 +333,8 @@ class Recorder(TorchDispatchMode):
 
     def _site(self, frame: FrameType | None) -> Site:
         """Return where Python stands: the same list as last time where it stands there still."""
-        boundary, calls = self._boundary, self._calls
+        block, calls = self._block, self._calls
+        boundary = None if block is None else block.frame
         site: Site = []
         add = site.append
         attention = None
