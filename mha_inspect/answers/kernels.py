@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..graph.attention import Attention
 from ..naming.subject import Run
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, TensorRef
@@ -32,18 +31,13 @@ def path_of(seen: Run) -> Path:
 
 def _in_one_phrase(seen: Run, outer: list[Kernel]) -> str:
     phrases = [f"{_short(kernel)} ({kernel.title})" for kernel in outer]
-    phrases += [
-        f"separate operations: {_product_name(seen, found)}, {found.softmax.base_name.strip('_')}, "
-        f"{found.value_product.name}"
-        for found, _ in seen.attentions
-        if found.softmax.kernel is None
-    ]
+    for found, _ in seen.attentions:
+        if found.softmax.kernel is None:
+            product, place = found.score_product, found.score_product.op.kernel
+            scores = product.name if place is None else seen.recording.kernels[place].op.split(".")[1]
+            softmax = found.softmax.base_name.strip("_")
+            phrases.append(f"separate operations: {scores}, {softmax}, {found.value_product.name}")
     return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
-
-
-def _product_name(seen: Run, found: Attention) -> str:
-    place = found.score_product.op.kernel
-    return found.score_product.name if place is None else seen.recording.kernels[place].op.split(".")[1]
 
 
 def is_hidden(seen: Run, stage: str, tensor: TensorRef) -> bool:

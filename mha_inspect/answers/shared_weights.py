@@ -16,7 +16,7 @@ from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
 from ..targets.layer_sides import LayerSide
 from ..targets.load import Layer
-from ..text import listed
+from ..text import first_few, listed
 from .side import Side
 
 _BIASES = ("b_q", "b_k", "b_v", "b_o")
@@ -220,13 +220,11 @@ def _slices(own: Weights, found: Carried, run: Side) -> Sliced | None:
 def _rest(run: Side) -> tuple[str, ...]:
     """A sentence where a module has parameters that belong to no projection of an attention."""
     held = {name for one in run.weights for own in one.projections.values() for name in own.parameters}
-    others = [(name, p.numel()) for name, p in run.own.module.named_parameters() if name not in held]
+    others = {name: p.numel() for name, p in run.own.module.named_parameters() if name not in held}
     if not others:
         return ()
-    first = others[0][0] + (f" and {len(others) - 1} more" if len(others) > 1 else "")
-    total = sum(numel for _, numel in others)
-    label = run.label
-    return (f"{label}: {first}, {total:,} numbers that project nothing for an attention, stay as they were built.",)
+    said = f"{first_few(list(others), 1)}, {sum(others.values()):,} numbers that project nothing for an attention"
+    return (f"{run.label}: {said}, stay as they were built.",)
 
 
 def share_drawn(left: Side, right: Side, planned: tuple[LayerSide, LayerSide], finer: str) -> Shared:

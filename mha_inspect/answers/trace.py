@@ -266,8 +266,9 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
     elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:
+        turns = "rows and heads" if found.turned else "heads"
         notes.append(
-            f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
+            f"The {turns} are a loop: stages of a single head are those of the first of {len(found.branches)}, "
             "and so are their bytes and FLOPs."
         )
     mixed = ["scores before the softmax"] if found.mixed_scores else []

@@ -73,16 +73,13 @@ def check(
     export = prepare(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
-        from ..targets.call import explained
 
         own = _load(target, options)
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
-        try:
+        with subject.explaining(own):
             report = report_of(own, Intent(**declared), tick=tick, **asked)
-        except Exception as error:
-            raise explained(error, own) from error
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK
 

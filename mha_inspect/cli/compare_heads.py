@@ -64,14 +64,11 @@ def compare_heads(
     seen: list[tuple[int, list[Attended]]] = []
     with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
-        from ..targets.call import explained
 
         made = _made(target, options, compared)
         own = made[0][1]
-        try:
+        with subject.explaining(own):
             report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
-        except Exception as error:
-            raise explained(error, own) from error
     drawn = Drawn(averaged(seen), printed=True) if picture else None
     subject.tell(own.notes, options)
     give(report, options, export, drawn)
@@ -156,7 +153,8 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
-
+    if min(compared, default=1) < 1:
+        return f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2."
     only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
     others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
     if not others:

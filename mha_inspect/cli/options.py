@@ -6,7 +6,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import typer
 from typer._click.globals import get_current_context
@@ -14,14 +14,15 @@ from typer.models import OptionInfo
 
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS
+from ..render import screen
 from ..text import did_you_mean, shown
-from . import screen
 from .completion import names_in_file
 from .help import GroupedCommand, examples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+N = TypeVar("N", int, float)
 FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -40,15 +41,20 @@ LARGEST_SIZE = 2**40
 """Far above any tensor that fits anywhere, and small enough to reckon with in no time."""
 
 
-def whole_number(typed: object) -> int:
-    """Return a whole number.
+def _number(kind: Callable[[str], N], rule: str) -> Callable[[object], N]:
+    """Return a parser of numbers, which raises `typer.BadParameter` with the rule for what is none."""
 
-    Raises `typer.BadParameter` otherwise.
-    """
-    try:
-        return int(str(typed))
-    except ValueError:
-        raise typer.BadParameter(f"{shown(typed)} is not a whole number: write digits only, as in 512.") from None
+    def number(typed: object) -> N:
+        try:
+            return kind(str(typed))
+        except ValueError:
+            raise typer.BadParameter(f"{shown(typed)} is not {rule}") from None
+
+    return number
+
+
+whole_number = _number(int, "a whole number: write digits only, as in 512.")
+real_number = _number(float, "a number: write it as in 0.1.")
 
 
 def size_number(typed: object) -> int:
@@ -60,17 +66,6 @@ def size_number(typed: object) -> int:
     if number > LARGEST_SIZE:
         raise typer.BadParameter(f"{shown(typed)} is more than a size can be: sizes go up to 2**40. Try 512.")
     return number
-
-
-def real_number(typed: object) -> float:
-    """Return a number.
-
-    Raises `typer.BadParameter` otherwise.
-    """
-    try:
-        return float(str(typed))
-    except ValueError:
-        raise typer.BadParameter(f"{shown(typed)} is not a number: write it as in 0.1.") from None
 
 
 def one_of(known: Sequence[str]) -> Callable[[object], str]:
@@ -276,7 +271,7 @@ class Options:
         Raises `SpecError` where two of them contradict each other.
         """
         options, context = cls(**values), get_current_context()
-        sources = {name: context.get_parameter_source(name) for name in context.params}
+        sources = {name: context.get_parameter_source(name) for name in values}
         named = {name: source.name for name, source in sources.items() if source is not None}
         options.given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
         options.typed = frozenset(name for name in options.given if named[name] == "COMMANDLINE")
@@ -305,7 +300,7 @@ class Options:
 
         Raises `SpecError` otherwise.
         """
-        unused = sorted((self.typed & {*vars(Options)}) - {*used, *OUTPUTS})
+        unused = sorted(self.typed - {*used, *OUTPUTS})
         if unused:
             flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
             raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")

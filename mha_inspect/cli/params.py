@@ -160,7 +160,6 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
 
         from ..answers.params import params
         from ..naming.subject import Subject
-        from ..targets.call import explained
         from ..targets.load import subject_of
 
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
@@ -171,10 +170,8 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            try:
+            with subject.explaining(made[0]):
                 report = params(made[0], beside=made[1:], **asked)
-            except Exception as error:
-                raise explained(error, made[0]) from error
         except MhaInspectError as error:
             if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise

@@ -13,10 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
+from ..render.export import ExportFormat, Target
+from ..render.screen import colours, columns, in_color
 from ..text import shown
-from .export import ExportFormat, Target
 from .options import Options, option, size
-from .screen import colours, columns, in_color
 
 if TYPE_CHECKING:
     from ..answers.look import Look
@@ -224,7 +224,7 @@ def keep_weights(seen: "list[tuple[int, list[Attended]]]", count: int, look: "Lo
         found = {stage: look.get(place, stage) for stage in ("scores", "masked_scores", "weights")}
         held = {stage: tensor for stage, tensor in found.items() if tensor is not None}
         name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
-        attended.append(Attended(name, count, count, lambda held=held: held))  # type: ignore[misc]
+        attended.append(Attended(name, count, count, partial(dict, held)))
     seen.append((count, attended))
 
 

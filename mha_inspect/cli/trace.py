@@ -92,18 +92,17 @@ def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, 
     keep = keep or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
-        from ..targets.call import explained, way_out
+        from ..targets.call import way_out
         from ..targets.room import Room
 
         room = Room(kept=keep, statistics=show.stats, shapes_do=True)
         own = subject.load(target, options, room)
         try:
-            return traced(own, show, keep=keep)
+            with subject.explaining(own):
+                return traced(own, show, keep=keep)
         except ForwardError as failed:
             notes = (*failed.trace.notes, *own.notes, *filter(None, [way_out(own)]))
             return replace(failed.trace, notes=notes), None
-        except Exception as error:
-            raise explained(error, own) from error
 
 
 def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:

@@ -43,8 +43,7 @@ def _sections(report: CheckReport) -> Iterator[Section]:
             (Column("why", wrap=30), lambda own: own.reason),
         )
         yield Section((left_out,))
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
 
 
 def _where(finding: Finding) -> str:

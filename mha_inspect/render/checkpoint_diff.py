@@ -32,8 +32,7 @@ def _sections(report: CheckpointDiffReport) -> Iterator[Section]:
             yield Section((_only(own),), f"only in the {where}")
     if report.parts:
         yield Section((_parts(report.parts),), "heads", "of attentions in which a tensor is not the same")
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
 
 

@@ -17,7 +17,7 @@ from ..reports.diff import (
     StageSide,
 )
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import difference_columns, grouped, notes, shape_cell, sizes
+from .parts import MEASURED, difference_columns, grouped, notes, shape_cell, sizes
 
 OPENED_MARK = "*"
 
@@ -45,7 +45,9 @@ def _sections(report: DiffReport) -> Iterator[Section]:
         "the same weights",
     )
     floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
-    against = "reckoned from that of float32" if report.noise.dtype == "float64" else "measured against float64"
+    measured = [getattr(report, side).measured_against for side in report.noise.sides]
+    against = MEASURED["half a digit" if "half a digit" in measured else "float64"]
+    against = "reckoned from that of float32" if report.noise.dtype == "float64" else against
     blocks: list[Block] = []
     for rows in _by_attention(report):
         blocks += (_stages(rows), *_stage_notes(rows))
@@ -59,8 +61,7 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     if report.masked_rows:
         yield Section((_masked_rows(report),), "queries whose every key is masked")
     yield Section((_parameters(report),), "parameters")
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
 
 
@@ -69,7 +70,9 @@ def _run(side: DiffSide) -> str:
     if side.path.reason:
         parts.append(f"not the fast path: {side.path.reason}")
     if side.rounding_error is not None:
-        parts.append(f"off float64 by at most {text.small(side.rounding_error)}")
+        exact = side.measured_against == "float64"
+        error = text.small(side.rounding_error)
+        parts.append(f"off float64 by at most {error}" if exact else f"rounded by {error}, {MEASURED['half a digit']}")
     return "; ".join(parts)
 
 

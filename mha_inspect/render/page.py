@@ -153,6 +153,11 @@ class Verbatim(_Cleaned):
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
 
 
+def apart(before: Block | None, block: Block) -> bool:
+    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
+    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
+
+
 @dataclass(frozen=True)
 class Section(_Cleaned):
     """A part of the page under a title; without one it goes on from the part before."""
@@ -165,12 +170,16 @@ class Section(_Cleaned):
 
 @dataclass(frozen=True)
 class Page(_Cleaned):
-    """The page."""
+    """The page. Sections with nothing in them are taken out when it is made."""
 
     title: str
     detail: str
     subtitle: str
     sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set(self, "sections", tuple(section for section in self.sections if section.blocks or section.title))
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")

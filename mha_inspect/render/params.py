@@ -56,8 +56,7 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
     elif report.changes:
         yield Section((Paragraph(report.changes, label="what changes"),))
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:

@@ -7,7 +7,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import text
-from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
+from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Stats, Values, Verdict
 from .page import Block, Cell, Column, Field, Page, Paragraph, Section, Table, Tone, Verbatim, table
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ T = TypeVar("T")
 
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""
+
+MEASURED: dict[MeasuredAgainst, str] = {
+    "float64": "measured against float64",
+    "half a digit": "measured with weights and inputs off by half a last digit, for no copy of it runs in float64",
+}
 
 VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
 
@@ -50,8 +55,7 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
         made_with.append(f"seed {environment.seed}")
     if environment.torch:  # a file is read without it
         made_with.append(f"torch {environment.torch}")
-    shown = tuple(section for section in sections if section.blocks or section.title)
-    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), tuple(sections))
 
 
 def number(value: float | None) -> str:

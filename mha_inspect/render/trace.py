@@ -58,8 +58,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
     if trace.ops is not None:
         yield Section((_ops(trace.ops),), "operations", text.count(len(trace.ops)))
-    if trace.notes:
-        yield Section(notes(trace.notes))
+    yield Section(notes(trace.notes))
     if trace.failure is None:
         yield Section((_proof(trace.proof),))
     else:

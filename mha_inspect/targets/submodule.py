@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..naming.subject import Subject
 from ..record.arguments import described, with_copies
-from ..text import did_you_mean, shown
+from ..text import did_you_mean, first_few, shown
 from .call import Call
 from .constructor import signature_of
 from .target import Target
@@ -33,10 +33,8 @@ def find_part(target: Target, path: str) -> nn.Module:
     """
     paths: dict[str, nn.Module] = {name: module for name, module in target.module.named_modules() if name}
     if path not in paths:
-        # Of a long list the first few say how paths are written.
-        listed = ", ".join(list(paths)[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-        near = did_you_mean(path, paths)
-        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed or 'none'}.{near}")
+        listed = first_few(list(paths), 4) or "none"  # of a long list these say how paths are written
+        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{did_you_mean(path, paths)}")
     return paths[path]
 
 

@@ -70,7 +70,6 @@ class Bench:
         self.values = self.given.values
         """The arguments by name."""
         self._state = own.state()
-        self._attributes = _attributes_of(own.module)
         self._draw = torch.Generator().manual_seed(self.seed)
 
     @cached_property
@@ -84,13 +83,8 @@ class Bench:
         return sights_of(self.seen)
 
     def restore(self) -> None:
-        """Put back what a run may change: generators, buffers, and what the modules hold by name."""
+        """Put back what a run may change."""
         self._state.restore()
-        for part, attributes, buffers in self._attributes:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)
 
     def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, first: bool = True) -> Any:
         """What a run with changed arguments returns, from the state before the base run.
@@ -153,7 +147,7 @@ class Bench:
         self.restore()
         try:
             evidence = held(made.subject(), self.outline) if self.outline is not None else None
-            made.__dict__["evidence"] = evidence or made.evidence
+            made.evidence = evidence or made.evidence
         except Exception as error:  # whatever somebody's code may raise under a mask that nobody asked for
             raise RaisedError.of(error) from error
         finally:
@@ -318,29 +312,18 @@ class Bench:
         """The same as `bits_moved`, 0 within rounding."""
         return {place: self._beyond_rounding(apart) for place, apart in self.bits_moved.items()}
 
-    def plain_output(self) -> Tensor:
-        """The output of a run as it is, without a recording."""
-        if "output" not in self.__dict__:
-            self.__dict__["output"] = self.run()
-        return self.output
-
     @contextmanager
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
         self.restore()
-        before = self._attributes
+        before = self._state
         try:
             change(self.module)
-            self._attributes = _attributes_of(self.module)
+            self._state = self.own.state()
             yield
         finally:
-            self._attributes = before
+            self._state = before
             self.restore()
-
-
-def _attributes_of(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
-    """Each part of a module with its attributes and buffers by name."""
-    return [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
 
 
 def outputs_of(returned: Any) -> list[Tensor]:

@@ -97,7 +97,7 @@ def check(
         for name in (name for name in names if name not in _NEED_NUMBERS):
             _run(bench, name, findings, held, left_out)
         facts = tuple(facts_of(bench, runs=again))
-        hanging = heads_of(bench, without, runs=again)
+        hanging = tuple(heads_of(bench, without, runs=again))
     order = list(CHECKS)
     return CheckReport(
         environment=replace(environment_of(own), seed=bench.own.seed),

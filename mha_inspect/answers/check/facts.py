@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
+from ...text import first_few
 from .bench import Bench, NotPossibleError
 from .evidence import MOST_HEADS
 from .gradients import gradients_of, weight_of
@@ -35,8 +36,7 @@ def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> It
     for words, picture, module in told:
         groups.setdefault((words, picture), []).append(module)
     for (words, picture), modules in groups.items():
-        where = f" in {modules[0]}" if len(groups) > 1 and any(modules) else ""
-        where += f" and {len(modules) - 1} more" if where and len(modules) > 1 else ""
+        where = f" in {first_few(modules, 1)}" if len(groups) > 1 and any(modules) else ""
         if words:
             yield Fact(name, words + where, picture)
 
@@ -69,16 +69,11 @@ def scale_words(found: Attention, names: AxisNames) -> str:
     return f"{found.scale:.4g}, {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
 
 
-@dataclass(frozen=True)
-class WithoutHeads:
-    """How much the output of an attention changes without each of its heads."""
-
-    found: Attention
-    names: AxisNames
-    changes: list[float]
+WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
+"""Attentions, and how much the output of each changes without each of its heads."""
 
 
-def without_heads(bench: Bench) -> list[WithoutHeads]:
+def without_heads(bench: Bench) -> WithoutHeads:
     """Return what changes without each head, for as many attentions as have `MOST_HEADS` heads together."""
     heads = 0
     made = []
@@ -86,25 +81,20 @@ def without_heads(bench: Bench) -> list[WithoutHeads]:
         heads += names.num_heads
         if found.branches or heads > MOST_HEADS:
             continue
-        try:
-            made.append(WithoutHeads(found, names, _without_each(bench.flow, found, names)))
-        except LostError:
-            continue
+        with suppress(LostError):
+            made.append((found, names, _without_each(bench.flow, found, names)))
     return made
 
 
-def heads_of(bench: Bench, changed: list[WithoutHeads], *, runs: bool) -> tuple[Head, ...]:
-    """Return what hangs on each head: the output of its attention without it, and its share of the gradient."""
-    try:
+def heads_of(bench: Bench, without: WithoutHeads, *, runs: bool) -> Iterator[Head]:
+    """Yield what hangs on each head: the output of its attention without it, and its share of the gradient."""
+    gradients: Mapping[str, Tensor | None] = {}
+    with suppress(NotPossibleError):
         gradients = gradients_of(bench) if runs else {}
-    except NotPossibleError:
-        gradients = {}
-    shares = [_shares(bench, one.found, one.names, gradients) for one in changed]
-    return tuple(
-        Head(one.found.module, head, change, share[head] if share else None)
-        for one, share in zip(changed, shares, strict=True)
-        for head, change in enumerate(one.changes)
-    )
+    for found, names, changes in without:
+        share = _shares(bench, found, names, gradients)
+        for head, change in enumerate(changes):
+            yield Head(found.module, head, change, share[head] if share else None)
 
 
 def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]:

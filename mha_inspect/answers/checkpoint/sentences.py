@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 
 from ...reports.checkpoint_diff import CheckpointDiffReport, PartPair, TensorVerdict
-from ...text import listed, percent, plural, shown, spans
+from ...text import first_few, listed, percent, plural, shown, spans
 
 _NAMED = 5
 """Heads that the answer names."""
@@ -21,9 +21,11 @@ def answer(report: CheckpointDiffReport) -> Iterator[str]:
     if verdicts["same bits"] == number and not (report.only_left or report.only_right or renamed):
         yield f"Yes: all {plural(number, 'tensor')} are the same bit for bit."
         return
+    rounded = [one for one in report.tensors if one.verdict == "same within rounding"]
+    dtypes = sorted({dtype for one in rounded for dtype in (one.left_dtype, one.right_dtype)})
     words: dict[TensorVerdict, str] = {
         "same bits": "the same bit for bit",
-        "same within rounding": f"the same within the rounding of {listed(_dtypes(report))}",
+        "same within rounding": f"the same within the rounding of {listed(dtypes)}",
         "same, permuted": "the same numbers in another order",
         "differs": "different",
         "other shape": "of another shape",
@@ -42,11 +44,6 @@ def answer(report: CheckpointDiffReport) -> Iterator[str]:
     yield from _most_changed(report.parts)
 
 
-def _dtypes(report: CheckpointDiffReport) -> list[str]:
-    pairs = [one for one in report.tensors if one.verdict == "same within rounding"]
-    return sorted({dtype for one in pairs for dtype in (one.left_dtype, one.right_dtype)})
-
-
 def _orders(parts: Iterable[PartPair]) -> Iterator[str]:
     """Yield a sentence for each way in which attentions hold the same numbers in another order."""
     by_module: dict[str, list[PartPair]] = {}
@@ -58,8 +55,7 @@ def _orders(parts: Iterable[PartPair]) -> Iterator[str]:
         if moved:
             ways.setdefault(_order(own, moved), []).append(module)
     for way, modules in ways.items():
-        where = shown(modules[0]) or "the file"
-        yield f"In {where}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''} {way}"
+        yield f"In {first_few([shown(module) or 'the file' for module in modules], 1)} {way}"
 
 
 def _order(own: list[PartPair], moved: list[PartPair]) -> str:

@@ -13,7 +13,8 @@ from ...reports.failure import Cause
 from .of_masks import masks_of_layers, masks_over_scores, sequences_of_layers
 from .of_operands import devices, dtypes, mask_dtype, widths
 from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
-from .scene import ATTENTION, LAYERS, VIEWS, Scene
+from .operand import ATTENTION, LAYERS
+from .scene import VIEWS, Scene
 
 CAUSES: dict[str, str] = {
     "mixed_devices": "tensors of several devices in one call",

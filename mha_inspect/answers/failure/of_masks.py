@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...reports.failure import Cause
-from .operand import HEADS, Operand, shape_text
-from .scene import ATTENTION, SDPA, Scene, first_clash
+from .operand import ATTENTION, HEADS, SDPA, Operand, shape_text
+from .scene import Scene, first_clash
 
 SAME_EXAMPLES = "Both must have the same examples; one example for all needs .expand on the batch dimension."
 SAME_SEQUENCE = "Keys and values must come from the same sequence."

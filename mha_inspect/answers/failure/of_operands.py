@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...reports.failure import Cause
-from .operand import HEADS, Operand
-from .scene import LAYERS, Scene
+from .operand import HEADS, LAYERS, Operand
+from .scene import Scene
 
 
 def devices(scene: Scene) -> Cause | None:

@@ -9,14 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from .operand import Operand, shape_text
+from .operand import LAYERS, SDPA, Operand, shape_text
 from .reached import PRODUCTS, Reached
 
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that stretch their operands over one another, by their names without underscores."""
-ATTENTION, SDPA = "multi_head_attention", "scaled_dot_product_attention"
-LAYERS = (ATTENTION, "transformer")
-"""Layers of torch that hold attention."""
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that divide dimensions, or put them together."""
 
