@@ -17,10 +17,10 @@ def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
     Not by `torch.unravel_index`, whose first use imports symbolic shapes, and sympy with them: up to a second.
     """
     coordinates = []
-    for size in reversed(shape):
+    for size in reversed(shape[1:]):
         coordinates.append(at % size)
-        at = at // size
-    return coordinates[::-1]
+        at = at.floor_divide(size)  # the operator goes through Python first
+    return [at, *reversed(coordinates)] if len(shape) else []
 
 
 def index_of(coordinates: Sequence[Tensor], shape: Sequence[int], count: int = 1) -> Tensor:

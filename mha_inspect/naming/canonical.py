@@ -11,7 +11,7 @@ from einops import EinopsError, rearrange
 from ..graph.attention import Attention
 from .axes import AxisNames
 from .pattern import dims_of
-from .sizes import POSITIONS, at_size
+from .sizes import POSITIONS, WITHIN, at_size
 from .stages import CANONICAL_AXES
 from .subject import Run
 
@@ -137,8 +137,8 @@ def _target(word: str, own: list[str], stage: str) -> str:
         "heads": ("kv_heads",),
         "kv_heads": ("heads",),
         # What comes in and goes out has its positions, whatever becomes of them in between.
-        "query": (POSITIONS,) if "embed" in CANONICAL_AXES[stage] else (),
-        "key": (POSITIONS,) if "embed" in CANONICAL_AXES[stage] else (),
+        "query": () if stage in (*WITHIN, "context") else (POSITIONS,),
+        "key": () if stage in (*WITHIN, "context") else (POSITIONS,),
     }.get(word, ())
     found = next((name for name in others if name in own), None)
     if found == "kv_heads" and "group" in own:
