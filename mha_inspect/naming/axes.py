@@ -153,7 +153,8 @@ class AxisNames:
         if op.base_name == "convolution":
             channels = (op.output if stage == "output" else op.inputs[0]).shape[1]
             return place if size_of(dims[place]) == channels and setting(op, 8, "groups", 1) == 1 else None
-        if stage == "output" and len(dims) > 2 and not wide(dims[-1]) and wide(dims[-2]):
+        others = {*self._roles.batch, *self._roles.query, *self._roles.windows}
+        if stage == "output" and len(dims) > 3 and not wide(dims[-1]) and wide(dims[-2]) and not others & {*dims[-2]}:
             place = -2  # columns of one, which a matrix multiplies from the left
         last = wide(dims[place])
         if stage == "output":
