@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
-from ..render.export import ExportFormat, Target
+from ..render.export import Destination, ExportFormat
 from ..render.screen import colours, columns, in_color
 from ..text import shown
 from .options import Options, option, size
@@ -178,7 +178,7 @@ def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
     ]
 
 
-def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Drawn | None":
+def draw(trace: "Trace", run: "Run", want: Wanted, export: Destination | None) -> "Drawn | None":
     """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
 
     None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
