@@ -343,7 +343,7 @@ def _locate(tensor: TensorRef, address: Tensor) -> tuple[Tensor, Tensor]:
     """The elements of a tensor at these addresses, and which of the addresses are its."""
     rest = address - tensor.offset
     coordinates = [torch.zeros_like(rest)] * len(tensor.shape)
-    inside = rest >= 0
+    inside = (rest >= 0) & (0 not in tensor.shape)
     by_stride = sorted(range(len(tensor.shape)), key=lambda dim: (-tensor.stride[dim], -tensor.shape[dim]))
     for dim in by_stride:
         size, stride = tensor.shape[dim], tensor.stride[dim]
