@@ -12,7 +12,6 @@ from torch import nn
 import mha_inspect
 from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
-from mha_inspect.layers import torch_mha
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from mha_inspect.naming.subject import Subject
@@ -69,7 +68,7 @@ def roles_of(report: ParamsReport) -> list[tuple[str, str, str, object]]:
 )
 def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[str, Any]) -> None:
     spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
-    module = torch_mha.build(spec)
+    module = LAYERS["torch"].build(spec)
     dtype = getattr(torch, spec.dtype)
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
     found = params(Subject(module, tuple(given), {}), per_head=True)
@@ -253,3 +252,20 @@ def test_a_part_without_features_holds_nothing() -> None:
     report = params(Subject(Unturned(), (torch.randn(2, 5, 12),), {}), per_head=True)
     rows = {p.name: [piece.rows for piece in p.heads or ()] for p in report.parameters}
     assert rows == {f"{name}.weight": [(0, 4), (4, 8), (8, 12)] for name in "qkv"}
+
+
+class Weighed(Unturned):
+    """What comes out is weighed by one number, computed of a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(super().forward(x) * (1 - self.weight.exp()))
+
+
+def test_one_number_weighs_every_head() -> None:
+    report = params(Subject(Weighed(), (torch.randn(2, 5, 12),), {}), per_head=True)
+    rows = {p.name: [piece.columns for piece in p.heads or ()] for p in report.parameters}
+    assert rows["out.weight"] == [(0, 4), (4, 8), (8, 12)]

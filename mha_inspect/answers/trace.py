@@ -266,8 +266,9 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
     elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:
+        turns = "rows and heads" if found.turned else "heads"
         notes.append(
-            f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
+            f"The {turns} are a loop: stages of a single head are those of the first of {len(found.branches)}, "
             "and so are their bytes and FLOPs."
         )
     mixed = ["scores before the softmax"] if found.mixed_scores else []
@@ -322,12 +323,8 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
 
 def _settings(op: Op) -> str:
     """The arguments that are no tensors, as Python would write them."""
-
-    def plain(value: Any) -> bool:
-        return not isinstance(value, TensorRef) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
-
-    parts = [_written(value) for value in op.args if plain(value)]
-    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
+    parts = [_written(value) for value in op.args if not _holds_tensor(value)]
+    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _holds_tensor(value)]
     return ", ".join(parts)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
+from ..render.export import ExportFormat, Target
+from ..render.screen import columns, in_color, is_terminal
 from ..targets.memory import require_loadable
 from ..text import shown
-from .export import ExportFormat, Target
-from .screen import columns, in_color, is_terminal
 
 if TYPE_CHECKING:
     from ..render import Format

@@ -216,7 +216,8 @@ class Origins:
                 continue
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
             kind = "norm" if does(name, "norms") else kind
-            yield self._marked(op, now.taking(source, index_of(own, source.shape)), kind)
+            at = index_of(own, source.shape) if own else torch.zeros_like(now.at)  # every one is of the only number
+            yield self._marked(op, now.taking(source, at), kind)
 
     def _pooled(self, op: Op, now: Elements) -> Iterator[Elements]:
         """Where positions were put together: what one of them holds. Of what hangs on all features none is followed."""
@@ -319,8 +320,15 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
 
 
 def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Where elements are along each dimension, counted in row-major order."""
-    return list(torch.unravel_index(at, tuple(shape))) if shape else []
+    """Where elements are along each dimension, counted in row-major order.
+
+    Not by `torch.unravel_index`, whose first use imports symbolic shapes, and sympy with them: up to a second.
+    """
+    coordinates = []
+    for size in reversed(shape):
+        coordinates.append(at % size)
+        at = at // size
+    return coordinates[::-1]
 
 
 def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

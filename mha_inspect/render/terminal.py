@@ -22,7 +22,7 @@ from rich.text import Text
 
 from . import templates
 from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
-from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
+from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
@@ -138,8 +138,7 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
         yield _title(section.title, section.detail), prose
     before: Block | None = None
     for block in section.blocks:
-        apart = isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
-        if apart and (before is not None or section.title):
+        if apart(before, block) and (before is not None or section.title):
             yield Text(), width
         if isinstance(block, Table):
             yield from ((item, width) for item in _table(block, width))

@@ -69,11 +69,11 @@ def layers_with_heads(
 
 def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     """The same inputs into a layer with another head count."""
-    code = find_layer(base.layer).load()
+    kind = find_layer(base.layer)
     with blank():
-        module = code.build(spec, base.run.device)
+        module = kind.build(spec, base.run.device)
     if _shapes(module) != _shapes(base.module):
-        module = code.build(spec, base.run.device)
+        module = kind.build(spec, base.run.device)
     return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
 
 

@@ -21,15 +21,19 @@ def is_hugging_face(module: nn.Module) -> bool:
 def ways_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> Iterator[dict[str, Plan]]:
     """Return what a model may be called with, the likeliest first: what runs is what it takes.
 
-    Args: as for `plans_of`.
+    Args:
+        module: of transformers.
+        names: arguments that are needed.
+        free: arguments that nobody has given.
+        inputs: for batch and lengths.
     """
-    plans = plans_of(module, names, free, inputs)
+    plans = _plans_of(module, names, free, inputs)
     yield plans
     if not plans:
         return
     more = [name for name in _SOMETIMES if name in free - set(plans)]
     for also in (*([name] for name in more), more):
-        both = plans | plans_of(module, also, free, inputs)
+        both = plans | _plans_of(module, also, free, inputs)
         if both.keys() != plans.keys():
             yield both
     for name in plans:
@@ -39,15 +43,8 @@ def ways_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSp
         yield {}  # a waveform is what it is for most: what takes something else says so when it runs
 
 
-def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
-    """Plans for the arguments that the configuration tells about: those in `names`, and what has to come with them.
-
-    Args:
-        module: of transformers.
-        names: arguments that are needed.
-        free: arguments that nobody has given.
-        inputs: for batch and lengths.
-    """
+def _plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
+    """Return plans for the arguments that the configuration tells about: `names`, and what has to come with them."""
     config: Any = module.config
     wanted = [*names]
     if getattr(config, "is_encoder_decoder", False):

@@ -32,11 +32,11 @@ _AXES = (
 _VALUES: tuple[tuple[Says, torch.dtype | None], ...] = (
     ("keeps", torch.bool),
     ("bars", torch.bool),
-    ("adds", None),
     ("keeps", torch.int64),
     ("bars", torch.int64),
     ("keeps", None),
     ("bars", None),
+    ("adds", None),  # last: what is 1 - mask, or mask times a large number, bars what is -inf as well
 )
 """What True, one or a number says; None stands for the dtype of the module."""
 _BARRED = 1e-6
@@ -223,5 +223,9 @@ def _content(seen: Run, found: Any) -> Tensor | None:
     attention, names = found
     if "weights" not in attention.stages:
         return None
+    weights = attention.stages["weights"]
+    for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
+        weights = op.output if op.output.shape == weights.shape else weights
+    attention = replace(attention, stages={**attention.stages, "weights": weights})
     content = content_of(seen, attention, names, "weights")
     return content if content is not None and content.dim() == 4 else None

@@ -213,6 +213,8 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
         Right(False).to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
     )
     reasons = {out.check: out.reason for out in report.left_out}
+    assert "gets a gradient" in reasons["parameters"]
+    assert "every projection is read, once" in [one.sentence for one in report.held]
     assert "meta" in reasons["heads"]
     assert {held.check for held in report.held} == {"scale", "parameters"}
     assert report.runs == 1

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mha_inspect.cli import export
-from mha_inspect.cli.export import Target
 from mha_inspect.errors import ExportError
+from mha_inspect.render import export
+from mha_inspect.render.export import Target
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX files")
 # Large enough to be more than one buffer of any size.
@@ -22,7 +22,7 @@ WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path
 from mha_inspect.errors import ExportError
-from mha_inspect.cli.export import Target
+from mha_inspect.render.export import Target
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     Target.of(Path(sys.argv[1])).write("x" * 100_000)

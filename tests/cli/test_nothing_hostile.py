@@ -115,7 +115,7 @@ WRITES = """
 import os, sys, time
 from pathlib import Path
 from mha_inspect.cli.process import leave_on_interrupt
-from mha_inspect.cli import export
+from mha_inspect.render import export
 if sys.argv[2] == "named":
     export.os.O_TMPFILE = 0  # a system that has no files without a name
 def wait(*_):

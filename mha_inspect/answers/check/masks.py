@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...reports.check import Fact, Finding
 from ...text import shortened, spans
-from . import structure
-from .bench import Bench, NotPossibleError, RaisedError, Source
-from .sight import Sight, sights
+from .arguments import Source
+from .bench import Bench, NotPossibleError, RaisedError
+from .sight import Sight
+from .softmax import masking, softmax
 
 _MOST = 2
 """Mask arguments that are looked at."""
@@ -66,7 +67,7 @@ def _made(bench: Bench) -> Iterator[Masked | Fact]:
         looked_at += 1
         keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
         count = max(2, source.length // 4)
-        causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in sights(bench))
+        causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in bench.sights)
         # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
         keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
         by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
@@ -83,7 +84,7 @@ def _made(bench: Bench) -> Iterator[Masked | Fact]:
         changed[place] = other
         try:
             made = bench.changed({name: changed})
-            pairs = tuple(_pairs(sights(bench), sights(made), source))
+            pairs = tuple(_pairs(bench.sights, made.sights, source))
         except (RaisedError, NotPossibleError) as error:
             yield Fact("mask", f"{name}: the forward does not take another value ({error})")
             continue
@@ -123,7 +124,7 @@ def mask_faults(bench: Bench) -> Iterator[Finding]:
         yield from _misplaced(made, declared=declared)
         yield from _without_effect(bench, made, declared=declared)
         yield from _nan(bench, made)
-        for check, name in ((structure.masking, "masking"), (structure.softmax, "softmax")):
+        for check, name in ((masking, "masking"), (softmax, "softmax")):
             try:
                 found = [] if name in bench.found else list(check(made.bench))
             except NotPossibleError:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
-from .bench import Bench
+from ...naming.subject import Run
 from .evidence import BARRED, weight_levels
 
 _SIDE = 12
@@ -170,32 +170,27 @@ def _place(distance: int) -> str:
     return f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"
 
 
-def sights(bench: Bench) -> tuple[Sight, ...]:
-    """What the queries of each attention see, of those of which it is known."""
-    known: tuple[Sight, ...] | None = bench.__dict__.get("sights")
-    if known is not None:
-        return known
+def sights_of(seen: Run) -> tuple[Sight, ...]:
+    """Return what the queries of each attention see, of those of which it is known."""
     found = []
-    for attention, names in bench.seen.attentions:
-        weights, scores = (_held(bench, attention, names, stage) for stage in ("weights", "masked_scores"))
+    for attention, names in seen.attentions:
+        weights, scores = (_held(seen, attention, names, stage) for stage in ("weights", "masked_scores"))
         if weights is None or weights.dim() != 4:
             continue
         levels = weights if weights.dtype == torch.uint8 else weight_levels(weights)
-        seen = torch.ones(levels.shape, dtype=torch.bool)
+        look = torch.ones(levels.shape, dtype=torch.bool)
         if attention.masks or scores is not None:
-            seen = (levels > 0).cpu()
+            look = (levels > 0).cpu()
             if scores is not None and scores.shape == levels.shape:
-                seen = seen & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
+                look = look & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        masked = bool(attention.masks)
-        found.append(Sight(seen.any(1), line, attention.module, masked, (levels[0] == 2).any(0).cpu()))
-    bench.__dict__["sights"] = tuple(found)
+        found.append(Sight(look.any(1), line, attention.module, bool(attention.masks), (levels[0] == 2).any(0).cpu()))
     return tuple(found)
 
 
-def _held(bench: Bench, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
+def _held(seen: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
     """Return what is held of a stage in canonical axes; None where that is not known."""
     turns = attention.branches or (attention,)
-    if any(stage not in turn.stages or turn.stages[stage].id not in bench.seen.recording.values for turn in turns):
+    if any(stage not in turn.stages or turn.stages[stage].id not in seen.recording.values for turn in turns):
         return None
-    return content_of(bench.seen, attention, names, stage)
+    return content_of(seen, attention, names, stage)

@@ -12,12 +12,15 @@ from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ...text import shortened, spans
-from .bench import Bench, NotPossibleError
+from .bench import Bench
 from .evidence import kinds
 from .gradients import gradients_of, weight_of
-from .sight import sights
+from .kinds import each_kind
+from .tokens import Tokens
 
 _SIDES = ("query", "key", "value")
+_EXACT = (torch.float32, torch.float64)
+"""What is small does not come out as zero in these."""
 _LARGEST = 1 << 24
 """Elements of what a projection gives up to which it is looked at which of them are read."""
 
@@ -80,16 +83,16 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def parameters(bench: Bench) -> Iterator[Finding]:
     """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
-    if not kinds(bench.seen):
-        raise NotPossibleError("no product, softmax and product with values follow one another")
     living = Living(bench.seen.recording)
     told: set[str] = set()
     yield from _twice(bench, living, told)
-    yield from _copied_heads(bench)
+    yield from each_kind(bench, _copied_heads)
     for found, _, _ in kinds(bench.seen):
         yield from _unused(bench, living, found, told)
         yield from _unread_features(bench, living, found, told)
-    if not bench.on_meta:
+    if bench.on_meta:
+        bench.asides["parameters"].append("on meta nothing tells whether each gets a gradient: use --device cpu")
+    else:
         yield from _without_gradient(bench, living, told)
 
 
@@ -150,31 +153,28 @@ def _is_whole(bench: Bench, op: Op) -> bool:
     return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
 
 
-def _copied_heads(bench: Bench) -> Iterator[Finding]:
-    """Yield loops over heads of which two turns have the same weights and the same inputs."""
-    for found, _, count in kinds(bench.seen):
-        signs: dict[tuple[object, ...], int] = {}
-        for place, turn in enumerate(found.branches):
-            sign = tuple(
-                (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
-                for side in _SIDES
-                if side in turn.projections
-                for tensor in turn.projections[side].inputs
+def _copied_heads(_: Bench, tokens: Tokens) -> Iterator[Finding]:
+    """Yield where two turns of a loop over heads have the same weights and the same inputs."""
+    signs: dict[tuple[object, ...], int] = {}
+    turns = tokens.found.branches
+    for place, turn in enumerate(turns):
+        sign = tuple(
+            (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
+            for side in _SIDES
+            if side in turn.projections
+            for tensor in turn.projections[side].inputs
+        )
+        first = signs.setdefault(sign, place)
+        anew = all(turns[first].projections.get(side) is not turn.projections.get(side) for side in _SIDES)
+        if len(sign) >= 2 * len(_SIDES) and first != place and anew:
+            yield Finding(
+                "parameters",
+                f"Heads {first} and {place} are one: they have the same weights, and give the same.",
+                "W_q, W_k and W_v of both turns of the loop lie in the same memory.",
+                source=turn.score_product.op.source,
+                fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
             )
-            first = signs.setdefault(sign, place)
-            other = found.branches[first].projections
-            anew = all(other.get(side) is not turn.projections.get(side) for side in _SIDES)
-            if len(sign) >= 2 * len(_SIDES) and first != place and anew:
-                yield Finding(
-                    "parameters",
-                    f"Heads {first} and {place} are one: they have the same weights, and give the same.",
-                    "W_q, W_k and W_v of both turns of the loop lie in the same memory."
-                    + (f" The same in {count} attentions." if count > 1 else ""),
-                    source=turn.score_product.op.source,
-                    module=turn.module,
-                    fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
-                )
-                break
+            return
 
 
 def _unused(bench: Bench, living: Living, found: Attention, told: set[str]) -> Iterator[Finding]:
@@ -233,43 +233,30 @@ def _without_gradient(bench: Bench, living: Living, told: set[str]) -> Iterator[
     """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
     gradients = gradients_of(bench)
     # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
-    saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
+    saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in bench.sights)
     for found, _, _ in kinds(bench.seen):
         for side, op in found.projections.items():
             name = weight_of(bench, op)
             if name in told or name not in gradients:
                 continue
-            gradient = gradients[name]
-            if gradient is None and _is_whole(bench, op):
-                part = "gets no gradient"
-            elif (
-                gradient is not None
-                and gradient.dim() == 2
-                and side in _SIDES
-                and not saturated
-                and _is_exact(gradient)
-            ):
-                features = op.output.shape[-1]
+            gradient, part = gradients[name], ""
+            if gradient is None:
+                part = "gets no gradient" if _is_whole(bench, op) else ""
+            elif side in _SIDES and not saturated and gradient.dim() == 2 and gradient.dtype in _EXACT:
                 # A square matrix is taken for nn.Linear's, which has the features that come out first.
-                out = 0 if gradient.shape[0] == features else 1
+                out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
                 dead = (gradient == 0).all(1 - out)
                 dead[sorted(living.unread_of(op))] = False
-                if not found.stages[f"{side[0]}_heads"].shape[-1] <= int(dead.sum()) < dead.numel():
-                    continue
-                part = f"gets no gradient for {int(dead.sum())} of its {dead.numel()} features"
-            else:
-                continue
-            told.add(name)
-            yield Finding(
-                "parameters",
-                f"{name} projects the {side}, and {part}: the graph is cut behind it.",
-                "A sum of the output was taken back through the module.",
-                source=op.source,
-                module=found.module,
-                fix="take detach(), no_grad() or .data out of the way.",
-            )
-
-
-def _is_exact(gradient: torch.Tensor) -> bool:
-    """Whether what is small does not come out as zero."""
-    return gradient.dim() == 2 and gradient.dtype in (torch.float32, torch.float64)
+                number = int(dead.sum())
+                if found.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
+                    part = f"gets no gradient for {number} of its {dead.numel()} features"
+            if part:
+                told.add(name)
+                yield Finding(
+                    "parameters",
+                    f"{name} projects the {side}, and {part}: the graph is cut behind it.",
+                    "A sum of the output was taken back through the module.",
+                    source=op.source,
+                    module=found.module,
+                    fix="take detach(), no_grad() or .data out of the way.",
+                )
