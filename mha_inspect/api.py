@@ -14,18 +14,14 @@ from typing import Any, Literal
 from torch import nn
 
 from .answers.check.intent import Intent
-from .answers.trace import report, traced
+from .answers.trace import of_block, traced
 from .checkpoints.stored import opened, path_name
 from .errors import InputError
-from .graph.evaluate import Replay
 from .layers.spec import Show
-from .naming.canonical import own_axes
-from .naming.kind import kinds_of, mask_notes
 from .naming.subject import Run, Subject
 from .notebook.live import Kept, LiveReport, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
-from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
 from .reports.trace import Trace
@@ -303,20 +299,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         """What ran in the block. Raises `ValueError` inside it."""
         if not self._is_over:
             raise ValueError("the recording is still under way: ask for its trace after the with block.")
-        seen = self._seen
-        import torch
-
-        replay = Replay(seen.recording, {})
-        trace = report(
-            seen,
-            own_axes(seen),
-            Show(),
-            environment=Environment(torch.__version__, "", "", None),
-            layer=LayerInfo("recording", {}),
-            kinds=kinds_of(seen, replay),
-        )
-        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, replay)))
-        if self._failed is not None:
-            failure, completed = self._failed
-            trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)
-        return LiveTrace(trace, self._kept)
+        return LiveTrace(of_block(self._seen, self._failed), self._kept)

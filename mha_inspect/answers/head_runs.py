@@ -72,13 +72,12 @@ class HeadRun:
         if self.layout is None:
             return self.look(None).output_floor()
         dtype, unit = beside(getattr(torch, self.nearest.dtype))
-        other: list[Tensor] = []
         try:
-            run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
+            other = run_in_dtype(self.label, dtype, lambda: self._plain(self._copy(dtype)))
         except InputError:
             self.nearest.measured_against, unit = "half a digit", 1.0
-            other.append(self._plain(self.own.shaken()))
-        return rounding_error(self.output, other[0]) * unit
+            other = self._plain(self.own.shaken())
+        return rounding_error(self.output, other) * unit
 
     def _plain(self, own: Subject) -> Tensor:
         with torch.no_grad(), own.apart() as one:

@@ -72,9 +72,7 @@ class Learner:
         """
         dtype, label = self._beside[0], layer_of(self.own).name
         other = replace(self, own=in_dtype(label, self.own.copied, dtype))
-        found: list[T] = []
-        run_in_dtype(label, dtype, lambda: found.append(measure(other)))
-        return found[0]
+        return run_in_dtype(label, dtype, lambda: measure(other))
 
     @property
     def noise_scale(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of
 
+T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
 Rows = list[tuple[int, int]]
@@ -250,10 +252,10 @@ def in_dtype(label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.
         raise _refused(error, label, "copied, and to measure rounding a copy is run in another dtype") from None
 
 
-def run_in_dtype(label: str, dtype: torch.dtype, run: Callable[[], object]) -> None:
-    """Run a copy in another dtype. Raises `InputError` where that cannot be."""
+def run_in_dtype(label: str, dtype: torch.dtype, run: Callable[[], T]) -> T:
+    """Return what a run of a copy in another dtype gives. Raises `InputError` where that cannot be."""
     try:
-        run()
+        return run()
     except Exception as error:
         name = str(dtype).removeprefix("torch.")
         why = " What it makes in its forward has a dtype of its own." if isinstance(error, RuntimeError) else ""

@@ -23,6 +23,7 @@ from ..naming.subject import Run, State, Subject, run
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
 from ..reports.common import Environment, LayerInfo, Stats, Values
+from ..reports.failure import Failure
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
@@ -62,6 +63,19 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         )
         notes = (*mask_notes(seen, replay), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
     return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
+
+
+def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
+    """Return the trace of what ran in a block of somebody's code, of which nothing is known but the recording.
+
+    `failed` is how the block ended, and how many attentions were complete by then; None where it did not raise.
+    """
+    replay = Replay(seen.recording, {})
+    environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
+    kinds = kinds_of(seen, replay)
+    made = report(seen, own_axes(seen), Show(), environment=environment, layer=layer, kinds=kinds)
+    made = replace(made, notes=(*made.notes, *mask_notes(seen, replay)))
+    return made if failed is None else replace(made, attentions=made.attentions[: failed[1]], failure=failed[0])
 
 
 def _masked_rows(own: Subject, before: State, seen: Run, replay: Replay, keep: bool) -> tuple[MaskedRow, ...]:

@@ -12,7 +12,6 @@ import typer
 
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS, find_layer
-from ..reports.diff import DiffReport, SideName
 from ..text import shown
 from . import subject
 from .completion import names_in_file
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
+    from ..reports.diff import DiffReport, SideName
     from ..targets.call import Call
     from ..targets.target import Target
 

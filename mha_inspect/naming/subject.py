@@ -41,7 +41,7 @@ class State:
     contents: list[tuple[torch.Tensor, torch.Tensor]]
     """Each buffer with a copy of its content."""
     held: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-    """Each module with its attributes and its buffers by name."""
+    """Each module with its attributes and its buffers by name; one that is scripted holds its own out of reach."""
 
     def restore(self) -> None:
         """Put everything back to this moment."""
@@ -221,7 +221,11 @@ class Subject:
             torch.get_rng_state(),
             {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
             [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
-            [(part, _shallow(vars(part)), dict(part._buffers)) for part in self.module.modules()],
+            [
+                (part, _shallow(vars(part)), dict(part._buffers))
+                for part in self.module.modules()
+                if not isinstance(part, torch.jit.ScriptModule)
+            ],
         )
 
     @contextmanager

@@ -17,7 +17,7 @@ from ..errors import ExportError, SpecError
 from ..naming.canonical import contents_of
 from ..naming.stages import STAGES
 from ..naming.subject import Run, keep_stages
-from ..render.export import ExportFormat, Target
+from ..render.export import Destination, ExportFormat
 from ..reports.trace import Attention, Stage, Trace, attention_names
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class LiveReport(_Shows):
 
         Raises `ExportError` where that cannot be done.
         """
-        target = Target.of(Path(path))
+        target = Destination.of(Path(path))
         if target.format == "png":
             raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
         target.write(self._saved(target.format))

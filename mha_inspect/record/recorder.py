@@ -127,10 +127,6 @@ class Recorder(TorchDispatchMode):
         RUNNING.set(tuple(other for other in RUNNING.get() if other is not block))
         take_off(self)
 
-    @property
-    def _boundary(self) -> FrameType | None:
-        return None if self._block is None else self._block.frame
-
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
         look = self._look
@@ -333,7 +329,8 @@ class Recorder(TorchDispatchMode):
 
     def _site(self, frame: FrameType | None) -> Site:
         """Return where Python stands: the same list as last time where it stands there still."""
-        boundary, calls = self._boundary, self._calls
+        block, calls = self._block, self._calls
+        boundary = None if block is None else block.frame
         site: Site = []
         add = site.append
         attention = None
@@ -404,8 +401,8 @@ class Recorder(TorchDispatchMode):
 
     def _outermost(self, frame: FrameType | None) -> nn.Module:
         """Return the module whose call, of those that are running, began first."""
-        found = None
-        while frame is not None and frame is not self._boundary:
+        found, block = None, self._block
+        while frame is not None and (block is None or frame is not block.frame):
             found = frame if frame.f_code is _MODULE_CALL else found
             frame = frame.f_back
         assert found is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.check import CheckReport, Fact, Finding, Head
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, table
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, labelled, table
 from .parts import layer_page, notes
 
 
@@ -51,13 +51,13 @@ def _where(finding: Finding) -> str:
 
 
 def _finding(finding: Finding, tone: Tone) -> tuple[Block, ...]:
-    fix = [Paragraph(finding.fix, label="fix")] if finding.fix else []
-    return (Paragraph(finding.sentence, tone), Paragraph(finding.evidence, label="evidence"), *fix)
+    fix = [labelled("fix", finding.fix)] if finding.fix else []
+    return (Paragraph(finding.sentence, tone), labelled("evidence", finding.evidence), *fix)
 
 
 def _facts(facts: tuple[Fact, ...]) -> Iterator[Block]:
     for fact in facts:
-        yield Paragraph(fact.sentence, label=fact.name)
+        yield labelled(fact.name, fact.sentence)
         if fact.picture:
             yield Verbatim("\n".join(fact.picture), "query × key")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.failure import Failure, ReachedOp, ReachedStage
-from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, table
+from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, labelled, table
 from .parts import changes_only, shape_cell
 
 
@@ -20,7 +20,7 @@ def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
         yield Section((_operations(failure.last_ops),), "operations", detail)
     yield Section(tuple(_failed(failure, dtype)), "failed", f"{failure.error} at {failure.source}")
     if failure.cause is not None:
-        blocks = (Paragraph(failure.cause.explanation, "bad"), Paragraph(failure.cause.fix, label="fix"))
+        blocks = (Paragraph(failure.cause.explanation, "bad"), labelled("fix", failure.cause.fix))
         yield Section(blocks, "cause", failure.cause.name.replace("_", " "))
 
 
@@ -61,7 +61,7 @@ def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     if failure.cause is None:
         yield Paragraph("No mistake is told by the evidence: these are the facts.", "muted")
     if failure.note:
-        yield Paragraph(failure.note, label="note")
+        yield labelled("note", failure.note)
 
 
 def _operands(failure: Failure, dtype: str) -> Table:

@@ -33,8 +33,8 @@ class _Cleaned:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, str):
-                _set(self, name, printable(value, self.longest))
+            if value and isinstance(value, str) and (cleaned := printable(value, self.longest)) != value:
+                _set(self, name, cleaned)
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,17 @@ class Facts:
     """Lines of a label and what it stands for."""
 
     items: tuple[tuple[str, str], ...]
+    tone: Tone = ""
+    """That of what the labels stand for."""
 
     def __post_init__(self) -> None:
         items = ((printable(label, LONGEST), printable(text, 4 * LONGEST)) for label, text in self.items)
         _set(self, "items", tuple(items))
+
+
+def labelled(label: str, text: str, tone: Tone = "") -> Facts:
+    """Return a sentence with what it is about set before it and apart from it."""
+    return Facts(((label, text),), tone)
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,6 @@ class Paragraph(_Cleaned):
     longest = 4 * LONGEST
     text: str
     tone: Tone = ""
-    label: str = ""
-    """What it is about, set before it and apart from it."""
 
 
 @dataclass(frozen=True)

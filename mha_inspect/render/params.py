@@ -18,7 +18,7 @@ from ..reports.params import (
     PerHeadProof,
     StoredAttention,
 )
-from .page import LONGEST, Block, Cell, Column, Page, Paragraph, Section, Table, table
+from .page import LONGEST, Block, Cell, Column, Facts, Page, Section, Table, labelled, table
 from .parts import VERDICT_TONES, contents, grouped, layer_page, notes, shape_cell, statistics
 
 
@@ -51,11 +51,11 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield _per_head(parameters)
     if report.per_head_proof is not None:
         yield Section((_proof(report.per_head_proof),))
+    changes = (labelled("what changes", report.changes),) if report.changes else ()
     if report.side_by_side is not None:
-        changes = (Paragraph(report.changes, label="what changes"),) if report.changes else ()
         yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
-    elif report.changes:
-        yield Section((Paragraph(report.changes, label="what changes"),))
+    else:
+        yield Section(changes)
     yield Section(notes(report.notes))
 
 
@@ -68,14 +68,11 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         if own
     ]
     counts += [(str(len(like.wrong_shape)), "of another shape")] if like.wrong_shape else []
-    yield Paragraph(
-        ", ".join(f"{number} {what}" for number, what in counts), "good" if len(counts) == 1 else "warn", "tensors"
-    )
+    fits = ", ".join(f"{number} {what}" for number, what in counts)
+    yield labelled("tensors", fits, "good" if len(counts) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
-        yield Paragraph(
-            f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.", label="names"
-        )
+        yield labelled("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.")
     pieces: list[tuple[str, str, tuple[int, ...] | None, tuple[int, ...] | None]]
     pieces = [("missing", one.name, None, one.shape) for one in like.missing]
     pieces += [("unexpected", one.name, one.shape, None) for one in like.unexpected]
@@ -153,18 +150,18 @@ def _parameters(named: Sequence[tuple[str, Parameter]], total: ParametersTotal) 
     )
 
 
-def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
+def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
     """Return the closed formula beside the count."""
     if not total.formula:
         return ()
     counted = text.count(total.numel)
     if total.formula_numel is None:
-        return (Paragraph(f"{total.formula} for {counted} parameters", label="formula"),)
+        return (labelled("formula", f"{total.formula} for {counted} parameters"),)
     given = text.count(total.formula_numel)
     if total.formula_numel == total.numel:
-        return (Paragraph(f"{total.formula} = {given}, as counted", "good", "formula"),)
+        return (labelled("formula", f"{total.formula} = {given}, as counted", "good"),)
     return (
-        Paragraph(f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad", "formula"),
+        labelled("formula", f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad"),
     )
 
 
@@ -225,14 +222,14 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
     return " to ".join(ends)
 
 
-def _proof(proof: PerHeadProof) -> Paragraph:
+def _proof(proof: PerHeadProof) -> Facts:
     """Say how far apart they are where that is more than rounding, whose digits are others on each machine."""
     if proof.verdict == "same":
-        return Paragraph(proof.sentence, VERDICT_TONES["same"], "same")
+        return labelled("same", proof.sentence, VERDICT_TONES["same"])
     measured = f"largest difference {text.small(proof.max_abs_difference)}"
     floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
-    return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
+    return labelled(proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone)
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:

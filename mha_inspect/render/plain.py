@@ -45,7 +45,7 @@ def _block(block: Block) -> Iterator[str]:
         for label, text in block.items:
             yield _pad(label, width, "left") + _GAP + text
     elif isinstance(block, Paragraph):
-        yield f"{block.label}{_GAP}{block.text}" if block.label else block.text
+        yield block.text
     else:
         yield _GAP.join(part for part in (block.title, block.shape, block.axes) if part)
         yield from block.text.split("\n")

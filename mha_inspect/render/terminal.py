@@ -143,9 +143,7 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
         if isinstance(block, Table):
             yield from ((item, width) for item in _table(block, width))
         elif isinstance(block, Facts):
-            yield _labelled([(label, text, "") for label, text in block.items]), prose
-        elif isinstance(block, Paragraph) and block.label:
-            yield _labelled([(block.label, block.text, block.tone)]), prose
+            yield _labelled(block), prose
         elif isinstance(block, Paragraph):
             yield Text(block.text, STYLES[block.tone], overflow="fold"), prose
         else:
@@ -153,13 +151,13 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
         before = block
 
 
-def _labelled(lines: list[tuple[str, str, Tone]]) -> RenderableType:
+def _labelled(facts: Facts) -> RenderableType:
     """Return labels, and beside them sentences that wrap under themselves."""
     grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(overflow="fold", no_wrap=False)
     grid.add_column(overflow="fold", ratio=1)
-    for label, text, tone in lines:
-        grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES[tone]))
+    for label, text in facts.items:
+        grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES[facts.tone]))
     return grid
 
 

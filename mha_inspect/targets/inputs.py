@@ -135,7 +135,7 @@ class _Maker:
         self._switch(values)
         values = self._learned(self._with_none(values))
         call = self._in_order(values)
-        drawn = tuple(name for name in self._in_their_order(plans) if name in plans)
+        drawn = tuple(name for name in self._in_their_order(plans) if plans[name].kind != "lengths")
         return replace(
             call, drawn=drawn, guessed=tuple(name for name in drawn if name not in shapes), said=tuple(self.said)
         )
@@ -148,7 +148,7 @@ class _Maker:
 
     def _named(self, said: Mapping[str, Any], flag: str) -> dict[str, Any]:
         """What was said, by the names of the forward; one without a name is the first argument's."""
-        tensors = [n for n in self.parameters if self.kinds[n] not in ("setting", "mask")] or list(self.parameters)
+        tensors = [n for n in self.parameters if self.kinds[n] not in _NO_TENSORS] or list(self.parameters)
         named = {}
         for name, value in said.items():
             if name == "" and not tensors:
@@ -248,7 +248,7 @@ class _Maker:
             )
         needed = [n for n in required if self.kinds[n] != "mask"]
         if not needed and not said:
-            tensors = [n for n in self.parameters if self.kinds[n] not in ("setting", "mask")]
+            tensors = [n for n in self.parameters if self.kinds[n] not in _NO_TENSORS]
             main = getattr(self.module, "main_input_name", None)
             needed = [main] if main in self.parameters else tensors[:1]
         if self.asked.inputs.key_len is not None and not self._encodes_and_decodes():
@@ -295,6 +295,8 @@ class _Maker:
             return self._ids(name)
         if kind == "image":
             return self._image(None)
+        if kind == "lengths":
+            return Plan(kind, (self.asked.inputs.batch,), "int64", rows=(self.asked.inputs.seq_len,))
         return Plan(kind, (*self._batch_and_length(name), self._width(kind)), sequence=self._batched)
 
     def _ids(self, name: str, vocabulary: int | None = None) -> Plan:
@@ -333,7 +335,9 @@ class _Maker:
             plans |= self._entries(owner, {n: p for n, p in plans.items() if n != owner}, given, said, sure=True)
             del plans[owner]
         # An argument of an unknown name that stands behind others may be let out, or is one that somebody must give.
-        extra = [n for n in list(plans) if self._kind(n) == "unknown" and (len(plans) > 1 or said or given)]
+        extra = [
+            n for n in list(plans) if self._kind(n) in ("unknown", "lengths") and (len(plans) > 1 or said or given)
+        ]
         extra = [n for n in extra if n != next(iter(self.parameters)) and "." not in n]
         certain = {n: plan for n, plan in plans.items() if n not in extra}
         attempts = [certain, plans] if extra else [plans]
@@ -359,7 +363,8 @@ class _Maker:
         _, chosen, probed = best
         self.raises = probed.error is not None
         firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
-        untold = [n for n in extra if n not in firm and (n in chosen or probed.error is not None)]
+        doubtful = [n for n in extra if self._kind(n) == "unknown" and n not in firm]
+        untold = [n for n in doubtful if (n in chosen or probed.error is not None)]
         if untold:
             name = untold[0]
             raise InputError(
@@ -504,7 +509,7 @@ class _Maker:
         names = [
             n
             for n, v in values.items()
-            if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask")
+            if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask", "lengths")
         ]
         told = batch_axis_in_words(self.module, names)
         # Another inside that takes the sequence first says nothing of what goes into the whole.
@@ -639,6 +644,8 @@ class _Maker:
         return f"{self.target.name}.forward"
 
 
+_NO_TENSORS = ("setting", "mask", "lengths")
+"""Kinds of arguments that say something of the others."""
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
 _MOST_KEYS = 16

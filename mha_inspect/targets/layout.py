@@ -35,7 +35,7 @@ def _unpacked(module: nn.Module) -> Iterator[tuple[str, int, str]]:
     """Yield each argument whose shape a forward takes apart as it comes in, which axis is its batch, and the words."""
     try:
         code = inspect.getsource(type(module).forward)
-    except (OSError, TypeError):
+    except (OSError, TypeError, AttributeError):  # the class of what is scripted has no forward
         return
     for line in re.finditer(_UNPACKED, code, re.MULTILINE):
         if re.search(rf"\b{line[3]}\b[^=\n]*(?<![=!<>])=(?!=)", code[code.find(":\n") : line.start()]):

@@ -186,6 +186,32 @@ def test_the_module_is_left_as_it_was() -> None:
     assert repr(report) == repr(mha_inspect.check(module, x))
 
 
+class ToScript(nn.Module):
+    """Attention that torch.jit can compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def split(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        return x.view(b, n, 2, 4).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        made = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+        return made.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_is_scripted_is_checked_and_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    module = torch.jit.script(ToScript())
+    report = mha_inspect.check(module, torch.randn(2, 5, 8))
+    assert module.training
+    assert {"batch", "mixing", "training"} <= {held.check for held in report.held}
+
+
 def test_one_recording_is_enough_for_what_it_shows() -> None:
     torch.manual_seed(0)
     report = mha_inspect.check(

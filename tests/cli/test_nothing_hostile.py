@@ -123,7 +123,7 @@ def wait(*_):
     time.sleep(60)
 export.os.fsync = wait
 with leave_on_interrupt():
-    export.Target.of(Path(sys.argv[1])).write("x" * 100_000)
+    export.Destination.of(Path(sys.argv[1])).write("x" * 100_000)
 """
 
 

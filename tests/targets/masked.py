@@ -52,6 +52,21 @@ class Multiplies(Attention):
         return (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
 
 
+class Lengths(Attention):
+    """Is told how long each sequence is."""
+
+    def forward(self, x, seq_lens):
+        barred = torch.arange(x.shape[1]) >= seq_lens[:, None, None, None]
+        return self.attended(x, lambda s: s.masked_fill(barred, float("-inf")))
+
+
+class Visible(Attention):
+    """Has a name of its own for its mask."""
+
+    def forward(self, x, visible=None):
+        return self.attended(x, lambda s: s if visible is None else s.masked_fill(~visible, float("-inf")))
+
+
 class Needed(Attention):
     """Cannot do without, and takes `batch query key`."""
 

@@ -42,7 +42,7 @@ def moved(target: Target, call: Call, token: int) -> torch.Tensor:
     return ((before - after).abs() > 1e-5).any(-1)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Subtracts", "Multiplies", "Needed", "Both"])
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Subtracts", "Multiplies", "Visible", "Needed", "Both"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) -> None:
     target, call = made(name, batch=batch, causal=True)
@@ -50,7 +50,9 @@ def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) ->
         assert moved(target, call, token)[0].tolist() == [False] * token + [True] * (5 - token)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "Needed", "KeepsKeys", "BarsKeys", "Both"])
+@pytest.mark.parametrize(
+    "name", ["Keeps", "Bars", "Adds", "Multiplies", "Lengths", "Needed", "KeepsKeys", "BarsKeys", "Both"]
+)
 def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
     target, call = made(name, padding=(2, 1))
     assert moved(target, call, 2)[0].all()
@@ -66,6 +68,19 @@ def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> No
     assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
     assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
     assert len(call.said) == arguments
+
+
+def test_lengths_are_those_of_the_sequences_without_their_padding() -> None:
+    _, call = made("Lengths")
+    assert call.kwargs["seq_lens"].tolist() == [5, 5]
+    assert call.drawn == ("x",)
+    _, call = made("Lengths", padding=(2, 1))
+    assert call.kwargs["seq_lens"].tolist() == [3, 4]
+    assert call.said[0].startswith(
+        "--padding made seq_lens, int64 `batch`: it is how many keys of a row are no padding"
+    )
+    with pytest.raises(SpecError, match="does not show what its mask means, so --causal"):
+        made("Lengths", causal=True)
 
 
 def test_what_bars_by_minus_infinity_too_is_told_as_it_is_meant() -> None:

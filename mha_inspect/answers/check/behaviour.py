@@ -292,8 +292,9 @@ def _not_as_called(bench: Bench) -> Iterator[Finding]:
     """Yield attentions that are called causal, by an argument, their class or a flag of it, and are not."""
     words = ("is_causal", "causal")
     asked = [f"{name} is True" for name in words if bench.values.get(name) is True]
+    parts = dict(bench.module.named_modules(remove_duplicate=False))
     for sight in bench.sights:
-        part = bench.module.get_submodule(sight.module)
+        part = parts[sight.module]
         called = type(part).__name__
         flags = [f"{called}.{name} is True" for name in reversed(words) if vars(part).get(name) is True]
         who = [*([called] if "causal" in called.lower() else []), *asked, *flags]

@@ -109,12 +109,10 @@ class Sight:
             return None
         future = self.any_row & (self.distance < 0)
         if bool(future.any()):
-            query, key = (int(n) for n in future.nonzero()[0])
             off = bool((self.distance[future] == -1).all())
             return (
                 "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
-                f"Query {query} gives weight to key {key}, {_place(query + self.shift - key)}; "
-                f"{int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
+                f"{self._first(future, 'weight')}; {int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
         # A key that is barred to all is padding.
@@ -148,26 +146,23 @@ class Sight:
             # To both sides, a window of 2 · n + 1, or of n to each side, is called n by some.
             beyond = self.any_row & (self.distance.abs() > limit)
         if bool(beyond.any()):
-            query, key = (int(n) for n in beyond.nonzero()[0])
             far = int(self.distance[self.any_row].max()) + 1
             return (
                 f"A position sees beyond its window of {width}: it sees {far} positions, its own included.",
-                f"Query {query} gives weight to key {key}, {_place(query + self.shift - key)}.",
+                f"{self._first(beyond, 'weight')}.",
             )
         known = self.any_row.any(0)[None]
         missing = (self.distance >= 0) & (self.distance <= limit) & known & ~self.any_row
         if bool(missing.any()) and causal is not False and not bool((self.any_row & (self.distance < 0)).any()):
-            query, key = (int(n) for n in missing.nonzero()[0])
-            return (
-                f"A position does not see all of its window of {width}.",
-                f"Query {query} gives no weight to key {key}, {_place(query + self.shift - key)}.",
-            )
+            return f"A position does not see all of its window of {width}.", f"{self._first(missing, 'no weight')}."
         return None
 
-
-def _place(distance: int) -> str:
-    """Return where a key stands that many positions before a query: its own, before it, behind it."""
-    return f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"
+    def _first(self, marks: Tensor, what: str) -> str:
+        """`Query 3 gives weight to key 5, 2 behind it`: the first pair that is marked."""
+        query, key = (int(number) for number in marks.nonzero()[0])
+        distance = int(self.distance[query, key])
+        place = f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"
+        return f"Query {query} gives {what} to key {key}, {place}"
 
 
 def sights_of(seen: Run) -> tuple[Sight, ...]:

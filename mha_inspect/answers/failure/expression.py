@@ -13,14 +13,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import (
-    BuiltinFunctionType,
-    FrameType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    ModuleType,
-    WrapperDescriptorType,
-)
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -54,7 +47,6 @@ _OPERATORS: dict[type[ast.AST], tuple[str, Callable[..., Any]]] = {
 }
 """Operators, with the method of a tensor that they call where that is known."""
 _HARMLESS = {len, int, float, bool, str, min, max, abs, round, range, tuple, list, slice}
-_IN_C = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 _PLAIN = (torch.Tensor, int, float, complex, str, tuple, list, dict, slice, type(None))
 _DRAWS = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform")
 _CHANGES = ("seed", "backward", "set_", "save", "load")
@@ -174,8 +166,8 @@ class Expression:
         if getattr(function, "__module__", None) == "builtins":
             raise NoCallError
         if resolve_name(function) is None:
-            if isinstance(function, _IN_C):
-                raise CannotTellError
+            if inspect.isroutine(function) and not (inspect.isfunction(function) or inspect.ismethod(function)):
+                raise CannotTellError  # what is written in C has no frame
             return None
         args, kwargs = self._arguments(node, self._known)
         written = [node.func.value] if receiver and isinstance(node.func, ast.Attribute) else []
@@ -247,14 +239,12 @@ class Expression:
         if name.endswith("_") and not name.startswith("_") and receiver:
             return receiver[0]  # it has been written already, and gives itself
         args, kwargs = self._arguments(node, self._value)
-        draws = any(part in name for part in _DRAWS)
         if any(part in name for part in _CHANGES) or {"out", "generator"} & kwargs.keys() or kwargs.get("inplace"):
             raise CannotTellError
-        if not draws:
-            return function(*receiver, *args, **kwargs)
-        if any(tensor.device.type != "cpu" for _, tensor in tensors_in((receiver, args, kwargs))):
+        elsewhere = any(tensor.device.type != "cpu" for _, tensor in tensors_in((receiver, args, kwargs)))
+        if elsewhere and any(part in name for part in _DRAWS):
             raise CannotTellError
-        with torch.random.fork_rng(devices=()):  # numbers are drawn anew, and nobody's are used up
+        with torch.random.fork_rng(devices=()):  # what draws numbers uses up nobody's
             return function(*receiver, *args, **kwargs)
 
     def _given_by(self, layer: nn.Module, node: ast.Call) -> Any:
