@@ -217,7 +217,8 @@ class Origins:
                 continue
             kind = {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
             kind = "norm" if does(name, "norms") else kind
-            yield self._marked(op, now.taking(source, index_of(own, source.shape)), kind)
+            at = index_of(own, source.shape) if own else torch.zeros_like(now.at)  # every one is of the only number
+            yield self._marked(op, now.taking(source, at), kind)
 
     def _pooled(self, op: Op, now: Elements) -> Iterator[Elements]:
         """Where positions were put together: what one of them holds. Of what hangs on all features none is followed."""
@@ -362,7 +363,7 @@ def _address(tensor: TensorRef, at: Tensor) -> Tensor:
 def _locate(tensor: TensorRef, address: Tensor) -> tuple[Tensor, Tensor]:
     """The elements of a tensor at these addresses, and which of the addresses are its; what the others get is void."""
     rest = address - tensor.offset
-    inside = rest >= 0
+    inside = (rest >= 0) & (0 not in tensor.shape)
     if _has_no_gaps(tensor):
         return rest, inside & (rest < tensor.numel)
     at = torch.zeros_like(rest)

@@ -27,7 +27,7 @@ from .constructor import signature_of
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
 from .holders import Entries, Holder, Questioned, annotated
-from .hugging_face_inputs import is_hugging_face
+from .hugging_face_inputs import is_hugging_face, ways_of
 from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of
 from .learned_masks import Learned, learn_masks
 from .masks import Masks, is_torchs, masks_of
@@ -48,8 +48,8 @@ class Known:
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     """The arguments that are drawn without a configuration that tells what they are."""
-    configured: tuple[str, ...] = ()
-    """Those that a configuration tells about."""
+    way: int = 0
+    """Which of the ways that a configuration allows to call it was taken."""
     layout: Layout | None = None
     masks: tuple[Learned, ...] = ()
     holders: Mapping[str, Holder] = field(default_factory=dict)
@@ -264,19 +264,17 @@ class _Maker:
 
     def _planned(self, names: list[str], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """Plans for the tensors that nobody said anything of."""
-        from .hugging_face_inputs import plans_of
-
         known: dict[str, Plan] = {}
         if is_hugging_face(self.module):
             free = set(self.parameters) - set(given) - set(said)
-            if self.asked.known is not None:
-                known = plans_of(self.module, list(self.known.configured), free, self.asked.inputs)
-            else:
-                known = self._with_more(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
-                names = list(dict.fromkeys((*names, *known)))
-                if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
-                    # A waveform is what it is for most; what takes something else says so when it runs.
-                    known = {}
+            ways = [*ways_of(self.module, names, free, self.asked.inputs)]
+            way = self.known.way
+            if self.asked.known is None and len(ways) > 1:
+                runs = (at for at, own in enumerate(ways) if self._probe(own, given, said, whole=True).error is None)
+                way = next(runs, 0 if ways[-1] else len(ways) - 1)
+                self.known = replace(self.known, way=way)
+            known = ways[way]
+            names = list(dict.fromkeys((*names, *ways[0], *known)))
         guessed = [name for name in names if name not in known]
         if self.open_ended and not (self.parameters or said or given or self.asked.known):
             guessed = list(self._by_name())
@@ -286,20 +284,8 @@ class _Maker:
             evidence = self.known.evidence
             return known | {n: self._corrected(n, self._first_guess(n), evidence.get(n)) for n in self.known.names}
         plans = self._probed({n: self._first_guess(n) for n in guessed}, given, {**said, **known}) if guessed else {}
-        self.known = replace(self.known, configured=tuple(known), names=tuple(plans))
+        self.known = replace(self.known, names=tuple(plans))
         return known | plans
-
-    def _with_more(
-        self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], free: set[str]
-    ) -> dict[str, Plan]:
-        """The plans, and what else comes with a text or an image where the model does not do without."""
-        from .hugging_face_inputs import SOMETIMES, plans_of
-
-        more = [name for name in SOMETIMES if name in free - set(plans)]
-        if not plans or not more or self._probe(plans, given, said, whole=True).error is None:
-            return plans
-        both = plans | plans_of(self.module, more, free, self.asked.inputs)
-        return both if self._probe(both, given, said, whole=True).error is None else plans
 
     def _first_guess(self, name: str) -> Plan:
         kind = self._kind(name)
