@@ -334,6 +334,18 @@ def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
         assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
 
 
+@pytest.mark.parametrize("kind", ["blip_2_qformer", "parakeet_ctc", "voxtral_realtime_encoder", "jamba"])
+def test_what_a_model_takes_is_what_runs(kind):
+    """States to attend to, sounds in frames of bins or bins of frames, layers of two kinds."""
+    target = load(f"hf:{kind}", {"small": "true"})
+    made = call(target)
+    with torch.no_grad():
+        assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
+    again = made.without_ones
+    if again is not None:  # with other sizes it is called the same way
+        assert again(target.module).kwargs.keys() == made.kwargs.keys()
+
+
 def test_a_small_one_takes_settings_and_leaves_the_weights_of_a_directory(saved):
     target = load(f"hf:{saved}", {"small": "true", "num_hidden_layers": "1", "hidden_size": "28"})
     config = target.module.config

@@ -231,3 +231,41 @@ def test_with_gradients_off_and_in_inference_mode_it_is_the_same() -> None:
     with torch.no_grad():
         assert read_off(module, x) == expected
     assert read_off(module.to(torch.bfloat16), x.bfloat16())["qkv.weight"].heads == expected["qkv.weight"].heads
+
+
+class Unturned(nn.Module):
+    """Keys whose part for positions has no features, joined as a write into memory that is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, 12, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (rearrange(own(x), "b n (h d) -> b h n d", h=3) for own in (self.q, self.k, self.v))
+        whole = torch.empty_like(k)
+        whole[..., :4] = k
+        whole[..., 4:] = k[..., 4:]
+        return rearrange((q @ whole.mT / 2).softmax(-1) @ v, "b h n d -> b n (h d)")
+
+
+def test_a_part_without_features_holds_nothing() -> None:
+    report = params(Subject(Unturned(), (torch.randn(2, 5, 12),), {}), per_head=True)
+    rows = {p.name: [piece.rows for piece in p.heads or ()] for p in report.parameters}
+    assert rows == {f"{name}.weight": [(0, 4), (4, 8), (8, 12)] for name in "qkv"}
+
+
+class Weighed(Unturned):
+    """What comes out is weighed by one number, computed of a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(super().forward(x) * (1 - self.weight.exp()))
+
+
+def test_one_number_weighs_every_head() -> None:
+    report = params(Subject(Weighed(), (torch.randn(2, 5, 12),), {}), per_head=True)
+    rows = {p.name: [piece.columns for piece in p.heads or ()] for p in report.parameters}
+    assert rows["out.weight"] == [(0, 4), (4, 8), (8, 12)]

@@ -346,7 +346,7 @@ def _address(tensor: TensorRef, at: Tensor) -> Tensor:
 def _locate(tensor: TensorRef, address: Tensor) -> tuple[Tensor, Tensor]:
     """The elements of a tensor at these addresses, and which of the addresses are its; what the others get is void."""
     rest = address - tensor.offset
-    inside = rest >= 0
+    inside = (rest >= 0) & (0 not in tensor.shape)
     if _has_no_gaps(tensor):
         return rest, inside & (rest < tensor.numel)
     at = torch.zeros_like(rest)

@@ -53,8 +53,9 @@ class Replay:
         return self._made[tensor.id]
 
     def _computed(self, tensor: TensorRef) -> torch.Tensor:
-        """Run what makes a tensor, in its order, in memory of its own: what is written is written there."""
+        """Run what makes a tensor, in its order; what is written into is copied before: a mask may be large."""
         needed = self._needed(tensor)
+        written = {made.storage for op in needed if _may_write(op) for made in (*op.inputs, *op.outputs)}
         memory: dict[int, torch.Tensor] = {}
         known: dict[int, torch.Tensor] = {}
 
@@ -62,9 +63,11 @@ class Replay:
             if asked.id not in known and asked.storage in memory:  # what others wrote, seen in another way
                 known[asked.id] = memory[asked.storage].as_strided(asked.shape, asked.stride, asked.offset)
             elif asked.id not in known:
-                known[asked.id] = self._given(asked).clone(memory_format=torch.preserve_format)
-                if known[asked.id].stride() == asked.stride and not asked.offset:
-                    memory[asked.storage] = known[asked.id]
+                given = self._given(asked)
+                given = given.clone(memory_format=torch.preserve_format) if asked.storage in written else given
+                known[asked.id] = given
+                if given.stride() == asked.stride and given.storage_offset() == asked.offset:
+                    memory[asked.storage] = given
             return known[asked.id]
 
         for op in needed:
@@ -72,7 +75,7 @@ class Replay:
                 known[made.id] = value
                 if value.stride() == made.stride and value.storage_offset() == made.offset:
                     memory.setdefault(made.storage, value)
-        return content(tensor).clone()
+        return content(tensor)
 
     def _given(self, tensor: TensorRef) -> torch.Tensor:
         if tensor.id in self._leaves:
@@ -102,6 +105,11 @@ class Replay:
                 raise CannotReplayError("it takes too long")
             queue += () if takes_shape_only(op) else op.inputs
         return [needed[index] for index in sorted(needed)]
+
+
+def _may_write(op: Op) -> bool:
+    """Whether an operation may write into memory that it was given."""
+    return op.kind == "write" or op.base_name.endswith("_") or op.name.endswith("out")
 
 
 def run_again(op: Op, content: Callable[[TensorRef], torch.Tensor]) -> list[tuple[TensorRef, torch.Tensor]]:

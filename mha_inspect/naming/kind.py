@@ -185,8 +185,8 @@ def _bars_the_future(
     if tuple(barred.shape[-2:]) != (queries, keys):
         return None
     if given is not None and given < keys and not bool(barred[..., given:].any()):
-        keys, barred = given, barred[..., :given]
-    return any(_is_triangle(barred, queries, keys, shift) for shift in shifts)
+        barred = barred[..., :given]
+    return any(_is_triangle(barred, shift) for shift in shifts)
 
 
 def _keys_before_queries(seen: Run, op: Op, found: Attention) -> bool:
@@ -213,12 +213,13 @@ def _is_cut(seen: Run, tensor: TensorRef) -> bool:
     return False
 
 
-def _is_triangle(barred: torch.Tensor, queries: int, keys: int, shift: int) -> bool:
+def _is_triangle(barred: torch.Tensor, shift: int) -> bool:
     """Whether all behind the diagonal is barred, not every key of it to every query, and the diagonal itself is not."""
-    future = torch.ones(queries, keys, dtype=torch.bool, device=barred.device).triu_(diagonal=1 + shift)
-    own = barred.diagonal(offset=shift, dim1=-2, dim2=-1)
-    open_to_some = ~barred.all(dim=-2, keepdim=True)
-    return bool((future & open_to_some).any()) and bool((barred | ~future).all()) and not bool(own.all())
+    open_to_some = ~barred.all(dim=-2)
+    if not bool(open_to_some[..., max(0, 1 + shift) :].any()):
+        return False
+    looks_ahead = bool((~barred).triu_(1 + shift).any())
+    return not looks_ahead and not bool(barred.diagonal(offset=shift, dim1=-2, dim2=-1).all())
 
 
 def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:

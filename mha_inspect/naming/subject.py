@@ -40,8 +40,8 @@ class State:
     gpus: dict[int, torch.Tensor]
     contents: list[tuple[torch.Tensor, torch.Tensor]]
     """Each buffer with a copy of its content."""
-    held: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-    """Each module with its attributes and its buffers by name; one that is scripted holds its own out of reach."""
+    held: list[tuple[Any, Any]]
+    """What each module holds, with a copy of it; one that is scripted holds its own out of reach."""
 
     def restore(self) -> None:
         """Put everything back to this moment."""
@@ -51,22 +51,33 @@ class State:
         with torch.no_grad():
             for buffer, content in self.contents:
                 buffer.copy_(content)
-        for module, attributes, buffers in self.held:
-            vars(module).clear()
-            vars(module).update(_shallow(attributes))
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for names, held in self.held:
+            _put_back(names, held)
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield what a module holds by name, and each list or dict of its own that a run may add to, with a copy of it."""
+    yield vars(module), dict(vars(module))
+    yield module._buffers, dict(module._buffers)
+    for name, value in vars(module).items():
+        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE:
+            yield value, copy.copy(value)
+
+
+def _put_back(now: Any, before: Any) -> None:
+    """Make a list, dict or set what it was. One that is so is not touched: another thread may be reading it."""
+    if isinstance(now, dict):
+        for name in [name for name in now if name not in before]:
+            del now[name]
+        now.update({name: value for name, value in before.items() if name not in now or now[name] is not value})
+    elif isinstance(now, list) and [*map(id, now)] != [*map(id, before)]:
+        now[:] = before
+    elif isinstance(now, set) and {*map(id, now)} != {*map(id, before)}:
+        now.clear()
+        now.update(before)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of lists and dicts, which a run may add to: a cache, a log."""
-    return {
-        name: copy.copy(value) if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE else value
-        for name, value in attributes.items()
-    }
 
 
 def seed_everything(seed: int) -> None:
@@ -222,9 +233,10 @@ class Subject:
             {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
             [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
             [
-                (part, _shallow(vars(part)), dict(part._buffers))
+                held
                 for part in self.module.modules()
                 if not isinstance(part, torch.jit.ScriptModule)
+                for held in _held_by(part)
             ],
         )
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
     described = f"a configuration of type {kind}"
     if convert(_SMALL, small, bool, False, {}):
         # Weights would not fit it.
-        (held, factor), folder = small_values(config_class, held, text), None
+        (held, factor), folder = _small(transformers, config_class, held, text), None
         described = f"a small configuration of type {kind}, its widths divided by {factor}"
     values, left, flags = config_values(config_class, held, own, spec)
     require_few_layers({**held, **values}, text)
@@ -160,6 +161,21 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
         )
     found = mapping[type(config)]
     return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def _small(
+    transformers: ModuleType, config_class: Any, held: Mapping[str, Any], text: str
+) -> tuple[dict[str, Any], int]:
+    """Return the smallest configuration that can be built, and by what its widths were divided."""
+    before = torch.get_default_dtype()
+    ways = [*small_values(config_class, held, text)]
+    for values, factor in ways:
+        with suppress(Exception), torch.device("meta"):
+            config = make_config(config_class, values, text)
+            _model_class(transformers, config, text)._from_config(config)
+            return values, factor
+        torch.set_default_dtype(before)
+    return ways[-1]  # why it cannot be built is told where it is
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,8 +18,8 @@ def is_hugging_face(module: nn.Module) -> bool:
     return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
 
 
-def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
-    """Plans for the arguments that the configuration tells about: those in `names`, and what has to come with them.
+def ways_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> Iterator[dict[str, Plan]]:
+    """Return what a model may be called with, the likeliest first: what runs is what it takes.
 
     Args:
         module: of transformers.
@@ -26,6 +27,24 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputS
         free: arguments that nobody has given.
         inputs: for batch and lengths.
     """
+    plans = _plans_of(module, names, free, inputs)
+    yield plans
+    if not plans:
+        return
+    more = [name for name in _SOMETIMES if name in free - set(plans)]
+    for also in (*([name] for name in more), more):
+        both = plans | _plans_of(module, also, free, inputs)
+        if both.keys() != plans.keys():
+            yield both
+    for name in plans:
+        for other in _otherwise(name, plans[name], module.config, inputs):
+            yield plans | {name: other}
+    if "input_values" in plans:
+        yield {}  # a waveform is what it is for most: what takes something else says so when it runs
+
+
+def _plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
+    """Return plans for the arguments that the configuration tells about: `names`, and what has to come with them."""
     config: Any = module.config
     wanted = [*names]
     if getattr(config, "is_encoder_decoder", False):
@@ -51,7 +70,10 @@ _OF_DECODERS = ("decoder_input_ids", "decoder_input_values", "future_values", "f
 """What a decoder beside an encoder cannot do without."""
 _HELD_AGAINST = ("pixel_values", "input_features", "input_values")
 """What a text is held against, where both get a place in one space."""
-SOMETIMES = ("input_ids", "pixel_values", "bbox", "visual_feats", "visual_pos")
+_SOMETIMES = (
+    *("input_ids", "pixel_values", "bbox", "visual_feats", "visual_pos", "encoder_hidden_states", "query_embeds"),
+    *("input_values", "past_values_padding"),
+)
 """What comes with a text or an image, and most models do without."""
 _PATCHES = 4
 """Patches along each side of an image that is handed over in patches."""
@@ -83,12 +105,16 @@ def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool, in_patches: 
         return _image(_looks(config), inputs.batch)
     if name in ("input_values", "decoder_input_values", "input_features"):
         return _sound(name, getattr(config, "audio_config", config), inputs.batch, inputs.seq_len, key_len)
+    if name in ("encoder_hidden_states", "query_embeds"):
+        widths = ("hidden_size",) if name == "query_embeds" else ("encoder_hidden_size", "hidden_size")
+        width = _held(config, *widths)
+        return None if width is None else Plan("hidden", (inputs.batch, key_len, width))
     return _series(name, config, inputs.batch, inputs.seq_len)
 
 
 def _looks(config: Any) -> Any:
     """The part of a configuration that is for images."""
-    return getattr(config, "vision_config", config)
+    return getattr(config, "vision_config", getattr(config, "image_config", config))
 
 
 def _patches(name: str, config: Any, batch: int) -> Plan | None:
@@ -114,7 +140,7 @@ def _in_grid(name: str, config: Any, batch: int) -> Plan | None:
 
 def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Plan | None:
     """A waveform, or the spectrogram of one: frames of the length that the layers before the attention make one of."""
-    bins = getattr(config, "num_mel_bins", None)
+    bins = _held(config, "num_mel_bins")
     if name == "input_values":
         if bins is not None and hasattr(config, "max_length"):
             return Plan("other", (batch, config.max_length, bins))
@@ -128,9 +154,37 @@ def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Pl
     if hasattr(config, "spec_size") and bins is not None:
         return Plan("other", (batch, 1, config.spec_size * (config.spec_size // bins), bins))
     for field, times in (("input_feat_per_channel", 4), ("feature_projection_input_dim", 1), ("num_mel_bins", 1)):
-        if isinstance(getattr(config, field, None), int):
-            return Plan("other", (batch, times * key_len, getattr(config, field)))
+        if isinstance(_held(config, field), int):
+            return Plan("other", (batch, times * key_len, _held(config, field)))
     return None
+
+
+def _otherwise(name: str, plan: Plan, config: Any, inputs: InputSpec) -> Iterator[Plan]:
+    """Return other layouts of a sound or of an image."""
+    batch, *rest = plan.shape
+    if name == "input_features" and len(rest) == 2:
+        bins = min(rest) if _held(config, "num_mel_bins") is None else int(_held(config, "num_mel_bins"))
+        frames = 4 * int(_held(config, "n_window") or 16)
+        yield from (replace(plan, shape=(batch, *shape)) for shape in ((frames, bins), (bins, frames)))
+    elif name == "input_values":
+        ratios = _held(config, "upsampling_ratios", "downsampling_ratios")
+        if ratios is not None:
+            yield replace(plan, shape=(batch, 1, prod(ratios) * inputs.seq_len))
+    elif name == "pixel_values" and len(rest) == 3:
+        yield replace(plan, shape=(batch, 1, *rest))
+    elif name == "pixel_values" and len(rest) == 1:
+        channels = int(_held(config, "num_channels", "in_channels") or 3)
+        size = int(_held(config, "patch_size"))
+        times = (1, 2, 4) if rest[0] == channels * size**2 else (1,)
+        yield from (replace(plan, shape=(batch, rest[0] * more)) for more in times[1:])
+        yield replace(plan, shape=(batch, channels, size, size))
+
+
+def _held(config: Any, *names: str) -> Any:
+    """Return what a configuration, or one in it, says by the first of these names; None where none says it."""
+    inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
+    values = (getattr(own, name, None) for own in (config, *inner) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _series(name: str, config: Any, batch: int, seq_len: int) -> Plan | None:

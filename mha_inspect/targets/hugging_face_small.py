@@ -7,6 +7,7 @@ as before.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,6 +36,10 @@ _MOST = (
     (re.compile(r"\w*experts_per_tok(en)?|moe_(topk|k)|\w*top_k_experts|experts_top_k|num_selected_experts|top_k"), 2),
     (re.compile(r"n_group|topk_group|num_expert_group|num_nextn_predict_layers"), 1),
     (re.compile(r"num_kv_shared_layers"), 0),
+    (re.compile(r"num_queries"), 8),
+    (re.compile(r"max_source_positions|max_length"), 64),
+    (re.compile(r"attn_layer_period"), _LAYERS),
+    (re.compile(r"attn_layer_offset"), _LAYERS - 1),
     (_DEPTH, _LAYERS),
 )
 """What a number is at most, by its name: the first that fits."""
@@ -47,15 +52,16 @@ _WIDTH = re.compile(
     r"|output|hidden_per_head|fusion|neck|pooler|router|condition|codevector|query|value|key|stage|rope|nope|v|qk"
     r")_(size|sizes|dim|dims|width|channels|dimension|units)"
     r"|(\w+_)?(ffn_dim|lora_rank|dim_feedforward|pos_feats|linear_units|text_hidden_size|feature_dims)"
-    r"|adapter_rank|laurel_rank|dim_head"
+    r"|adapter_rank|laurel_rank|dim_head|embed_dim_per_stage|backbone_channel_list|mamba_(headdim|d_head)"
+    r"|(\w+_)?bottleneck_size|coordinate_size|shape_size|upsample_groups"
 )
 _NO_WIDTH = re.compile(
-    r".*(kernel|window|chunk|patch|image|vocab|conv|input|codebook|group|position_embedding)_.*|.*_kernel_dim"
+    r"(?!.*hidden_size$).*(kernel|window|chunk|patch|image|vocab|conv|input|codebook|group|position_embedding)_.*|.*_kernel_dim"
 )
 
 
-def small_values(config_class: Any, held: Mapping[str, Any], text: str) -> tuple[dict[str, Any], int]:
-    """Return what a configuration says once it is small, and by what its widths were divided.
+def small_values(config_class: Any, held: Mapping[str, Any], text: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Return what a configuration says once it is small, and by what its widths were divided: the smallest first.
 
     Args:
         config_class: the class of the configuration, whose defaults stand for what `held` does not say.
@@ -64,20 +70,25 @@ def small_values(config_class: Any, held: Mapping[str, Any], text: str) -> tuple
 
     Raises `InputError` where the class refuses what is held.
     """
-    values: dict[str, Any] = make_config(config_class, dict(held), text).to_dict()
+    whole: dict[str, Any] = make_config(config_class, dict(held), text).to_dict()
+    for factor in _FACTORS:
+        if all(_divides(factor, own) for own in _configs(whole)):
+            yield _made_small(copy.deepcopy(whole), factor), factor
+
+
+def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
+    """Return the values of a configuration, made smaller in place."""
     every = [*_configs(values)]
-    for own in every:
-        own.pop("out_features", None)  # what out_indices say, in other words
     # What has no heads cannot be narrower by theirs: the convolutions that see an image before a decoder does.
     backbones = (own["backbone_config"] for own in every if isinstance(own.get("backbone_config"), dict))
     convolutions = [id(own) for own in (values, *backbones) if not any(_first(held, _HEADS) for held in _configs(own))]
-    factor = next(factor for factor in _FACTORS if all(_divides(factor, own) for own in every))
     words: dict[int, int] = {}
     for own in every:
+        own.pop("out_features", None)  # what out_indices say, in other words
         _cut_layers(own)
         own |= _smaller(own, 1 if id(own) in convolutions else factor, words)
         _split_rotation(own)
-    return values, factor
+    return values
 
 
 def _configs(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -187,7 +198,8 @@ def _cut_layers(own: dict[str, Any]) -> None:
         own[name] = [rank + (min(value) > 0) for rank in range(min(len(value), _MARKED))]
         keep = max(keep, own[name][-1] + 1)
     each = {name: value for name, value in listed.items() if len(value) == depth and name not in marks}
-    for value in each.values():
+    repeated = [value for name, value in listed.items() if name.endswith("_types") and len(value) < depth]
+    for value in (*each.values(), *repeated):
         kinds = [str(kind) for kind in value]
         if len({*kinds}) <= _KINDS:
             keep = max(keep, *(kinds.index(kind) + 1 for kind in kinds))
@@ -204,5 +216,5 @@ def _split_rotation(own: dict[str, Any]) -> None:
     """Say how the rotation is split in time, height and width: some take a split for the width that they had."""
     head_dim = _head_dim(own)
     for rope in _ropes(own) if head_dim else ():
-        half = _turned(own, rope, head_dim or 0) // 2
+        half = (_turned(own, rope, head_dim or 0) + 1) // 2
         rope["mrope_section"] = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]

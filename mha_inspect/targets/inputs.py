@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
-from ..layers.spec import AttentionSpec, InputSpec, divisors
+from ..layers.spec import InputSpec
 from ..record.arguments import described, parts_of
 from ..text import did_you_mean, printable, shown
 from .call import Call
@@ -27,17 +27,15 @@ from .constructor import signature_of
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
 from .holders import Entries, Holder, Questioned, annotated
-from .hugging_face_inputs import is_hugging_face
+from .hugging_face_inputs import is_hugging_face, ways_of
 from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of
 from .learned_masks import Learned, learn_masks
 from .masks import Masks, is_torchs, masks_of
 from .probe import Evidence, Probed, probe
 from .target import Target
+from .triple import Triple, require_fit
 from .values import InputShape
 from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
-
-Triple = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value."""
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
@@ -50,8 +48,8 @@ class Known:
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     """The arguments that are drawn without a configuration that tells what they are."""
-    configured: tuple[str, ...] = ()
-    """Those that a configuration tells about."""
+    way: int = 0
+    """Which of the ways that a configuration allows to call it was taken."""
     layout: Layout | None = None
     masks: tuple[Learned, ...] = ()
     holders: Mapping[str, Holder] = field(default_factory=dict)
@@ -187,7 +185,7 @@ class _Maker:
         key = held.get("key", query)
         triple = query, key, held.get("value", key)
         unbatched = self.asked.inputs.unbatched if self.target.spec is not None else query.dim() == 2
-        _require_fit(file, triple, self.spec, unbatched=unbatched)
+        require_fit(file, triple, self.spec, unbatched=unbatched)
         rest = {name: self._moved(t) for name, t in held.items() if name not in ("query", "key", "value")}
         return self._in_roles(triple) | rest
 
@@ -266,19 +264,17 @@ class _Maker:
 
     def _planned(self, names: list[str], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """Plans for the tensors that nobody said anything of."""
-        from .hugging_face_inputs import plans_of
-
         known: dict[str, Plan] = {}
         if is_hugging_face(self.module):
             free = set(self.parameters) - set(given) - set(said)
-            if self.asked.known is not None:
-                known = plans_of(self.module, list(self.known.configured), free, self.asked.inputs)
-            else:
-                known = self._with_more(plans_of(self.module, names, free, self.asked.inputs), given, said, free)
-                names = list(dict.fromkeys((*names, *known)))
-                if "input_values" in known and self._probe(known, given, said, whole=True).error is not None:
-                    # A waveform is what it is for most; what takes something else says so when it runs.
-                    known = {}
+            ways = [*ways_of(self.module, names, free, self.asked.inputs)]
+            way = self.known.way
+            if self.asked.known is None and len(ways) > 1:
+                runs = (at for at, own in enumerate(ways) if self._probe(own, given, said, whole=True).error is None)
+                way = next(runs, 0 if ways[-1] else len(ways) - 1)
+                self.known = replace(self.known, way=way)
+            known = ways[way]
+            names = list(dict.fromkeys((*names, *ways[0], *known)))
         guessed = [name for name in names if name not in known]
         if self.open_ended and not (self.parameters or said or given or self.asked.known):
             guessed = list(self._by_name())
@@ -288,20 +284,8 @@ class _Maker:
             evidence = self.known.evidence
             return known | {n: self._corrected(n, self._first_guess(n), evidence.get(n)) for n in self.known.names}
         plans = self._probed({n: self._first_guess(n) for n in guessed}, given, {**said, **known}) if guessed else {}
-        self.known = replace(self.known, configured=tuple(known), names=tuple(plans))
+        self.known = replace(self.known, names=tuple(plans))
         return known | plans
-
-    def _with_more(
-        self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], free: set[str]
-    ) -> dict[str, Plan]:
-        """The plans, and what else comes with a text or an image where the model does not do without."""
-        from .hugging_face_inputs import SOMETIMES, plans_of
-
-        more = [name for name in SOMETIMES if name in free - set(plans)]
-        if not plans or not more or self._probe(plans, given, said, whole=True).error is None:
-            return plans
-        both = plans | plans_of(self.module, more, free, self.asked.inputs)
-        return both if self._probe(both, given, said, whole=True).error is None else plans
 
     def _first_guess(self, name: str) -> Plan:
         kind = self._kind(name)
@@ -636,7 +620,7 @@ class _Maker:
         folded = {name: value for name, value in values.items() if not self._is_entry(name)}
         for owner in dict.fromkeys(name.partition(".")[0] for name in values if self._is_entry(name)):
             held = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{owner}.")}
-            whole = tuple if all(map(str.isdigit, held)) else Entries
+            whole = tuple if all(map(str.isdecimal, held)) else Entries
             folded[owner] = self.holders.get(owner, Holder(whole)).filled(held)
         ordered = {name: folded[name] for name in self._in_their_order(folded) if name in self.parameters}
         ordered |= {name: value for name, value in folded.items() if name not in ordered}
@@ -680,64 +664,6 @@ def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     return next(
         (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
     )
-
-
-# -- out of files ------------------------------------------------------------------------------------------------------
-
-
-def _require_fit(file: str, tensors: Triple, spec: AttentionSpec, *, unbatched: bool) -> None:
-    """Raise `InputError` where the rank, width, length or dtype of query, key and value is not what the layer takes."""
-    query, key, value = tensors
-    axis = "query" if key is query else "key"
-    for name, tensor, seq, width, size_name, size in (
-        ("query", query, "query", "embed", "embed_dim", spec.embed_dim),
-        ("key", key, axis, "kdim", "kdim", spec.key_width),
-        ("value", value, axis, "vdim", "vdim", spec.value_width),
-    ):
-        said, pattern = f"{file}: {name} has shape {list(tensor.shape)}", _layout(seq, width, spec, unbatched)
-        rank = 2 if unbatched else 3
-        if tensor.dim() != rank:
-            ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
-            way_out = ways.get(tensor.dim(), f"Save it with {rank} dimensions.")
-            raise InputError(f"{said}: `{pattern}` is expected, so it must have {rank} dimensions. {way_out}")
-        if tensor.shape[-1] != size:
-            raise InputError(
-                f"{said}: `{pattern}` with {size_name} {size} is expected, so the last size must be {size}. "
-                f"Try {_width_flags(size_name, tensor.shape[-1], spec)}."
-            )
-        if not tensor.is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(
-                f"{file}: {name} holds {kind} where floating-point numbers are meant. Save {name}.float()."
-            )
-    length = 0 if unbatched or not spec.batch_first else 1
-    batches = [1 if unbatched else tensor.shape[1 - length] for tensor in tensors]
-    if len(set(batches)) > 1:
-        raise InputError(
-            f"{file}: the batch sizes of query, key and value are {batches[0]}, {batches[1]} and {batches[2]}, "
-            f"and must be one number. Their axes are `{_layout('seq', 'width', spec, unbatched)}`."
-        )
-    _, keys, values = (tensor.shape[length] for tensor in tensors)
-    if keys != values:
-        raise InputError(
-            f"{file}: key has length {keys} and value {values}: "
-            f"each key needs its value. Their axes are `{_layout('key', 'width', spec, unbatched)}`."
-        )
-
-
-def _layout(seq: str, width: str, spec: AttentionSpec, unbatched: bool) -> str:
-    if unbatched:
-        return f"{seq} {width}"
-    return f"batch {seq} {width}" if spec.batch_first else f"{seq} batch {width}"
-
-
-def _width_flags(size_name: str, width: int, spec: AttentionSpec) -> str:
-    """The flags under which a tensor of this width would fit."""
-    if size_name != "embed_dim":
-        return f"--{size_name} {width}"
-    if width % spec.num_heads == 0:
-        return f"--embed-dim {width}"
-    return f"--embed-dim {width} --num-heads {max(n for n in divisors(width) if n <= spec.num_heads)}"
 
 
 def _heads_of(module: nn.Module) -> int:

@@ -20,10 +20,11 @@ from ..record.arguments import copy_module
 from .call import Call, TargetFailedError, explained
 from .device import resolve
 from .files import read_tensor, shapes_in
-from .inputs import Asked, Triple, make_call
+from .inputs import Asked, make_call
 from .pairing import layer_inputs
 from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from .target import Target
+from .triple import Triple
 from .vocabulary import Flags
 
 
