@@ -1,263 +1,35 @@
-"""The same answers in a REPL, a debugger or a notebook: traces that print themselves and hold their tensors."""
+"""The public functions: the answers of the command line for a REPL, a debugger, a notebook, or code."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from .answers.check.intent import Intent
-from .answers.trace import report, traced
+from .answers.trace import of_block, traced
 from .checkpoints.stored import opened, path_name
-from .cli.export import ExportFormat, Target
-from .errors import ExportError, InputError, SpecError
-from .graph.evaluate import Replay
+from .errors import InputError
 from .layers.spec import Show
-from .naming.canonical import contents_of, own_axes
-from .naming.kind import kinds_of, mask_notes
-from .naming.stages import STAGES
-from .naming.subject import Run, Subject, keep_stages
+from .naming.subject import Run, Subject
+from .notebook.live import Kept, LiveReport, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
-from .reports.common import Environment, LayerInfo
 from .reports.failure import Failure
 from .reports.json import read_report
-from .reports.trace import Attention, Stage, Trace, attention_names
+from .reports.trace import Trace
 from .text import shown
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from .pictures.grid import Picture
-    from .pictures.stages import Attended
-
-
-class _Shows:
-    """Shows the fields of a report as its own."""
-
-    report: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "report":  # asked for before it is there, as copying does
-            raise AttributeError(name)
-        return getattr(self.report, name)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What is held of an attention when its run is over."""
-
-    stages: dict[str, Tensor] = field(default_factory=dict)
-    turns: dict[str, Tensor] = field(default_factory=dict)
-    """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
-
-
-def _keep(seen: Run) -> tuple[_Kept, ...]:
-    """Hold the tensors of each attention; the run has none of them any longer."""
-    turns = [contents_of(seen, *found) if found[0].branches else {} for found in seen.attentions]
-    own = [{stage: tensor.clone() for stage, tensor in contents.items()} for contents in turns]
-    return tuple(map(_Kept, keep_stages(seen.recording, seen.attentions), own))
-
-
-class LiveStage(_Shows):
-    """A stage of a trace: the fields of `reports.trace.Stage`, and its tensor where tensors were kept."""
-
-    def __init__(self, stage: Stage, tensor: Tensor | None, attended: Callable[[], Attended]) -> None:
-        self.report = stage
-        self._tensor = tensor
-        self._attended = attended
-
-    @property
-    def tensor(self) -> Tensor:
-        """The content, laid out as `axes` says. Raises `ValueError` where tensors were not kept."""
-        if self._tensor is None:
-            raise ValueError(f"the tensor of {self.report.name} was not kept: trace with keep=True.")
-        return self._tensor
-
-    def picture(
-        self,
-        head: int | Sequence[int] | None = None,
-        *,
-        batch_row: int = 0,
-        tokens: Sequence[str] = (),
-        width: int | None = None,
-        color: bool | None = None,
-    ) -> str:
-        """Return a heat map for each head as text: `print(trace.attentions[0].weights.picture(head=3))`.
-
-        Args:
-            head: one, or several; all by default.
-            batch_row: which row of the batch.
-            tokens: labels of the queries, or of the keys.
-            width: columns to fill; those of the terminal by default, or 80 where there is none.
-            color: whether in colour; by default where stdout shows any.
-
-        Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
-        """
-        from .cli.screen import colours, columns, in_color
-        from .pictures.terminal import draw
-
-        drawn = self._picture(head, batch_row, tokens)
-        shows = in_color(sys.stdout) if color is None else color
-        width = columns(sys.stdout) if width is None else width
-        return draw(drawn, width=width, depth=colours() if shows else "none")
-
-    def plot(
-        self, head: int | Sequence[int] | None = None, *, batch_row: int = 0, tokens: Sequence[str] = ()
-    ) -> Axes | list[Axes]:
-        """Draw a heat map for each head by matplotlib, and return its axes; a list of them where heads are several.
-
-        The arguments are those of `picture`. Raises as that, and `InputError` where matplotlib is missing.
-        """
-        from .pictures.plot import onto, require_matplotlib, size_of
-
-        drawn = self._picture(head, batch_row, tokens)
-        require_matplotlib("plot()")
-        from matplotlib import pyplot
-
-        axes = onto(drawn, pyplot.figure(figsize=size_of(drawn), layout="constrained"))
-        return axes[0] if len(axes) == 1 else axes
-
-    def _picture(self, head: int | Sequence[int] | None, batch_row: int, tokens: Sequence[str]) -> Picture:
-        assert self.tensor is not None  # or it says that tensors were not kept
-        heads = (head,) if isinstance(head, int) else head
-        return self._attended().picture(self.report.name, heads=heads, batch_row=batch_row, labels=tokens)
-
-    def __repr__(self) -> str:
-        stage = self.report
-        return f"{stage.name} {list(stage.shape)} {stage.axes}: {stage.formula}"
-
-
-class LiveAttention(_Shows):
-    """An attention of a trace: the fields of `reports.trace.Attention`, and each stage by its name."""
-
-    def __init__(self, attention: Attention, kept: _Kept, name: str = "") -> None:
-        self.report = attention
-        self._name, self._turns = name, kept.turns
-        self.stages = tuple(LiveStage(stage, kept.stages.get(stage.name), self.attended) for stage in attention.stages)
-
-    def __getattr__(self, name: str) -> Any:
-        stages = {stage.name: stage for stage in vars(self).get("stages", ())}
-        if name in STAGES and stages:
-            if name not in stages:
-                raise AttributeError(f"this attention has no {name}. It has {', '.join(stages)}.")
-            return stages[name]
-        return super().__getattr__(name)
-
-    def attended(self) -> Attended:
-        """Return it as pictures are drawn of it."""
-        from .pictures.stages import Attended, canonical_contents
-
-        kept = {stage.name: (stage._tensor, stage.axes) for stage in self.stages if stage._tensor is not None}
-        sizes = {"heads": self.report.num_heads, "kv_heads": self.report.num_kv_heads, "head_dim": self.report.head_dim}
-        contents = (lambda: self._turns) if self._turns else partial(canonical_contents, kept, sizes)
-        return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, contents)
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
-
-    def __repr__(self) -> str:
-        head = f"attention {self.report.module}".rstrip() + f": num_heads {self.report.num_heads}"
-        return "\n".join([head, *(f"  {stage!r}" for stage in self.stages)])
-
-
-class LiveReport(_Shows):
-    """A report that prints itself: the fields of a report of `mha_inspect.reports`, read as they are there."""
-
-    def __init__(self, report: Any) -> None:
-        self.report = report
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *vars(self.report)]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LiveReport) and self.report == other.report
-
-    __hash__ = None  # type: ignore[assignment]  # equal reports are equal, and lists inside them cannot be hashed
-
-    def __repr__(self) -> str:
-        return self._text("plain").rstrip("\n")
-
-    def _repr_html_(self) -> str:
-        from .render import to_cell
-
-        return to_cell(self.report)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `--format json` prints, as Python has it."""
-        read: dict[str, Any] = json.loads(self._text("json"))
-        return read
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a .json, .txt, .svg or .html file; an existing file is replaced whole or not at all.
-
-        Raises `ExportError` where that cannot be done.
-        """
-        target = Target.of(Path(path))
-        if target.format == "png":
-            raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
-        target.write(self._saved(target.format))
-
-    def _saved(self, format: ExportFormat) -> str:
-        return self._text(format)
-
-    def _text(self, format: Any) -> str:
-        from .render import to_text
-
-        return to_text(self.report, format)
-
-
-class LiveTrace(LiveReport):
-    """A trace that prints itself, and holds its tensors where they were kept."""
-
-    def __init__(self, trace: Trace, kept: tuple[_Kept, ...] = ()) -> None:
-        super().__init__(trace)
-        names = attention_names(trace)
-        self.attentions = tuple(
-            LiveAttention(attention, kept[place] if place < len(kept) else _Kept(), names[place])
-            for place, attention in enumerate(trace.attentions)
-        )
-
-    def _viewed(self) -> dict[str, Any] | None:
-        """Return what a viewer shows; None where no tensors were kept that it could."""
-        kept = [stage._tensor for one in self.attentions for stage in one.stages if stage._tensor is not None]
-        if not kept or not all(tensor.numel() for tensor in kept):  # there is nothing to see in sizes of zero
-            return None
-        from .pictures.stages import for_viewer
-
-        try:
-            return for_viewer([one.attended() for one in self.attentions])
-        except SpecError:
-            return None
-
-    def _repr_html_(self) -> str:
-        viewed = self._viewed()
-        if viewed is None:
-            return super()._repr_html_()
-        from .pictures.viewer import frame
-
-        return super()._repr_html_() + frame(viewed)
-
-    def _saved(self, format: ExportFormat) -> str:
-        viewed = self._viewed() if format == "html" else None
-        if viewed is None:
-            return super()._saved(format)
-        from .pictures.viewer import with_viewer
-
-        return with_viewer(super()._saved(format), viewed)
 
 
 def load(path: str | PathLike[str]) -> LiveTrace:
-    """A trace that was saved as .json, without its tensors.
+    """Read a trace that was saved as .json; it has no tensors.
 
     Raises `InputError` when the file is not one.
     """
@@ -293,7 +65,7 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
         return LiveTrace(found)
     # What was returned, and the graph behind it, is no longer held: what nobody holds need not be copied.
     seen = replace(seen, returned=None)
-    return LiveTrace(found, _keep(seen))
+    return LiveTrace(found, keep_tensors(seen))
 
 
 def params(
@@ -305,7 +77,7 @@ def params(
     num_heads: int | None = None,
     **kwargs: Any,
 ) -> LiveReport:
-    """Every parameter tensor of a module, or of a checkpoint by its path, in a report that prints itself.
+    """Report every parameter tensor of a module, or of a checkpoint by its path; the report prints itself.
 
     With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
     W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
@@ -342,7 +114,7 @@ def compare_heads(
     time: bool = False,
     **kwargs: Any,
 ) -> LiveReport:
-    """The same weights and the same input through several head counts, the first being the baseline.
+    """Run the same weights and the same input through several head counts, the first being the baseline.
 
     A layer by its name takes settings: those of `AttentionSpec`, `InputSpec` and `RunSpec`, by name.
 
@@ -395,7 +167,7 @@ def diff(
     num_heads: int | None = None,
     **kwargs: Any,
 ) -> LiveReport:
-    """Where two modules part ways: both run on the same arguments, and compared stage by stage in canonical axes.
+    """Show where two modules part ways: both run on the same arguments, and are compared stage by stage.
 
     Each keeps the weights that it has, as when a port is checked. With `same_weights` those of the one are carried into
     a copy of the other, however each packs them. Neither module is changed.
@@ -436,7 +208,7 @@ def check(
     evidence_only: bool = False,
     **kwargs: Any,
 ) -> LiveReport:
-    """Whether the attention of a module is right: it is run again with one thing changed, and what moves is looked at.
+    """Check whether the attention of a module is right: run it again with one thing changed, and see what moves.
 
     The module is run in eval, always from the same state, and left as it was.
 
@@ -495,7 +267,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
-        self._kept: tuple[_Kept, ...] = ()
+        self._kept: tuple[Kept, ...] = ()
 
     def __enter__(self) -> recording:
         self._recorder.start(sys._getframe(1))
@@ -513,7 +285,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
                 self._failed = describe_failure(error, self._seen.recording, self._recorder, in_block=True)
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
-                self._kept = _keep(self._seen)
+                self._kept = keep_tensors(self._seen)
 
     def __repr__(self) -> str:
         return repr(self.trace) if self._is_over else "a recording that is still under way"
@@ -530,20 +302,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         """What ran in the block. Raises `ValueError` inside it."""
         if not self._is_over:
             raise ValueError("the recording is still under way: ask for its trace after the with block.")
-        seen = self._seen
-        import torch
-
-        replay = Replay(seen.recording, {})
-        trace = report(
-            seen,
-            own_axes(seen),
-            Show(),
-            environment=Environment(torch.__version__, "", "", None),
-            layer=LayerInfo("recording", {}),
-            kinds=kinds_of(seen, replay),
-        )
-        trace = replace(trace, notes=(*trace.notes, *mask_notes(seen, replay)))
-        if self._failed is not None:
-            failure, completed = self._failed
-            trace = replace(trace, attentions=trace.attentions[:completed], failure=failure)
-        return LiveTrace(trace, self._kept)
+        return LiveTrace(of_block(self._seen, self._failed), self._kept)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
-import torch
 from torch import nn
 
 from .answers.check.check import check
 from .answers.check.intent import Intent
-from .api import LiveAttention, trace
-from .graph.attention import Attention
-from .measure.stage_difference import StageDifference, compare_stage, stage_noise
-from .naming.canonical import contents_of
+from .answers.diff import diff
+from .answers.side import Side
+from .api import trace
 from .naming.stages import STAGES
-from .naming.subject import Run, Subject
-from .record.arguments import cast_tensors, copy_module
+from .naming.subject import Subject
+from .notebook.live import LiveAttention
+from .reports.diff import StageRow
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -67,9 +67,9 @@ def _fault(attention: LiveAttention, patterns: dict[str, str]) -> str:
 def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Assert that two modules compute the same attention from the same arguments, stage by stage.
 
-    Stages that both have are compared in canonical axes, whatever the layout of each; a stage is the same where its
-    difference is within the rounding error of the left module, which is measured against float64 in the same run. The
-    modules must have the same weights: nothing is carried from one into the other.
+    Stages that both have are compared as `mha_inspect.diff` compares them: in canonical axes, whatever the layout of
+    each, and beside the rounding error that is measured against float64 in the same run. The modules must have the same
+    weights: nothing is carried from one into the other.
 
     Args:
         left: any module with attention in it.
@@ -80,23 +80,14 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     Raises:
         AssertionError: with a line a stage, the first that differs marked.
     """
-    ours, theirs = (Subject(module, args, kwargs).recorded(keep=True) for module in (left, right))
+    ours, theirs = Side("left", Subject(left, args, kwargs)), Side("right", Subject(right, args, kwargs))
     if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
         raise AssertionError(f"{len(ours.attentions)} attentions on the left and {len(theirs.attentions)} on the right")
-    exact = _in_float64(left, args, kwargs)
-    for place, (mine, other) in enumerate(zip(ours.attentions, theirs.attentions, strict=True)):
-        held, also, truth = (
-            contents_of(ours, *mine),
-            contents_of(theirs, *other),
-            contents_of(exact, *exact.attentions[place]),
-        )
-        rows = [
-            compare_stage(stage, held[stage], also[stage], stage_noise(stage, held[stage], truth[stage]))
-            for stage in STAGES
-            if stage in held and stage in also and stage in truth
-        ]
-        if any(row.verdict == "differs" for row in rows):
-            raise AssertionError(_table(rows, mine[0], place))
+    for number, rows in groupby(diff(ours, theirs, carry=False).stages, lambda row: row.attention or 1):
+        compared = [row for row in rows if row.verdict is not None]
+        if any(row.verdict == "differs" for row in compared):
+            module = ours.attentions[number - 1][0].module
+            raise AssertionError(_table(compared, f"attention {number} {module}".rstrip()))
 
 
 def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | None = None, **kwargs: Any) -> None:
@@ -124,19 +115,12 @@ def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | No
         raise AssertionError("\n".join(lines))
 
 
-def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> Run:
-    exact: nn.Module = copy_module(module).double()
-    return Subject(exact, *cast_tensors((args, kwargs), torch.float64)).recorded(keep=True)
-
-
-def _table(rows: list[StageDifference], found: Attention, place: int) -> str:
-    first = next(row.stage for row in rows if row.verdict == "differs")
-    lines = [f"attention {place + 1} {found.module}".rstrip() + f" differs from {first} on"]
+def _table(rows: list[StageRow], attention: str) -> str:
+    first = next(row.name for row in rows if row.verdict == "differs")
+    lines = [f"{attention} differs from {first} on"]
     for row in rows:
         apart = "" if row.max_abs_difference is None else f"{row.max_abs_difference:.3g}"
         times = "" if row.times_noise is None else f"{row.times_noise:,.1f} times the rounding"
-        mark = ">" if row.stage == first else " "
-        lines.append(
-            f"{mark} {row.stage:13}  {row.verdict or 'not compared':12}  {apart:>9}  {times}  {row.note}".rstrip()
-        )
+        mark = ">" if row.name == first else " "
+        lines.append(f"{mark} {row.name:13}  {row.verdict:12}  {apart:>9}  {times}  {row.note}".rstrip())
     return "\n".join(lines)

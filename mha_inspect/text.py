@@ -107,7 +107,8 @@ def did_you_mean(typed: str, known: Iterable[str]) -> str:
     """
     by_folded = {_folded(word): word for word in known}
     folded = _folded(typed[:MESSAGE])
-    near = get_close_matches(folded, by_folded, n=1, cutoff=0.7)
+    begun = sorted((word for word in by_folded if word.startswith(f"{folded}_")), key=len)[:1]
+    near = begun or get_close_matches(folded, by_folded, n=1, cutoff=0.7)
     if not near and len(folded) > 2:
         near = [word for word in by_folded if _is_part(folded, word)][:1]
     return f" Did you mean {shown(by_folded[near[0]], MESSAGE)}?" if near else ""
@@ -125,6 +126,12 @@ def _folded(word: str) -> str:
     return word.strip("-").replace("-", "_").casefold()
 
 
+def a_kind(value: object) -> str:
+    """Return the type of a value with its article: `a list`, `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def plural(number: int, noun: str) -> str:
     """Return `1 head`, `8 heads`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
@@ -133,6 +140,11 @@ def plural(number: int, noun: str) -> str:
 def listed(words: Sequence[str]) -> str:
     """Return `a, b and c`; empty for none."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def first_few(words: Sequence[str], most: int) -> str:
+    """Return `a, b and 5 more`; all of them where they are no more than that."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def count(number: int) -> str:

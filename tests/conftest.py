@@ -15,6 +15,9 @@ import pytest
 from tests.warm import Answer, Warm
 
 ROOT = Path(__file__).resolve().parent.parent
+# What tests compute is small: with a thread for each core torch waits for threads longer than it computes, and takes
+# two to three times the CPU time. It is read when torch is imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
 
 

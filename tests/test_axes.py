@@ -111,7 +111,7 @@ def test_names_do_not_hang_on_sizes_that_coincide() -> None:
         (
             {"query": "batch query embed", "weights": "batch windows heads query key"},
             {"query": (2, 13, 30), "weights": (2, 4, 3, 4, 12)},
-            {"query": "batch 13 embed"},
+            {"query": "batch positions embed"},
         ),
         ({"query": "batch (windows query) embed", "weights": "batch windows query key"}, {}, {}),
         # Keys of the layer's own, or of a cache.

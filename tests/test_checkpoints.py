@@ -47,6 +47,27 @@ def test_roles_are_those_that_the_run_shows(layer, tmp_path):
     assert (attention.num_heads, attention.head_dim) == (6, 7)
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ([1], "a list"),
+        (5, "an int"),
+        ({"epoch": 3}, "a dict without tensors"),
+        (torch.zeros(3, 7).to_sparse(), "a sparse, nested or quantized tensor"),
+    ],
+)
+def test_what_is_no_state_dict(content, what, tmp_path):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=f"x.pt is {what}, and not a state dict"):
+        params_of_checkpoint(tmp_path / "x.pt")
+
+
+def test_an_array_is_no_checkpoint(tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"x\.npy is not a \.safetensors, \.pt, \.pth or \.bin file"):
+        mha_inspect.params(tmp_path / "x.npy")
+
+
 def test_head_by_head_is_told_by_the_config(tmp_path):
     """GPT-NeoX packs head by head, and says so nowhere but in the type of its config."""
     saved(
@@ -70,6 +91,8 @@ def test_head_by_head_is_told_by_the_config(tmp_path):
 
 PACKED = {
     "falcon": {"new_decoder_architecture": True, "num_attention_heads": 4, "num_kv_heads": 2, "num_hidden_layers": 1},
+    "codegen": {"n_head": 8, "n_layer": 1, "rotary_dim": 4},
+    "convbert": {"num_attention_heads": 8, "num_hidden_layers": 1, "embedding_size": 32, "intermediate_size": 30},
     "gpt_neox": {"num_attention_heads": 4, "num_hidden_layers": 1},
     "bloom": {"n_head": 4, "n_layer": 1},
     "gpt2": {"n_head": 4, "n_layer": 1},
@@ -103,11 +126,19 @@ def test_names_tell_what_the_run_of_the_model_tells(kind, tmp_path):
     saved(tmp_path / "model.safetensors", model.state_dict(), json.loads(config.to_json_string(use_diff=False)))
     found = params_of_checkpoint(tmp_path, per_head=True)
     expected = roles(run)
+    if kind == "convbert":  # convolutions write into its other columns, which no name tells
+        del expected["encoder.layer.0.attention.output.dense.weight"]
     # The rank of a projection on the way to the queries is a number in what the run tells, and a word in names.
-    assert {n: text for n, (text, _) in roles(found).items()} == {n: text for n, (text, _) in expected.items()}
-    heads = {p.name: p.heads for p in run.parameters if p.heads and p.name in expected}
-    assert {p.name: p.heads for p in found.parameters if p.heads} == heads
-    assert {own.num_heads for own in found.stored_attentions} == {3 if kind == "deepseek_v3" else 4}
+    words = {n: text for n, (text, _) in roles(found).items()}
+    if kind == "codegen":
+        packed = "h.0.attn.qkv_proj.weight"
+        assert words[packed] == "W_q, W_v, W_k group by group: 2·4 rows of q, 2·4 of v, 2·4 of k each"
+        words[packed] = "W_q, W_v, W_k in one, their rows between one another: --per-head says which"
+    assert words == {n: text for n, (text, _) in expected.items()}
+    heads = {p.name: {*p.heads} for p in run.parameters if p.heads and p.name in expected}
+    assert {p.name: {*p.heads} for p in found.parameters if p.heads} == heads
+    counts = {"deepseek_v3": 3, "codegen": 8}
+    assert {own.num_heads for own in found.stored_attentions} == {counts.get(kind, 4)}
 
 
 def test_a_matrix_for_each_head_as_transformerlens_has_it(tmp_path):

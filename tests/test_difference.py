@@ -38,7 +38,7 @@ def stage(report: DiffReport, name: str) -> StageRow:
 def run(layer: str, weights=None, inputs: InputSpec = INPUTS, run: RunSpec | None = None, **settings: Any):
     """The output of a layer that was loaded here by hand."""
     spec, run = replace(SPEC, **settings), run or RunSpec()
-    code = find_layer(layer).load()
+    code = find_layer(layer)
     module = code.build(spec)
     load_weights(module, canonical_weights(spec) if weights is None else weights)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
     share_drawn(*runs, planned, "float32")
     weights = canonical_weights(planned[0].spec)
     for run_of, side in zip(runs, planned, strict=True):
-        expected = side.kind.load().build(side.spec)
+        expected = side.kind.build(side.spec)
         fitting = weights
         if layer == "narrow" and side.kind.name == layer:
             blocks = torch.block_diag(*[torch.ones(HEAD_DIM, HEAD_DIM)] * HEADS).view(HEADS, HEAD_DIM, EMBED)
@@ -163,7 +163,7 @@ def test_per_head_shows_the_split_as_one_matrix_a_head():
     assert any("logical one" in sentence and "rows 11h to 11h+10" in sentence for sentence in report.answer)
     # What the sentence says, on the matrices themselves.
     weights = canonical_weights(SPEC)
-    left, right = find_layer("torch").load().build(SPEC), find_layer("per-head").load().build(SPEC)
+    left, right = find_layer("torch").build(SPEC), find_layer("per-head").build(SPEC)
     for module in (left, right):
         load_weights(module, weights)
     for head in range(HEADS):
@@ -256,7 +256,7 @@ def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights(
     # Both hold the same rounded weights: only the arithmetic is noise, and at the input there is none.
     report = diff("torch", "fold-heads", dtype="bfloat16")
     rounded = load_layer(replace(SPEC, dtype="bfloat16"), INPUTS, RunSpec()).tensors[0].double()
-    module = find_layer("torch").load().build(replace(SPEC, dtype="float64"))
+    module = find_layer("torch").build(replace(SPEC, dtype="float64"))
     load_weights(module, canonical_weights(replace(SPEC, dtype="bfloat16")))
     with torch.no_grad():
         exact = module(rounded, rounded, rounded)[0]

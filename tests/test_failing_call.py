@@ -12,7 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mha_inspect.answers.failure import site
-from mha_inspect.answers.failure.call import Reading, dispatched, name_of, read_call
+from mha_inspect.answers.failure.call import dispatched, read_call
+from mha_inspect.answers.failure.expression import Reading, name_of
 from mha_inspect.naming.subject import Run, run
 from mha_inspect.record.arguments import tensors_in
 

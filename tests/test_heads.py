@@ -31,15 +31,15 @@ def by_hand(heads: int, dtype: torch.dtype = torch.float32, **inputs) -> torch.T
 
 def changed_layer(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Every torch layer is changed after it was drawn."""
-    build = torch_mha.build
+    make = torch_mha.make
 
-    def changed(spec, device="cpu"):
-        module = build(spec, device)
+    def changed(spec):
+        module = make(spec)
         with torch.no_grad():
             change(module)
         return module
 
-    monkeypatch.setattr(torch_mha, "build", changed)
+    monkeypatch.setattr(torch_mha, "make", changed)
 
 
 def test_differences_are_those_of_torchs_layer_run_by_hand():

@@ -269,7 +269,7 @@ def test_bad_calls(x):
     for make, said in (
         (Attention(DIM), "has been made already"),
         (lambda a, b: None, r"takes no number of heads \(its arguments: a, b\)"),
-        (lambda heads: heads, "returned a int for 1 heads"),
+        (lambda heads: heads, "returned an int for 1 heads"),
     ):
         with pytest.raises(SpecError, match=said):
             mha_inspect.compare_heads((1, 3), make, x)

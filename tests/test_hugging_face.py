@@ -310,10 +310,38 @@ def test_parts_of_a_configuration():
 
 def test_what_does_not_fit_is_refused_and_meta_is_not():
     # The published 671 026 419 200, without the head of 129280 · 7168 and the 58 · 256 corrections that are buffers.
-    with pytest.raises(DoesNotFitError, match=r"670 099 725 312 parameters.*num_hidden_layers=2"):
+    with pytest.raises(DoesNotFitError, match=r"670 099 725 312 parameters.*--set small=true"):
         load("hf:deepseek_v3")
     module = load("hf:llama", device="meta").module
     assert sum(parameter.numel() for parameter in module.parameters()) == 6_607_343_616
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "qwen3_next", "mllama", "qwen2_5_vl", "bart", "siglip"])
+def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
+    target = load(f"hf:{kind}", {"small": "true"})
+    assert sum(parameter.numel() for parameter in target.module.parameters()) < 50_000_000
+    whole = transformers.CONFIG_MAPPING[kind]().to_dict()
+    small = target.module.config.to_dict()
+    parts = [name for name in ("", "text_config", "vision_config") if name == "" or name in whole]
+    for own, less in ((whole.get(part, whole), small.get(part, small)) for part in parts):
+        for name in ("num_attention_heads", "n_head", "num_key_value_heads", "encoder_attention_heads"):
+            assert own.get(name) == less.get(name)
+        assert {*(own.get("layer_types") or ())} == {*(less.get("layer_types") or ())}
+        factor = own.get("hidden_size", 1) // less.get("hidden_size", 1)
+        assert own.get("intermediate_size", 0) // factor == less.get("intermediate_size", 0)
+    with torch.no_grad():
+        made = call(target)
+        assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
+
+
+def test_a_small_one_takes_settings_and_leaves_the_weights_of_a_directory(saved):
+    target = load(f"hf:{saved}", {"small": "true", "num_hidden_layers": "1", "hidden_size": "28"})
+    config = target.module.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (1, 28, 2)
+    assert "small configuration of type bert" in target.notes[0]
+    assert "random" in target.notes[0]
+    with pytest.raises(SpecError, match="small is true or false"):
+        load("hf:bert", {"small": "very"})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Caching(nn.Module):
         return self.out((weights @ v).transpose(1, 2).reshape(2, 7, 15)), weights
 
 
-def contents(trace: mha_inspect.api.LiveTrace) -> Iterator[tuple[str, torch.Tensor]]:
+def contents(trace: mha_inspect.notebook.live.LiveTrace) -> Iterator[tuple[str, torch.Tensor]]:
     for attention in trace.attentions:
         for stage in attention.stages:
             yield stage.name, stage.tensor

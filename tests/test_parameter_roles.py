@@ -12,7 +12,6 @@ from torch import nn
 import mha_inspect
 from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
-from mha_inspect.layers import torch_mha
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from mha_inspect.naming.subject import Subject
@@ -69,7 +68,7 @@ def roles_of(report: ParamsReport) -> list[tuple[str, str, str, object]]:
 )
 def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[str, Any]) -> None:
     spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
-    module = torch_mha.build(spec)
+    module = LAYERS["torch"].build(spec)
     dtype = getattr(torch, spec.dtype)
     given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
     found = params(Subject(module, tuple(given), {}), per_head=True)

@@ -17,6 +17,7 @@ from mha_inspect.answers.params import layers_for_params
 from mha_inspect.answers.params import params as report_of
 from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers import torch_mha
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.measure.weights import Numbers, Weights
 from mha_inspect.naming.subject import Subject
@@ -74,7 +75,7 @@ specs = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(specs)
 def test_counts_formula_and_roles_of_every_variant(spec: AttentionSpec) -> None:
-    module = torch_mha.build(spec)
+    module = LAYERS["torch"].build(spec)
     expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     made = report(spec)
     assert {row.name: row.shape for row in made.parameters} == expected
@@ -87,7 +88,7 @@ def test_counts_formula_and_roles_of_every_variant(spec: AttentionSpec) -> None:
 @settings(max_examples=40, deadline=None)
 @given(specs)
 def test_the_slices_of_all_heads_tile_each_parameter_exactly_once(spec: AttentionSpec) -> None:
-    module = torch_mha.build(spec)
+    module = LAYERS["torch"].build(spec)
     parameters = dict(module.named_parameters())
     for row in report(spec, per_head=True).parameters:
         if row.name == "out_proj.bias":
@@ -131,7 +132,7 @@ def _products(words: list[str], sizes: dict[str, int]) -> Iterator[int]:
 def test_the_rows_that_the_role_names_are_the_projections() -> None:
     role = report().parameters[0].role
     assert role == "W_q, W_k, W_v one above the other: rows 0–11, 12–23, 24–35"
-    module = filled(torch_mha.build(SPEC))
+    module = filled(LAYERS["torch"].build(SPEC))
     x = torch.randn(1, 5, 12)
     with torch.no_grad():
         module.in_proj_weight[24:36] = 0
@@ -143,7 +144,7 @@ def test_the_rows_that_the_role_names_are_the_projections() -> None:
 @pytest.mark.parametrize("head", [0, 1, 2])
 def test_a_heads_slices_are_what_torch_gives_that_head(head: int) -> None:
     """Keeping one head's columns of W_o leaves that head's context: torch's own weights, our rows of W_v."""
-    module = filled(torch_mha.build(SPEC))
+    module = filled(LAYERS["torch"].build(SPEC))
     pieces = [piece for row in report(per_head=True).parameters for piece in row.heads or () if piece.head == head]
     w_o = next(piece for piece in pieces if piece.part == "W_o")
     w_v = next(piece for piece in pieces if piece.part == "W_v")
@@ -162,7 +163,7 @@ def test_a_heads_slices_are_what_torch_gives_that_head(head: int) -> None:
 @pytest.mark.parametrize("head", [0, 1, 2])
 @pytest.mark.parametrize("part", ["q", "k"])
 def test_zeros_in_a_heads_rows_flatten_its_weights_and_no_others(part: str, head: int) -> None:
-    module = filled(torch_mha.build(SPEC))
+    module = filled(LAYERS["torch"].build(SPEC))
     x = torch.randn(2, 5, 12)
     before = module(x, x, x, average_attn_weights=False)[1]
     with torch.no_grad():
@@ -180,7 +181,7 @@ def test_zeros_in_a_heads_rows_flatten_its_weights_and_no_others(part: str, head
 @settings(max_examples=25, deadline=None)
 @given(specs)
 def test_one_matrix_per_head_gives_torchs_output(spec: AttentionSpec) -> None:
-    module = filled(torch_mha.build(spec))
+    module = filled(LAYERS["torch"].build(spec))
     proof = params(module, per_head=True).per_head_proof
     assert proof is not None
     assert proof.verdict != "differs"
@@ -234,10 +235,10 @@ def test_head_counts_side_by_side_change_nothing_but_the_slices() -> None:
 
 
 def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = torch_mha.build
+    honest = torch_mha.make
 
-    def other(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
-        module = honest(spec, device)
+    def other(spec: AttentionSpec) -> nn.MultiheadAttention:
+        module = honest(spec)
         if spec.num_heads == 2:
             with torch.no_grad():
                 module.in_proj_weight[35, 11] += 1e-6
@@ -245,7 +246,7 @@ def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> 
             module.out_proj.bias = nn.Parameter(torch.zeros(1))
         return module
 
-    monkeypatch.setattr(torch_mha, "build", other)
+    monkeypatch.setattr(torch_mha, "make", other)
     changes = report(num_heads=(1, 2, 4)).changes
     assert "Nothing" not in changes
     assert "From 1 to 2 heads the parameters change: other values in in_proj_weight." in changes

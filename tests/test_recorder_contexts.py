@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
 from mha_inspect.errors import RecordingError
-from mha_inspect.record.recorder import Recorder
+from mha_inspect.record.recorder import LINK, Recorder
+from mha_inspect.record.schema import about
 
 from .recorded import record
 
@@ -268,8 +269,8 @@ def test_an_operation_that_ran_already_is_written_down_under_a_name_of_its_own()
             result = func(*args)
             copy = func(*args)
             self._asking = sys._getframe(1)
-            self._log("aten.sin.default", func, args, {}, copy)
-            self._log("kernel.result.default", None, (copy,), {"kernel": "sin"}, result, kind="copy")
+            self._log(about(func), args, {}, copy)
+            self._log(LINK, (copy,), {"kernel": "sin"}, result, kind="copy")
             self._asking = None
             return result
 

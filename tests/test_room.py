@@ -97,11 +97,6 @@ def test_what_is_kept_has_to_be_there_at_one_time(monkeypatch: pytest.MonkeyPatc
     run_in_room(target(), asked())
 
 
-def test_the_module_itself_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_free(monkeypatch, 400_000)
-    run_in_room(Target(nn.Linear(DIM, 100_000).eval(), "mine.py:Wide", {}), asked(1, batch=1))
-
-
 @pytest.mark.parametrize("kind", [Attention, Masked, Looking])
 def test_the_largest_seq_len_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch, kind) -> None:
     message = refused(monkeypatch, 1 << 23, kind=kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_a_file_that_is_no_tensor(name: str, content: bytes | None, words: str, 
     ("content", "words"),
     [
         ([1, 2], "list"),
-        ({"a": 3}, "'a'.* int"),
+        ({"a": 3}, "'a'.* an int"),
         ({3: torch.zeros(1)}, "names of tensors"),
         (torch.zeros(0, 7), r"\[0, 7\]"),
         (torch.zeros(3, 7).to_sparse(), "to_dense"),
@@ -127,6 +128,14 @@ def test_a_file_that_is_no_tensor(name: str, content: bytes | None, words: str, 
 def test_a_torch_file_that_holds_something_else(content: object, words: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(InputError, match=words):
+        read_tensors(tmp_path / "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="torch makes no quantized tensors any more")
+def test_a_torch_file_of_a_quantized_tensor(tmp_path: Path) -> None:
+    torch.save(torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), tmp_path / "x.pt")
+    with pytest.raises(InputError, match="quantized tensor"):
         read_tensors(tmp_path / "x.pt")
 
 
@@ -145,9 +154,17 @@ def test_a_folder_and_words_for_a_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in str(caught.value)
 
 
-def test_strings_are_no_tensor(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.array(["a"]))
-    with pytest.raises(InputError, match="numbers or booleans"):
+@pytest.mark.parametrize(
+    ("array", "kind"),
+    [
+        (np.array(["a"]), "U1"),
+        (np.zeros(2, dtype="M8[ns]"), "'<M8[ns]'"),
+        (np.zeros(2, dtype=[("a", "f4"), ("b", "i4")]), "[('a', '<f4'), ('b', '<i4')]"),
+    ],
+)
+def test_what_is_no_number_is_no_tensor(array: np.ndarray, kind: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(InputError, match=re.escape(f"x.npy holds {kind}, and tensors hold numbers or booleans.")):
         read_tensors(tmp_path / "x.npy")
 
 

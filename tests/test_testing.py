@@ -15,7 +15,7 @@ SPEC = AttentionSpec(embed_dim=HEADS * HEAD_DIM, num_heads=HEADS)
 
 
 def layer(name: str) -> nn.Module:
-    module = find_layer(name).load().build(SPEC)
+    module = find_layer(name).build(SPEC)
     load_weights(module, canonical_weights(SPEC))
     return module
 

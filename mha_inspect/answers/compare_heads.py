@@ -120,6 +120,7 @@ def compare_heads(
         focus=compare_focus(seen) if focus else None,
         focus_after=compare_focus(learned, f"after {plural(steps, 'step')}") if learned else None,
         timing=compare_times(runs) if time else None,
+        measured_against=baseline.nearest.measured_against,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..naming.subject import Subject
-from ..record.arguments import tensors_in
+from ..record.arguments import changed, tensors_in
 
 ROWS, POSITIONS = 3, 32
 """Sequences and positions that are left: more than one sequence, for a size of one leaves no trace in a view."""
@@ -63,27 +63,18 @@ def cut(own: Subject, layout: Layout, row: int = 0, *, few: bool = False) -> Sub
     """Return the subject with a few of its sequences, from about `row` on; with `few`, their first positions alone."""
     start = max(0, min(row, layout.rows - ROWS))
     cutter = _Cutter(layout, start, min(layout.rows, start + ROWS), few)
-    return replace(own, args=cutter.cut(own.args), kwargs=cutter.cut(own.kwargs))
+    args, kwargs = changed((own.args, own.kwargs), cutter.cut)
+    return replace(own, args=args, kwargs=kwargs)
 
 
 class _Cutter:
     def __init__(self, layout: Layout, start: int, stop: int, few: bool) -> None:
         self._layout, self._rows, self._few = layout, slice(start, stop), few
-        self._seen: dict[int, torch.Tensor] = {}
 
-    def cut(self, value: Any) -> Any:
-        """Cut the tensors in tuples, lists and dicts; one that is given twice stays one."""
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._seen:
-                self._seen[id(value)] = self._cut(value)
-            return self._seen[id(value)]
-        if type(value) in (tuple, list):
-            return type(value)(self.cut(part) for part in value)
-        if type(value) is dict:
-            return {name: self.cut(part) for name, part in value.items()}
-        return value
-
-    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cut(self, tensor: Any) -> Any:
+        """Cut a tensor; anything else stays."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
         layout = self._layout
         if layout.is_laid_out_so(tensor):
             if layout.batch is not None:

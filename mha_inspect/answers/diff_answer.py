@@ -43,16 +43,8 @@ def stage_note(stage: str, *sides: tuple[str, frozenset[str]]) -> str:
     return "an axis of it has no name on one side: not compared"
 
 
-def notes(
-    report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None
-) -> tuple[str, ...]:
+def notes(report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None) -> Iterator[str]:
     """Say what a reader should not miss beside the answer: which sides drop elements, how many attentions each has."""
-    return tuple(_notes(report, drop, counts, blocked))
-
-
-def _notes(
-    report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None
-) -> Iterator[str]:
     labels = [report.left.label, report.right.label]
     for label, count in zip(labels, counts, strict=True):
         if not count:
@@ -169,9 +161,10 @@ def of_weights(report: DiffReport, shared: Shared, names: tuple[str, str]) -> It
     poorer, richer = (left, right) if other is not None and other.source == "left" else (right, left)
     if other is not None and other.verdict == "same":
         where = " wherever there is a key to look at" if report.masked_rows else ""
+        times = f"{multiple(other.times_noise)} times the noise floor" if other.times_noise else "bit for bit"
         yield (
             f"Only with {_stand_ins(report)} in its weights does {richer} return what {poorer} does{where} (measured: "
-            f"{_how_same(other.times_noise)})."
+            f"{times})."
         )
     elif other is not None:
         yield f"Carried the other way, they are {multiple(other.times_noise)} times the noise floor apart."
@@ -186,10 +179,6 @@ def _stand_ins(report: DiffReport) -> str:
     }
     said = " ".join(report.weights.left_out)
     return " and ".join(words for sign, words in known.items() if sign in said) or "nothing for what is left out"
-
-
-def _how_same(times: float) -> str:
-    return "bit for bit" if times == 0 else f"{multiple(times)} times the noise floor"
 
 
 def _split(report: DiffReport) -> ParameterPair | None:
@@ -251,7 +240,7 @@ def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
         )
         if part
     )
-    errors = [side.rounding_error for side in (one, other)]
+    errors = [side.rounding_error if side.measured_against == "float64" else None for side in (one, other)]
     told = [
         f"{name} is off the result in float64 by at most {small(error)}"
         for name, error in zip(names, errors, strict=True)

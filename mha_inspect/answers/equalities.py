@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW
 from ..record.rounding import SAME_UP_TO, judge, max_difference
-from .head_runs import HeadRun, Place
+from .head_runs import HeadRun
 from .look import Look
 
 
@@ -115,7 +114,7 @@ def sight_of(look: Look) -> Sight | None:
     An axis has no name, it depends on the head, or sinks take a part of the weight.
     """
     found = [attention for attention, _ in look.attentions]
-    if all(map(_has_one_key, found)):
+    if all(own.softmax.output.shape[own.softmax_dim] == 1 and own.sinks is None and not own.masks for own in found):
         # One query and one key leave no trace in a shape, and need none.
         return Sight(look, [torch.ones(1, 1, 1, dtype=torch.bool)])
     each = []
@@ -131,27 +130,20 @@ def sight_of(look: Look) -> Sight | None:
     return Sight(look, each) if len(each) == 1 or square else None
 
 
-def _has_one_key(found: Attention) -> bool:
-    return found.softmax.output.shape[found.softmax_dim] == 1 and found.sinks is None and not found.masks
-
-
 class Equalities:
     """What must be equal of all head counts, as far as all of them see the same."""
 
     def __init__(self, baseline: HeadRun) -> None:
         self._baseline = baseline
-        self._place = None if baseline.layout is None else Place(few=True)
-        self._near = sight_of(baseline.look(self._place))
-        self._sight = self._near
-        if self._place is not None and self._near is not None:
+        self._near = self._sight = sight_of(baseline.nearest)
+        if baseline.layout is not None and self._near is not None:
             # What says nothing of a few queries says nothing of the others; a mask is seen whole.
-            nothing = self._near.tells_nothing
-            self._sight = None if nothing else sight_of(baseline.look(None))
+            self._sight = None if self._near.tells_nothing else sight_of(baseline.look(None))
         self._keys_hold = True
 
     def see(self, other: HeadRun) -> None:
         """Look at another head count while its stages are there: its queries must see what the baseline's see."""
-        near, look = self._near, other.look(self._place)
+        near, look = self._near, other.nearest
         if self._sight is None or near is None or not near.is_like(sight_of(look)):
             self._sight = None
         elif bool(near.keys.any()):

@@ -57,8 +57,8 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
     """
     num_heads, queries = weights.shape[1], weights.shape[2]
     key_len = weights.shape[3] if key_len is None else key_len
-    away = _distances(queries, key_len)
-    rows = [_double(weights[:, head]) for head in range(num_heads)]
+    away = (torch.arange(queries)[:, None] - torch.arange(key_len)[None]).abs().double()
+    rows = [head.cpu().double() for head in weights.detach().unbind(1)]
     known = torch.stack([row.isfinite().all(dim=-1) for row in rows]).all(dim=0)
     choosing = known & (torch.stack(rows).amax(dim=-1) < 1).any(dim=0)
     mean = torch.zeros_like(rows[0])
@@ -111,15 +111,6 @@ def entropy_of(weights: Tensor) -> Tensor:
     """-Σ w ln w over the last dimension, in nats, a weight of 0 counting nothing: `... key -> ...`."""
     entropy: Tensor = torch.special.entr(weights).sum(dim=-1)
     return entropy
-
-
-def _distances(queries: int, keys: int) -> Tensor:
-    """`query key`: how many positions they are apart."""
-    return (torch.arange(queries)[:, None] - torch.arange(keys)[None]).abs().double()
-
-
-def _double(weights: Tensor) -> Tensor:
-    return weights.detach().cpu().double()
 
 
 def _mean(numbers: Tensor) -> float:

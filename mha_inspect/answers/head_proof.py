@@ -53,8 +53,8 @@ def prove(subject: Subject, run: Run) -> PerHeadProof | None:
 def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) -> tuple[float, float] | None:
     """Return how far what was recorded is from the heads' own computation in float64, and how far that is rounded."""
     plain = found.divided is None and found.softcap is None and found.sinks is None and not found.key_first
-    mixed = found.mixed_scores or found.mixed_weights or any(op.base_name != "expand" and op.kind == "compute"
-                                                             for op in found.weights_path)  # fmt: skip
+    changed = any(op.base_name != "expand" and op.kind == "compute" for op in found.weights_path)
+    mixed = found.mixed_scores or found.mixed_weights or changed
     last = "output" if "W_o" in weights.projections else "concat"
     if not plain or mixed or found.scale is None or last not in found.stages or weights.missing:
         return None

@@ -9,9 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
-from ..record.rounding import rounding_error
+from ..record.rounding import beside, rounding_error
 from ..reports.common import Verdict
 from ..targets.call import explained
 from ..targets.load import Layer
@@ -67,16 +68,16 @@ class HeadRun:
 
     @cached_property
     def output_floor(self) -> float:
-        """The rounding error of the whole output, measured against the same computation in float64.
-
-        For numbers in float64 there is nothing finer: a run in float32 is measured, and scaled.
-        """
+        """The rounding error of the whole output, measured against the same computation in another dtype."""
         if self.layout is None:
             return self.look(None).output_floor()
-        dtype = torch.float32 if self.nearest.dtype == "float64" else torch.float64
-        other: list[Tensor] = []
-        run_in_dtype(self.label, dtype, lambda: other.append(self._plain(self._copy(dtype))))
-        return rounding_error(self.output, other[0]) * self.nearest.unit
+        dtype, unit = beside(getattr(torch, self.nearest.dtype))
+        try:
+            other = run_in_dtype(self.label, dtype, lambda: self._plain(self._copy(dtype)))
+        except InputError:
+            self.nearest.measured_against, unit = "half a digit", 1.0
+            other = self._plain(self.own.shaken())
+        return rounding_error(self.output, other) * unit
 
     def _plain(self, own: Subject) -> Tensor:
         with torch.no_grad(), own.apart() as one:

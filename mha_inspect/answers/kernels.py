@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..graph.attention import Attention
 from ..naming.subject import Run
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, TensorRef
@@ -32,18 +31,13 @@ def path_of(seen: Run) -> Path:
 
 def _in_one_phrase(seen: Run, outer: list[Kernel]) -> str:
     phrases = [f"{_short(kernel)} ({kernel.title})" for kernel in outer]
-    phrases += [
-        f"separate operations: {_product_name(seen, found)}, {found.softmax.base_name.strip('_')}, "
-        f"{found.value_product.name}"
-        for found, _ in seen.attentions
-        if found.softmax.kernel is None
-    ]
+    for found, _ in seen.attentions:
+        if found.softmax.kernel is None:
+            product, place = found.score_product, found.score_product.op.kernel
+            scores = product.name if place is None else seen.recording.kernels[place].op.split(".")[1]
+            softmax = found.softmax.base_name.strip("_")
+            phrases.append(f"separate operations: {scores}, {softmax}, {found.value_product.name}")
     return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
-
-
-def _product_name(seen: Run, found: Attention) -> str:
-    place = found.score_product.op.kernel
-    return found.score_product.name if place is None else seen.recording.kernels[place].op.split(".")[1]
 
 
 def is_hidden(seen: Run, stage: str, tensor: TensorRef) -> bool:
@@ -68,16 +62,13 @@ def drops_at_random(seen: Run) -> bool:
 def proof_of(seen: Run) -> Proof:
     """Return how near the steps of the run's kernels come to what the kernels gave: of all of them, the farthest."""
     kernels = seen.recording.kernels
-    opened = [kernel for kernel in kernels if kernel.opened]
-    if not opened and any(tensor.is_meta for _, tensor in tensors_in(seen.returned)):
-        return Proof(None, None, None, "device meta has shapes and no numbers")
-    if not kernels:
+    meta = any(tensor.is_meta for _, tensor in tensors_in(seen.returned))
+    if not kernels and not meta:
         return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
-    checked = [(kernel.check, kernel) for kernel in opened if kernel.check is not None]
+    checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
     if not checked:
-        meta = any(tensor.is_meta for _, tensor in tensors_in(seen.returned))
-        return Proof(None, None, None, "; ".join(["device meta has shapes and no numbers"] if meta else notes))
+        return Proof(None, None, None, "device meta has shapes and no numbers" if meta else "; ".join(notes))
     worst, kernel = max(checked, key=lambda one: (one[0].times, one[0].difference))
     if worst.verdict == "differs":
         notes = {f"{_short(kernel)} differs": None, **notes}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights, weights_of
 from ..naming.subject import Subject
 from ..record.arguments import copy_module, first_tensor, tensors_in
-from ..record.rounding import STEP, distances, judge, rounding_error
+from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
+from .look import in_dtype, run_in_dtype
 from .trace import environment_of, layer_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
@@ -31,6 +33,7 @@ _TARGET_STREAM = 0x746172676574
 _WORTH_THREADS = 1 << 27
 """Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
 
+T = TypeVar("T")
 Parts = dict[str, Tensor]
 """Numbers by part: `W_q` to `b_o` where the weights of one attention are all there is, else parameters by name."""
 
@@ -59,18 +62,22 @@ class Learner:
         return cls(run.num_heads, run.own, attentions[0] if by_head else None, said)
 
     @property
-    def exact(self) -> Learner:
-        """The same in float64; for float64, in float32, whose rounding is scaled by `noise_scale`."""
-        return replace(self, own=self.own.copied(torch.float32 if self._is_float64 else torch.float64))
+    def _beside(self) -> tuple[torch.dtype, float]:
+        return beside(getattr(torch, environment_of(self.own).dtype or "float32"))
+
+    def exactly(self, measure: Callable[[Learner], T]) -> T:
+        """Return what is measured of the same in the dtype that rounding is measured beside.
+
+        Raises `InputError` where it does not run in that.
+        """
+        dtype, label = self._beside[0], layer_of(self.own).name
+        other = replace(self, own=in_dtype(label, self.own.copied, dtype))
+        return run_in_dtype(label, dtype, lambda: measure(other))
 
     @property
     def noise_scale(self) -> float:
-        """What a rounding error that was measured against `exact` has to be multiplied by."""
-        return STEP if self._is_float64 else 1.0
-
-    @property
-    def _is_float64(self) -> bool:
-        return environment_of(self.own).dtype == "float64"
+        """What a rounding error that was measured so counts."""
+        return self._beside[1]
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return what it holds; with `numbers`, by the parameter's name, those stand for what the parameters hold."""
@@ -153,7 +160,7 @@ def compare_gradients(learners: Sequence[Learner], cause: str = "") -> Gradients
     scale = learners[0].noise_scale
     counts, base = [], None
     for learner in learners:
-        pair = gradient_of(learner), gradient_of(learner.exact)
+        pair = gradient_of(learner), learner.exactly(gradient_of)
         base = base or pair
         counts.append(_gradient_row(learner.num_heads, pair, base, scale))
     return Gradients(LOSS, tuple(counts), _gradient_answer(counts, cause))
@@ -258,7 +265,10 @@ def compare_training(
         def told(step: str, own: Learner = learner) -> None:
             tick(f"{plural(own.num_heads, 'head')}, {step}")
 
-        pair = train(learner, steps, told), train(learner.exact, steps, lambda step: told(f"{step} in float64"))
+        def trained(exact: Learner, told: Callable[[str], None] = told) -> Trained:
+            return train(exact, steps, lambda step: told(f"{step} in float64"))
+
+        pair = train(learner, steps, told), learner.exactly(trained)
         base = base or pair
         after(replace(learner, own=replace(learner.own, module=pair[0].module)))
         counts.append(_training_row(learner.num_heads, pair, base, scale))
@@ -271,19 +281,26 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda wor
     """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
     module = copy_module(learner.own.module)
     copied = replace(learner, own=replace(learner.own, module=module))
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
         for step in range(steps):
             tick(f"step {step + 1:,} of {steps:,}")
-            optimizer.zero_grad()
+            module.zero_grad()
             loss = copied.loss()
             with copied.backward():
                 loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            optimizer.step()
+            _descend(module)
             losses.append(float(loss.detach()))
         last = float(copied.loss().detach())
     return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+
+
+def _descend(module: nn.Module) -> None:
+    """Take one step of plain gradient descent, as torch.optim.SGD does: that one imports torch.compile, in a second."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
 @contextmanager
@@ -302,23 +319,12 @@ def few_threads(own: Subject) -> Iterator[None]:
 def _training_row(
     num_heads: int, own: tuple[Trained, Trained], base: tuple[Trained, Trained], scale: float
 ) -> HeadTraining:
-    """A row of the report, from trainings as they are and in float64."""
+    """A row of the report, from trainings as they are and in float64; nothing is compared that did not start alike."""
     mine, baseline = own[0], base[0]
-    row = HeadTraining(
-        num_heads=num_heads,
-        first_loss=mine.first_loss,
-        last_loss=mine.last_loss,
-        moved=_distance(mine.after, mine.before),
-        max_abs_difference=None,
-        apart=None,
-        noise_floor=None,
-        times_noise=None,
-        verdict=None,
-    )
-    if mine.before.keys() != baseline.before.keys() or any(
-        not torch.equal(start, baseline.before[part]) for part, start in mine.before.items()
-    ):
-        return row
+    losses = (mine.first_loss, mine.last_loss, _distance(mine.after, mine.before))
+    alike = mine.before.keys() == baseline.before.keys()
+    if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in mine.before.items()):
+        return HeadTraining(num_heads, *losses, None, None, None, None, None)
     # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
     judged = [
         (
@@ -329,10 +335,9 @@ def _training_row(
     ]
     largest = max(difference for difference, _ in judged)
     difference, floor = max(judged, key=lambda pair: judge(*pair)[0])
-    times, verdict = judge(difference, floor)
     movement = _distance(baseline.after, baseline.before)
     apart = _distance(mine.after, baseline.after) / movement if movement else 0.0
-    return replace(row, max_abs_difference=largest, apart=apart, noise_floor=floor, times_noise=times, verdict=verdict)
+    return HeadTraining(num_heads, *losses, largest, apart, floor, *judge(difference, floor))
 
 
 def _distance(left: Parts, right: Parts) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
 from ..record.arguments import first_tensor, tensors_in
-from ..record.rounding import STEP, rounding_error
+from ..record.rounding import beside, rounding_error
+from ..reports.common import MeasuredAgainst
 from ..text import first_line
 from .kernels import drops_at_random
 from .trace import environment_of, layer_of
 
+T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
 Rows = list[tuple[int, int]]
@@ -69,6 +72,8 @@ class Look:
         self._wider = wider or WiderRun(own)
         self._copied = copied or own.copied
         self._contents: dict[tuple[int, str], Tensor | None] = {}
+        self.measured_against: MeasuredAgainst = "float64"
+        """What rounding is measured against: known once it is."""
 
     @property
     def label(self) -> str:
@@ -177,9 +182,9 @@ class Look:
         return drops_at_random(self.run)
 
     @property
-    def unit(self) -> float:
-        """What a measured error counts: that of float64 is measured in float32, and is less."""
-        return STEP if self.dtype == "float64" else 1.0
+    def _unit(self) -> float:
+        """What an error that was measured counts: half a digit is one of its own dtype."""
+        return 1.0 if self.measured_against == "half a digit" else beside(getattr(torch, self.dtype))[1]
 
     @cached_property
     def exact(self) -> Look:
@@ -194,11 +199,20 @@ class Look:
         return self._in(getattr(torch, self.dtype)) if self.drops else self
 
     def _in(self, dtype: torch.dtype) -> Look:
-        """Run a copy in another dtype; in eval mode where it would draw other elements in it."""
-        other = Look(in_dtype(self.label, self._copied, dtype), wider=self._wider, like=self)
-        if self.drops:
-            other.own.module.eval()
-        run_in_dtype(self.label, dtype, lambda: other.run)
+        """Run a copy in another dtype; in eval mode where it would draw other elements in it.
+
+        Where there is none, or it does not run, itself with every number off by half a last digit.
+        """
+        try:
+            other = Look(in_dtype(self.label, self._copied, dtype), wider=self._wider, like=self)
+            if self.drops:
+                other.own.module.eval()
+            run_in_dtype(self.label, dtype, lambda: other.run)
+        except InputError:
+            if self.drops:
+                raise
+            self.measured_against = "half a digit"
+            other = Look(self.own.shaken(), wider=self._wider, like=self)
         if other.drops:
             raise InputError(
                 f"{self.label} draws random numbers in its forward, and others in another dtype: how much is rounded "
@@ -215,14 +229,14 @@ class Look:
         if found[0] is None or found[1] is None:
             return 0.0
         content, exact = (without(stage, tensor, rows or []) for tensor in found if tensor is not None)
-        return stage_noise(stage, content, exact, like) * self.unit
+        return stage_noise(stage, content, exact, like) * self._unit
 
     def output_floor(self, rows: Rows | None = None) -> float:
         """Measure the rounding error of the output without these queries."""
         output, exact = self._measured.output, self.exact.output
         if rows and self.rows is not None:
             output, exact = (without("output", tensor, rows) for tensor in (output, exact))
-        return rounding_error(output, exact) * self.unit
+        return rounding_error(output, exact) * self._unit
 
 
 def _steps(run: Run) -> list[tuple[str, ...]]:
@@ -238,10 +252,10 @@ def in_dtype(label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.
         raise _refused(error, label, "copied, and to measure rounding a copy is run in another dtype") from None
 
 
-def run_in_dtype(label: str, dtype: torch.dtype, run: Callable[[], object]) -> None:
-    """Run a copy in another dtype. Raises `InputError` where that cannot be."""
+def run_in_dtype(label: str, dtype: torch.dtype, run: Callable[[], T]) -> T:
+    """Return what a run of a copy in another dtype gives. Raises `InputError` where that cannot be."""
     try:
-        run()
+        return run()
     except Exception as error:
         name = str(dtype).removeprefix("torch.")
         why = " What it makes in its forward has a dtype of its own." if isinstance(error, RuntimeError) else ""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..naming.parameter_words import ParameterRole
 from ..reports.params import HeadCountColumn
-from ..text import listed
+from ..text import first_few, listed
 
 
 @dataclass(frozen=True)
@@ -23,27 +23,11 @@ class Counted:
     roles: Mapping[str, ParameterRole]
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What became of the baseline's parameters under another head count."""
-
-    num_heads: int
-    shapes: tuple[str, ...]
-    """`wq.weight [512, 512] becomes [256, 256]`."""
-    values: tuple[str, ...]
-    """Names whose shape is the same and whose content is not."""
-    gone: tuple[str, ...]
-    new: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.shapes or self.values or self.gone or self.new)
-
-
 def side_by_side(counted: Sequence[Counted]) -> tuple[tuple[HeadCountColumn, ...], str]:
     """Return a column a head count, and a sentence on what changes from the first: found by comparing, bit for bit."""
     baseline, *others = counted
-    changes = [_compare(baseline.parameters, other.parameters, other.num_heads) for other in others]
-    return tuple(map(_column, counted)), _sentence(counted, changes)
+    changes = [sentence for other in others if (sentence := _change(baseline, other))]
+    return tuple(map(_column, counted)), " ".join(changes) or _unchanged(counted)
 
 
 def _column(one: Counted) -> HeadCountColumn:
@@ -61,57 +45,36 @@ def _column(one: Counted) -> HeadCountColumn:
     )
 
 
-def _compare(baseline: Mapping[str, Tensor], other: Mapping[str, Tensor], num_heads: int) -> _Change:
-    shapes, values = [], []
-    for name, left in baseline.items():
-        right = other.get(name)
-        if right is None:
-            continue
-        if left.shape != right.shape:
-            shapes.append(f"{name} {list(left.shape)} becomes {list(right.shape)}")
-        elif not left.is_meta and not torch.equal(left, right):
-            values.append(name)
-    return _Change(
-        num_heads=num_heads,
-        shapes=tuple(shapes),
-        values=tuple(values),
-        gone=tuple(name for name in baseline if name not in other),
-        new=tuple(name for name in other if name not in baseline),
+def _change(baseline: Counted, own: Counted) -> str:
+    """Say what became of the baseline's parameters; empty where all have the same shape and content."""
+    pairs = {name: (left, own.parameters[name]) for name, left in baseline.parameters.items() if name in own.parameters}
+    shapes = [
+        f"{name} {list(left.shape)} becomes {list(right.shape)}"
+        for name, (left, right) in pairs.items()
+        if left.shape != right.shape
+    ]
+    values = [
+        name
+        for name, (left, right) in pairs.items()
+        if left.shape == right.shape and not left.is_meta and not torch.equal(left, right)
+    ]
+    gone, new = ([name for name in one.parameters if name not in pairs] for one in (baseline, own))
+    said = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
+    parts = [what + first_few(names, 3) for what, names in said.items() if names]
+    return (
+        f"From {baseline.num_heads} to {own.num_heads} heads the parameters change: {'; '.join(parts)}."
+        if parts
+        else ""
     )
 
 
-def _sentence(counted: Sequence[Counted], changes: Sequence[_Change]) -> str:
-    if any(changes):
-        return " ".join(_describe(counted[0].num_heads, change) for change in changes if change)
+def _unchanged(counted: Sequence[Counted]) -> str:
     heads, widths = (
         [str(n) for n in sizes] for sizes in zip(*((o.num_heads, o.head_dim) for o in counted), strict=True)
     )
-    known = not any(parameter.is_meta for parameter in counted[0].parameters.values())
-    same = (
-        "the same shapes and the same values, bit for bit,"
-        if known
-        else "the same shapes (on meta they hold no values)"
-    )
+    on_meta = any(parameter.is_meta for parameter in counted[0].parameters.values())
+    values = "(on meta they hold no values)" if on_meta else "and the same values, bit for bit,"
     return (
-        f"Nothing but the slices: all {len(counted[0].parameters)} parameters have {same} with {listed(heads)} heads. "
-        f"Only which rows and columns belong to a head changes: head_dim {listed(widths)}."
+        f"Nothing but the slices: all {len(counted[0].parameters)} parameters have the same shapes {values} with "
+        f"{listed(heads)} heads. Only which rows and columns belong to a head changes: head_dim {listed(widths)}."
     )
-
-
-def _describe(baseline: int, change: _Change) -> str:
-    parts = []
-    if change.shapes:
-        parts.append(_shortened(change.shapes))
-    if change.new:
-        parts.append(f"{len(change.new)} new: {_shortened(change.new)}")
-    if change.gone:
-        parts.append(f"{len(change.gone)} gone: {_shortened(change.gone)}")
-    if change.values:
-        parts.append(f"other values in {_shortened(change.values)}")
-    return f"From {baseline} to {change.num_heads} heads the parameters change: {'; '.join(parts)}."
-
-
-def _shortened(names: tuple[str, ...]) -> str:
-    """The first three, and how many more."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -103,11 +103,14 @@ def params(
     counted = [_counted(own, seen), *(_counted(one, _seen(one, False)) for one in beside)] if seen and beside else []
     columns, changes = side_by_side(counted) if counted else (None, "")
     no_attention = seen is not None and not seen.attentions
+    rows = _parameters(own.module, known, Show() if show is None else show, per_head)
     return ParamsReport(
         environment=replace(environment_of(Subject(own.module, (), {})), seed=own.seed),
         layer=LayerInfo(own.label or type(own.module).__qualname__, dict(own.made_with)),
-        parameters=_parameters(own.module, known, Show() if show is None else show, per_head),
-        total=_total(own.module, known),
+        parameters=rows,
+        total=ParametersTotal(
+            sum(row.numel for row in rows), sum(row.nbytes for row in rows), known.formula, known.formula_numel
+        ),
         per_head_proof=known.proof,
         side_by_side=columns,
         changes=changes,
@@ -149,10 +152,8 @@ def _read_off(own: Subject, seen: Run, per_head: bool) -> _Known:
 
 
 def _counted(own: Subject, seen: Run) -> Counted:
-    """A subject under its head count, which its spec or the first attention in its run tells."""
+    """A subject under its head count, which the first attention in its run tells."""
     parameters = {name: parameter.detach() for name, parameter in own.module.named_parameters()}
-    if isinstance(own, Layer):
-        return Counted(own.spec.num_heads, int(own.spec.head_dim), parameters, roles_of(seen))
     if not seen.attentions:
         raise InputError(
             f"No attention was found in the forward of {own.label or type(own.module).__qualname__}, so that nothing "
@@ -179,7 +180,8 @@ def _by_kind(module: nn.Module, per_head: bool) -> _Known:
             roles = seen.roles
             known = replace(known, proof=seen.proof) if part is module else known
         else:
-            roles = {name: ParameterRole(axes, "") for name, axes in _axes_by_kind(part).items()}
+            axes_of = next((axes for kind, axes in _AXES.items() if isinstance(part, kind)), {})
+            roles = {name: ParameterRole(axes, "") for name, axes in axes_of.items()}
         for name, role in roles.items():
             # named_modules goes from the outside in: what an attention layer says of its Linear stands.
             table.setdefault(prefix + name, role)
@@ -221,16 +223,6 @@ def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) ->
     return tuple(rows)
 
 
-def _total(module: nn.Module, known: _Known) -> ParametersTotal:
-    parameters = list(module.parameters())
-    return ParametersTotal(
-        numel=sum(parameter.numel() for parameter in parameters),
-        nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        formula=known.formula,
-        formula_numel=known.formula_numel,
-    )
-
-
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -243,7 +235,3 @@ def _require_memory(kind: LayerKind, spec: AttentionSpec, device: torch.device, 
     need = count * max(drawn + (size if several else 0), size + (8 + 4 if per_head else 0))
     way_out = "Shapes and counts need none: try --device meta."
     require_memory(need, device, f"{count} parameters ({spec.dtype}, embed_dim {spec.embed_dim})", way_out)
-
-
-def _axes_by_kind(module: nn.Module) -> Mapping[str, str]:
-    return next((axes for kind, axes in _AXES.items() if isinstance(module, kind)), {})

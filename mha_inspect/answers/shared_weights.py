@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..measure.weights import PARTS, Carried, LeftOut, Numbers, Weights, carry, draw
-from ..naming.parameters import Projection
 from ..record.arguments import copy_module
 from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
 from ..targets.layer_sides import LayerSide
 from ..targets.load import Layer
+from ..text import first_few, listed
 from .side import Side
 
 _BIASES = ("b_q", "b_k", "b_v", "b_o")
@@ -115,7 +115,7 @@ def _all_or_none(given: Sequence[Weights], own: Sequence[Weights], run: Side) ->
     for one, into in zip(given, own, strict=True):
         found.append(carry(one, into, partly=False))
         if not found[-1].whole:
-            _restore(run.own.module, before)
+            run.own.module.load_state_dict(before)
             return found[-1].left_out[0]
     if _differ(run.own.module, before):
         run.forget()
@@ -151,10 +151,6 @@ def _copies(module: nn.Module) -> dict[str, Tensor]:
 
 def _differ(module: nn.Module, before: Mapping[str, Tensor]) -> bool:
     return any(not same_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
-
-
-def _restore(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    module.load_state_dict(dict(before))
 
 
 def _agree(left: nn.Module, right: nn.Module) -> bool:
@@ -197,49 +193,38 @@ def _lacks(own: Weights, found: Carried, run: Side, source: str) -> Iterator[str
         heads, head_dim = own.projections[parts[0]].shape[:2]
         yield (
             f"{label} gives head 0 the features 0–{sliced.width - 1} of the embedding and no others, and so on: of "
-            f"{_listed(parts)} only {heads} blocks of {[head_dim, sliced.width]} have a place there, 1/{heads} of "
+            f"{listed(parts)} only {heads} blocks of {[head_dim, sliced.width]} have a place there, 1/{heads} of "
             "each; the rest is left out."
         )
         told |= set(parts)
     biases = [part for part in _BIASES if part in lost and part not in told]
     if biases:
         has_none = not any(part in own.projections for part in _BIASES)
-        listed = _listed(biases) if "b_o" in biases else ", ".join(biases)
+        out_there = listed(biases) if "b_o" in biases else ", ".join(biases)
         none = "no biases" if has_none else f"no {' or '.join(biases)}"
-        yield f"{label} has {none}: {listed} {'are' if len(biases) > 1 else 'is'} left out there."
+        yield f"{label} has {none}: {out_there} {'are' if len(biases) > 1 else 'is'} left out there."
     appended = [part for part in ("bias_k", "bias_v") if part in lost]
     if appended:
-        yield f"{label} appends no learned key and value: {_listed(appended)} are left out there."
+        yield f"{label} appends no learned key and value: {listed(appended)} are left out there."
     told |= {*biases, *appended}
     yield from (_why_not(one, label, source) for part, one in out.items() if part not in told)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _width_of(projection: Projection) -> int | None:
-    """How many features each head reads, where that is a part of them."""
-    inner = projection.parts[0].inner
-    return inner[0] if inner is not None and inner[0] < projection.shape[-1] else None
-
-
 def _slices(own: Weights, found: Carried, run: Side) -> Sliced | None:
-    partly = [one.part for one in found.left_out if one.partly and one.part in _OF_INPUT]
-    width = _width_of(own.projections[partly[0]]) if partly else None
-    return None if width is None else Sliced(run.name, own.projections[partly[0]].shape[-1], width)
+    """Return how many features each head reads, where that is a part of them."""
+    partly = [own.projections[one.part] for one in found.left_out if one.partly and one.part in _OF_INPUT]
+    inner, features = (partly[0].parts[0].inner, partly[0].shape[-1]) if partly else (None, 0)
+    return None if inner is None or inner[0] >= features else Sliced(run.name, features, inner[0])
 
 
 def _rest(run: Side) -> tuple[str, ...]:
     """A sentence where a module has parameters that belong to no projection of an attention."""
     held = {name for one in run.weights for own in one.projections.values() for name in own.parameters}
-    others = [(name, p.numel()) for name, p in run.own.module.named_parameters() if name not in held]
+    others = {name: p.numel() for name, p in run.own.module.named_parameters() if name not in held}
     if not others:
         return ()
-    first = others[0][0] + (f" and {len(others) - 1} more" if len(others) > 1 else "")
-    total = sum(numel for _, numel in others)
-    label = run.label
-    return (f"{label}: {first}, {total:,} numbers that project nothing for an attention, stay as they were built.",)
+    said = f"{first_few(list(others), 1)}, {sum(others.values()):,} numbers that project nothing for an attention"
+    return (f"{run.label}: {said}, stay as they were built.",)
 
 
 def share_drawn(left: Side, right: Side, planned: tuple[LayerSide, LayerSide], finer: str) -> Shared:

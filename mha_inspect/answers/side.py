@@ -109,6 +109,7 @@ class Side(Look):
             numel=sum(parameter.numel() for parameter in self.own.module.parameters()),
             output_shape=tuple(first_tensor(self.run.returned).shape),
             rounding_error=None if self.dtype == "float64" or self.drops else self.output_floor(rows),
+            measured_against=self.measured_against,
         )
 
 

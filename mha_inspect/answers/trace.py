@@ -23,6 +23,7 @@ from ..naming.subject import Run, State, Subject, run
 from ..record.arguments import tensors_in
 from ..record.ops import Op, TensorRef
 from ..reports.common import Environment, LayerInfo, Stats, Values
+from ..reports.failure import Failure
 from ..reports.trace import Attention as AttentionReport
 from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, ProductPair, Proof, Returned, Stage, Trace
 from .kernels import has_shape_only, is_hidden, path_of, proof_of
@@ -62,6 +63,19 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         )
         notes = (*mask_notes(seen, replay), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
     return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
+
+
+def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
+    """Return the trace of what ran in a block of somebody's code, of which nothing is known but the recording.
+
+    `failed` is how the block ended, and how many attentions were complete by then; None where it did not raise.
+    """
+    replay = Replay(seen.recording, {})
+    environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
+    kinds = kinds_of(seen, replay)
+    made = report(seen, own_axes(seen), Show(), environment=environment, layer=layer, kinds=kinds)
+    made = replace(made, notes=(*made.notes, *mask_notes(seen, replay)))
+    return made if failed is None else replace(made, attentions=made.attentions[: failed[1]], failure=failed[0])
 
 
 def _masked_rows(own: Subject, before: State, seen: Run, replay: Replay, keep: bool) -> tuple[MaskedRow, ...]:
@@ -266,8 +280,9 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
     elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
     if found.branches:
+        turns = "rows and heads" if found.turned else "heads"
         notes.append(
-            f"The heads are a loop: stages of a single head are those of the first of {len(found.branches)}, "
+            f"The {turns} are a loop: stages of a single head are those of the first of {len(found.branches)}, "
             "and so are their bytes and FLOPs."
         )
     mixed = ["scores before the softmax"] if found.mixed_scores else []
@@ -322,12 +337,8 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
 
 def _settings(op: Op) -> str:
     """The arguments that are no tensors, as Python would write them."""
-
-    def plain(value: Any) -> bool:
-        return not isinstance(value, TensorRef) and not (isinstance(value, tuple) and any(map(_holds_tensor, value)))
-
-    parts = [_written(value) for value in op.args if plain(value)]
-    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if plain(value)]
+    parts = [_written(value) for value in op.args if not _holds_tensor(value)]
+    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _holds_tensor(value)]
     return ", ".join(parts)
 
 

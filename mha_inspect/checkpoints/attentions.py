@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -39,6 +39,8 @@ _GROUPED = frozenset({"gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "fa
 """Types of config whose packed projection lies group by group: the queries of a key, that key, its value."""
 _SIDE_BY_SIDE = frozenset({"gpt2", "phi3", "mpt", "dbrx", "modernbert", "qwen", "baichuan", "nomic_bert", "glm"})
 """Types of config whose packed projection lies part by part."""
+_IN_FOUR = "codegen"
+"""The type of config whose packed projection lies in four groups, each of queries, values and keys in this order."""
 _UNCERTAIN = frozenset({"query_key_value", "wqkv"})
 """Words under which some pack head by head, and others not."""
 _HEADS = (
@@ -170,7 +172,11 @@ def _attention(parts: _Parts, widths: _Widths, config: Mapping[str, Any], asked:
     if parts.latent is not None:
         fits = _fitting_latent(parts, widths)
     fits = fits or fitting_counts(widths.query, widths.key, widths.value, widths.output, parts.head_dim)
-    known = (parts.num_heads, asked, *_of_config(config, parts, widths))
+    told = fits or "head_ratio" in config
+    if not fits:  # W_o takes in more than the values of the heads: which of its columns are theirs is not in the names
+        widths = replace(widths, output=widths.value * widths.query // widths.key)
+        fits = fitting_counts(widths.query, widths.key, widths.value, widths.output, parts.head_dim)
+    known = (parts.num_heads, asked, *(_of_config(config, parts, widths) if told else ()))
     count = next((n for n in known if n in fits), fits[0] if len(fits) == 1 else None)
     mixed = parts.latent is not None
     head_dim = None if count is None else widths.query // count
@@ -206,8 +212,10 @@ def _of_config(config: Mapping[str, Any], parts: _Parts, widths: _Widths) -> lis
                 continue
             if type(head_dim) is int and parts.latent is None and count * head_dim != widths.query:
                 continue
+            # ConvBERT has convolutions in the place of some of its heads.
+            ratio = own.get("head_ratio", 1)
             word = (key or name).partition("_")[0]
-            found.append((word not in parts.owner, count))
+            found.append((word not in parts.owner, count // ratio if type(ratio) is int and ratio > 0 else count))
     return [count for _, count in sorted(found, key=lambda one: one[0])]
 
 
@@ -361,6 +369,9 @@ class _Tensor:
         self._is_matrix = self._matrix == "W"
         self._is_stack = parts.stacked and len(shape) == (3 if self._is_matrix else 2)
         self._axis = 1 if self._is_matrix and (self._letters == "o") != parts.across else 0
+        self._in_four = config.get("model_type") == _IN_FOUR and self._letters == "qkv" and (counts["q"] or 0) % 4 == 0
+        self._order = "qvk" if self._in_four else self._letters
+        self._groups = 4 if self._in_four else counts["k"] or 1
         self._packing = self._packed(config)
 
     @property
@@ -380,7 +391,9 @@ class _Tensor:
         by_group = kind in _GROUPED or word in ("kv_b_proj", "linear_qkv")
         if by_group or (kind == "gpt_bigcode" and config.get("multi_query") is False):
             return "group by group"
-        return "unknown" if word in _UNCERTAIN or kind == "codegen" else "part by part"
+        if self._in_four:
+            return "group by group"
+        return "unknown" if word in _UNCERTAIN or kind == _IN_FOUR else "part by part"
 
     @property
     def _grouped(self) -> bool:
@@ -413,7 +426,7 @@ class _Tensor:
             inner = f"{letters}dim"
         if len(letters) == 1:
             side = f"({heads} {head_dim})"
-        elif self._packing == "unknown":
+        elif self._packing == "unknown" or self._in_four:
             side = "packed"
         elif latent or len({self._widths.of(letter) for letter in letters}) > 1:
             by_group = self._packing == "group by group" and self._counts["k"] != 1
@@ -426,7 +439,7 @@ class _Tensor:
 
     def _text(self) -> str:
         letters, unit = self._letters, "elements" if not self._is_matrix else ("rows", "columns")[self._axis]
-        listed = ", ".join(f"{self._matrix}_{letter}" for letter in letters)
+        listed = ", ".join(f"{self._matrix}_{letter}" for letter in self._order)
         heads, kv_heads = self._counts["q"], self._counts["k"]
         shared = ""
         if self._grouped and letters in ("k", "v") and heads and kv_heads:
@@ -448,9 +461,9 @@ class _Tensor:
         return f"{listed} {way}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
 
     def _in_groups(self, unit: str) -> str:
-        way = "group by group" if self._grouped and "q" in self._letters else "head by head"
+        way = "group by group" if self._in_four or (self._grouped and "q" in self._letters) else "head by head"
         said: list[str] = []
-        for letter in self._letters:
+        for letter in self._order:
             width, each = self._width(letter), self._each(letter)
             if width is None:
                 return way
@@ -459,7 +472,7 @@ class _Tensor:
 
     def _each(self, letter: str) -> int:
         """Return how many heads of it are in one group."""
-        return (self._counts[letter] or 1) // (self._counts["k"] or 1)
+        return (self._counts[letter] or 1) // self._groups
 
     def projections(self, name: str, way: Packing | None) -> list[StoredProjection]:
         """Return where each head of each part lies; nothing where the number of heads or the packing is not known.
@@ -473,10 +486,9 @@ class _Tensor:
             heads_axis, axis = _axes_of_stack(self._parts, letters) if self._is_matrix else (0, 1)
             return [StoredProjection(f"{self._matrix}_{letters}", name, axis, (), self._shape[axis], heads_axis)]
         widths = {letter: self._width(letter) or 1 for letter in letters}
-        groups = (self._counts["k"] or 1) if packing == "group by group" else 1
-        order = [
-            (letter, (self._counts[letter] or 1) // groups) for letter in letters
-        ]  # in each group, so many heads of each
+        groups = self._groups if packing == "group by group" else 1
+        # In each group, so many heads of each.
+        order = [(letter, (self._counts[letter] or 1) // groups) for letter in self._order]
         starts: dict[str, list[int]] = {letter: [] for letter in letters}
         place = 0
         for _ in range(groups):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnsafeFileError
-from ..text import plural, shown
-from .content import content_of
-from .pickled import Unknown
+from ..text import a_kind, plural, shown
+from .content import READERS, content_of
+from .pickled import Unknown, Unusual
 from .stored import StoredTensor, opened, path_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -49,8 +49,8 @@ class Checkpoint:
 
 
 def is_checkpoint(text: str) -> bool:
-    """Return whether a text is the path of a checkpoint by its form, or a folder."""
-    return text.casefold().endswith((*SUFFIXES, _INDEX)) or (":" not in text and os.path.isdir(text))
+    """Return whether a text is the path of a file of tensors by its form, or a folder."""
+    return text.casefold().endswith((*READERS, _INDEX)) or (":" not in text and os.path.isdir(text))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -145,7 +145,10 @@ def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]
             f"{path_name(path)} is an object that only runs as code ({shown(content.name)}), and opening it would run "
             "that code. Save a state dict: torch.save(model.state_dict(), file)."
         )
-    what = "a dict without tensors" if isinstance(content, dict) else f"a {type(content).__name__}"
+    if isinstance(content, Unusual):
+        what = content.kind
+    else:
+        what = "a dict without tensors" if isinstance(content, dict) else a_kind(content)
     raise InputError(f"{path_name(path)} is {what}, and not a state dict. Save model.state_dict().")
 
 

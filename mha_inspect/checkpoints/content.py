@@ -32,8 +32,5 @@ def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
     with opened(path, kinds) as (file, size):
         suffix = path.suffix.lower()
         if suffix not in suffixes:
-            name = path_name(path)
-            raise InputError(
-                f"{name} has a suffix that says nothing: tensors are read from {', '.join(suffixes)} files."
-            )
+            raise InputError(f"{path_name(path)} is not a {kinds} file by its suffix. Give one of those.")
         return READERS[suffix](file, size, path)

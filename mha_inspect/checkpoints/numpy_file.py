@@ -18,7 +18,9 @@ _DTYPES = {
 _LONGEST_HEADER = 2**16
 _ORDER = re.compile(r"""["']fortran_order["']\s*:\s*(True|False)\b""")
 _SHAPE = re.compile(r"""["']shape["']\s*:\s*\(([\d,\s]*)\)""")
-_DESCR = re.compile(r"""["']descr["']\s*:\s*(["'](?P<order>[<>|=]?)(?P<kind>\w+)["']|.*)""", re.DOTALL)
+_DESCR = re.compile(
+    r"""["']descr["']\s*:\s*(["'](?P<order>[<>|=]?)(?P<kind>\w+)["']|["'][^"']*["']|\[.*\]|.*)""", re.DOTALL
+)
 _OBJECT = re.compile(r"""["']\|?O\d*["']""")
 
 

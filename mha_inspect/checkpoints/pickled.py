@@ -34,7 +34,9 @@ class Unknown:
 
 @dataclass(frozen=True, eq=False)
 class Unusual:
-    """A tensor whose elements are not laid out with strides: sparse, nested or quantized."""
+    """A tensor whose elements are not laid out with strides."""
+
+    kind = "a sparse, nested or quantized tensor"
 
 
 @dataclass(eq=False)
@@ -245,6 +247,7 @@ _STORAGES = {
         *(("Float", "float32"), ("Double", "float64"), ("Half", "float16"), ("BFloat16", "bfloat16"), ("Bool", "bool")),
         *(("Long", "int64"), ("Int", "int32"), ("Short", "int16"), ("Char", "int8"), ("Byte", "uint8")),
         *(("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
+        *(("QInt8", "int8"), ("QUInt8", "uint8"), ("QInt32", "int32")),
     )
 }
 _BYTES = ("torch.storage.UntypedStorage", "torch.UntypedStorage")

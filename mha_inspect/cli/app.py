@@ -12,8 +12,8 @@ import typer
 from typer.main import get_command
 
 from ..errors import ExitCode, MhaInspectError
+from ..render import screen
 from ..text import did_you_mean, shown
-from . import screen
 from .completion import improve_scripts
 from .help import GroupedGroup, examples, write_list
 

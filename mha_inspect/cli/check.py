@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from ..answers.check.intent import CHECKS, Intent
+from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
-from ..text import did_you_mean, shown
+from ..render.screen import Tick
+from ..text import shown
 from . import subject
-from .options import NUMBERS, Options, TargetArgument, command, option, size
+from .options import NUMBERS, TARGET, Options, command, option, size
 from .output import give, prepare, write
-from .screen import Tick
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
@@ -29,44 +29,20 @@ _MEANINGS = ("keep", "ignore")
 )
 def check(
     options: Options,
-    target: TargetArgument = None,
-    window: Annotated[int | None, size("--window", INTENT, "A position sees N, its own included.")] = None,
-    mask: Annotated[
-        str | None,
-        option(
-            "--mask",
-            INTENT,
-            "The argument that takes the padding mask, and what 1 or True means in it.",
-            metavar="NAME=keep|ignore",
-        ),
-    ] = None,
-    padding_side: Annotated[
-        str | None,
-        option("--padding-side", INTENT, "Where padding stands.", known=("left", "right"), show_default="right"),
-    ] = None,
-    cache: Annotated[
-        str | None,
-        option("--cache", INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
-    ] = None,
-    batch_axis: Annotated[
-        int | None, size("--batch-axis", INTENT, "The dimension that counts sequences.", show_default="0, if unsaid")
-    ] = None,
-    scale: Annotated[
-        str | None, option("--scale", INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",))
-    ] = None,
-    reference: Annotated[
-        str | None, option("--reference", INTENT, "A trusted TARGET with the same arguments.", metavar="TARGET")
-    ] = None,
-    only: Annotated[
-        list[str] | None, option("--only", PANEL, "Make this check alone; again for another.", metavar="NAME")
-    ] = None,
-    skip: Annotated[
-        list[str] | None, option("--skip", PANEL, "Leave this check out; again for another.", metavar="NAME")
-    ] = None,
-    evidence_only: Annotated[
-        bool, option("--evidence-only", PANEL, "Run it once, and tell what one recording shows.")
-    ] = False,
-    list_checks: Annotated[bool, option("--list", PANEL, "List the checks, and leave.")] = False,
+    target: str | None = TARGET,
+    window: int | None = size(INTENT, "A position sees N, its own included."),
+    mask: str | None = option(
+        INTENT, "The argument that takes the padding mask, and what 1 or True means in it.", metavar="NAME=keep|ignore"
+    ),
+    padding_side: str | None = option(INTENT, "Where padding stands.", known=("left", "right"), show_default="right"),
+    cache: str | None = option(INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
+    batch_axis: int | None = size(INTENT, "The dimension that counts sequences: 0 or 1.", show_default="0, if unsaid"),
+    scale: str | None = option(INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",)),
+    reference: str | None = option(INTENT, "A trusted TARGET with the same arguments.", metavar="TARGET"),
+    only: list[str] | None = option(PANEL, "Make this check alone; again for another.", metavar="NAME"),
+    skip: list[str] | None = option(PANEL, "Leave this check out; again for another.", metavar="NAME"),
+    evidence_only: bool = option(PANEL, "Run it once, and tell what one recording shows.", False),
+    list_checks: bool = option(PANEL, "List the checks, and leave.", False, "--list"),
 ) -> ExitCode:
     """Check whether attention that runs is right: run it again with one thing changed, and see which outputs move.
 
@@ -81,9 +57,7 @@ def check(
         width = max(map(len, CHECKS))
         write("".join(f"{name:{width}}  {holds}\n" for name, holds in CHECKS.items()))
         return ExitCode.OK
-    for name in (*(only or ()), *(skip or ())):
-        if name not in CHECKS:
-            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
+    chosen_checks(only or (), skip or ())
     declared: dict[str, Any] = {
         "causal": True if options.causal else None,
         "window": window,
@@ -93,6 +67,7 @@ def check(
         "scale": scale,
         **_meaning(mask),
     }
+    Intent(**declared)
     if "batch" not in options.given and not options.unbatched:
         options.batch = 2  # a row can be seen to move another
     subject.check(target, options, "check")
@@ -101,7 +76,6 @@ def check(
     export = prepare(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
-        from ..targets.call import explained
 
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
@@ -111,10 +85,8 @@ def check(
             return report_of(own, Intent(**declared), tick=tick, **asked)
 
         own = _load(target, options, lambda: checked(subject.load(target, options), lambda words: None))
-        try:
+        with subject.explaining(own):
             report = checked(own, tick)
-        except Exception as error:
-            raise explained(error, own) from error
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
 from ..layers.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
-from .options import NUMBERS, FailIf, Options, TargetArgument, command, counts, option, size
+from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, size
 from .output import give, prepare
 from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
 
@@ -31,33 +31,21 @@ USUAL = (1, 2, 4, 8, 16)
 )
 def compare_heads(
     options: Options,
-    target: TargetArgument = None,
-    heads: Annotated[
-        str,
-        option(
-            "--heads",
-            PANEL,
-            "Head counts to compare, the first being the baseline.",
-            metavar="N,N,...",
-            show_default="those of 1,2,4,8,16 that divide embed_dim",
-        ),
-    ] = "",
-    pairwise: Annotated[bool, option("--pairwise", PANEL, "Compare every pair as well.")] = False,
-    gradients: Annotated[
-        bool, option("--gradients", PANEL, "Compare the gradient of every parameter, with the same loss.")
-    ] = False,
-    steps: Annotated[
-        int | None,
-        size("--steps", PANEL, "Train each head count for N steps on the same task, and compare the weights."),
-    ] = None,
-    focus: Annotated[
-        bool, option("--focus", PANEL, "Measure what each head looks at; with --steps before training and after it.")
-    ] = False,
-    time: Annotated[bool, option("--time", PANEL, "Measure how long each head count takes.")] = False,
-    picture: Annotated[
-        bool, option("--picture", PANEL, "Draw the weights of each head count, averaged over the heads.", envvar="")
-    ] = False,
-    fail_if: FailIf = None,
+    target: str | None = TARGET,
+    heads: str = option(
+        PANEL,
+        "Head counts to compare, the first being the baseline.",
+        "",
+        metavar="N,N,...",
+        show_default="those of 1,2,4,8,16 that divide embed_dim",
+    ),
+    pairwise: bool = option(PANEL, "Compare every pair as well.", False),
+    gradients: bool = option(PANEL, "Compare the gradient of every parameter, with the same loss.", False),
+    steps: int | None = size(PANEL, "Train each head count for N steps on the same task, and compare the weights."),
+    focus: bool = option(PANEL, "Measure what each head looks at; with --steps before training and after it.", False),
+    time: bool = option(PANEL, "Measure how long each head count takes.", False),
+    picture: bool = option(PANEL, "Draw the weights of each head count, averaged over the heads.", False, envvar=""),
+    fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
     """Run the same weights and the same input through several head counts, and say what differs, where and why.
 
@@ -77,17 +65,14 @@ def compare_heads(
     seen: list[tuple[int, list[Attended]]] = []
     with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
-        from ..targets.call import explained
         from ..targets.room import Room
 
         few = {**extras, "steps": min(extras["steps"], 2), "time": False}  # more of them take no more memory
         room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
         made = _made(target, options, compared, room)
         own = made[0][1]
-        try:
+        with subject.explaining(own):
             report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
-        except Exception as error:
-            raise explained(error, own) from error
     drawn = Drawn(averaged(seen), printed=True) if picture else None
     subject.tell(own.notes, options)
     give(report, options, export, drawn)
@@ -169,7 +154,8 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
-
+    if min(compared, default=1) < 1:
+        return f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2."
     only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
     others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
     if not others:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..errors import DeviceError, ExitCode, SpecError
-from ..layers.catalog import LAYERS, LayerKind, find_layer
-from ..layers.settings import check_settings, spec_for
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec
-from ..reports.diff import DiffReport, SideName
+from ..layers.catalog import LAYERS, find_layer
 from ..text import shown
 from . import subject
 from .completion import names_in_file
-from .options import FORMS, NUMBERS, FailIf, Options, command, is_target, option
+from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, option
 from .output import give, prepare
 
 if TYPE_CHECKING:
@@ -26,8 +23,8 @@ if TYPE_CHECKING:
 
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
+    from ..reports.diff import DiffReport, SideName
     from ..targets.call import Call
-    from ..targets.inputs import Triple
     from ..targets.room import Room
     from ..targets.target import Target
 
@@ -42,15 +39,17 @@ def _names(incomplete: str) -> list[str]:
 
 
 def _side(help: str, default: str) -> Any:
-    return typer.Argument(help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
+    return typer.Argument("", help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
 
 
-def _own(side: SideName, what: str, help: str, metavar: str, **settings: Any) -> Any:
-    return option(f"--{side}-{what}", PANEL, help.format(side=side), metavar=metavar, **settings)
+def _settings(side: SideName) -> Any:
+    said = f"A setting, or an argument, of the {side} side alone; again for another."
+    return option(PANEL, said, metavar="KEY=VALUE")
 
 
-_SET = "A setting, or an argument, of the {side} side alone; again for another."
-_MODULE = "The {side} side is this module of its target, called as the target calls it."
+def _module(side: SideName) -> Any:
+    said = f"The {side} side is this module of its target, called as the target calls it."
+    return option(PANEL, said, metavar="PATH", show_default="the whole target")
 
 
 @command(
@@ -60,26 +59,18 @@ _MODULE = "The {side} side is this module of its target, called as the target ca
 )
 def diff(
     options: Options,
-    left: Annotated[
-        str,
-        _side(
-            f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
-        ),
-    ] = "",
-    right: Annotated[
-        str,
-        _side(
-            "Another layer, or another module of your own.",
-            "LEFT under other settings, or else per-head; --layer beside a module of your own",
-        ),
-    ] = "",
-    left_set: Annotated[list[str] | None, _own("left", "set", _SET, "KEY=VALUE")] = None,
-    right_set: Annotated[list[str] | None, _own("right", "set", _SET, "KEY=VALUE")] = None,
-    left_module: Annotated[str | None, _own("left", "module", _MODULE, "PATH", show_default="the whole target")] = None,
-    right_module: Annotated[
-        str | None, _own("right", "module", _MODULE, "PATH", show_default="the whole target")
-    ] = None,
-    fail_if: FailIf = None,
+    left: str = _side(
+        f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
+    ),
+    right: str = _side(
+        "Another layer, or another module of your own.",
+        "LEFT under other settings, or else per-head; --layer beside a module of your own",
+    ),
+    left_set: list[str] | None = _settings("left"),
+    right_set: list[str] | None = _settings("right"),
+    left_module: str | None = _module("left"),
+    right_module: str | None = _module("right"),
+    fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
     """Give two layers the same weights and the same input, and show stage by stage where they part ways.
 
@@ -264,7 +255,7 @@ def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Si
         same = with_the_same(other_call, other.module, call, target.module)
         other_run = _target_run(options, second, other, same)
     else:
-        other_run = _layer_run(options, second, target, call, run)
+        other_run = _layer_run(options, second, call, run)
     return (run, other_run) if first is left else (other_run, run)
 
 
@@ -272,15 +263,16 @@ def _called(
     options: Options, one: _Asked, other: _Asked, room: Room, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
+    from ..answers.layer_beside import sizes_of
     from ..targets.submodule import part_of, with_arguments_of
 
     if one.path is not None:
         target, options = _loaded(options, one, other)
         return part_of(target, subject.call_of(target, options, room), one.path)
-    fitted = beside is not None and other.path is not None
-    sizes = _sizes(beside[1]) if beside is not None and fitted else None
-    target, options = _loaded(options, one, other, sizes)
-    if beside is not None and fitted:
+    if beside is None or other.path is None:
+        target, options = _loaded(options, one, other)
+    else:
+        target, options = _loaded(options, one, other, sizes_of(beside[1]))
         target = with_arguments_of(target, beside[0])
     return target, subject.call_of(target, options, room)
 
@@ -324,109 +316,29 @@ def _taken_by(other: _Asked) -> frozenset[str]:
 
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
     """Run a target. Raises `TargetFailedError` where its forward raises."""
-
     from ..answers.side import Side
-    from ..targets.call import explained
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
     own = subject_of(target, call, options.seed, options.grad)
     run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
-    try:
+    with subject.explaining(own):
         _ = run.run
-    except Exception as error:
-        raise explained(error, own) from error
     return run
 
 
-def _layer_run(options: Options, asked: _Asked, target: Target, call: Call, beside: Side) -> Side:
-    """Run a layer with the sizes of the target beside it, but for those that somebody gave, and the target's input."""
-
-    from ..answers.side import Side
+def _layer_run(options: Options, asked: _Asked, call: Call, beside: Side) -> Side:
+    """Return a layer with the sizes of the target beside it, but for those that somebody gave, and its input."""
+    from ..answers.layer_beside import layer_beside
     from ..targets.layer_sides import parse_settings
-    from ..targets.load import load_layer
-    from ..targets.pairing import layer_inputs
 
+    # A variable is for all commands: that it is of another width than a target is no contradiction.
+    given = {name: getattr(options, name) for name in options.given if name != "embed_dim" or name in options.typed}
+    if "num_heads" in given:
+        given["num_heads"] = subject.single_head_count(options, "diff")
+    given |= {"training": options.train, "seed": options.seed}
     kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
-
-    def of(cls: Any) -> dict[str, Any]:
-        return {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
-
-    given = layer_inputs(target.module, call)
-    unbatched = given[0].dim() == 2
-    if not unbatched and not call.batch_first:
-        given = _turned(given)
-    query, key, value = given
-    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
-    spec = replace(_spec(kind, options, beside, target.name, widths), **of(AttentionSpec))
-    batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
-    inputs = replace(
-        subject.inputs(options),
-        input=None,
-        batch=batch,
-        seq_len=query_len,
-        key_len=None if key is query else key.shape[-2],
-        unbatched=unbatched,
-    )
-    inputs, run = replace(inputs, **of(InputSpec)), replace(subject.run(options), **of(RunSpec))
-    check_settings(kind, spec, inputs, run)
-    given = given if spec.batch_first or unbatched else _turned(given)
-    return Side(asked.name, load_layer(spec, inputs, run, kind.name, given=given), settings)
-
-
-def _turned(given: Triple) -> Triple:
-    """Query, key and value with batch and length in each other's place, one that serves as several staying one."""
-    changed = {id(tensor): tensor.transpose(0, 1).contiguous() for tensor in given}
-    query, key, value = (changed[id(tensor)] for tensor in given)
-    return query, key, value
-
-
-def _spec(kind: LayerKind, options: Options, beside: Side, name: str, widths: tuple[int, int, int]) -> AttentionSpec:
-    """Return the sizes of the layer: the target's, but for those that somebody gave."""
-    embed_dim, kdim, vdim = widths
-    if "embed_dim" in options.typed and options.embed_dim != embed_dim:
-        raise SpecError(
-            f"embed_dim {options.embed_dim} contradicts {name}, which takes {embed_dim} features: diff gives both the "
-            f"same input. Drop --embed-dim, or give {name} another size: --{beside.name}-set NAME=VALUE."
-        )
-    found = _sizes(beside)
-    sizes: dict[str, Any] = {"num_heads": subject.single_head_count(options, "diff"), "bias": options.bias}
-    sizes |= {flag: found[flag] for flag in sizes if flag in found and flag not in options.given}
-    if "num_heads" in found:
-        if found["num_kv_heads"] != found["num_heads"] and "num_kv_heads" in kind.takes:
-            sizes["num_kv_heads"] = found["num_kv_heads"]
-        if found["head_dim"] * found["num_heads"] != embed_dim and "head_dim" in kind.takes:
-            sizes["head_dim"] = found["head_dim"]
-    for flag in ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "dropout"):
-        if flag in options.given and flag in (*kind.takes, "dropout"):
-            sizes[flag] = getattr(options, flag)
-    return spec_for(
-        kind,
-        embed_dim=embed_dim,
-        kdim=kdim if kdim != embed_dim else None,
-        vdim=vdim if vdim != embed_dim else None,
-        training=options.train,
-        dtype=options.dtype if "dtype" in options.given else beside.dtype,
-        seed=options.seed,
-        **sizes,
-    )
-
-
-def _sizes(run: Side) -> dict[str, Any]:
-    """Return those sizes of a target's first attention that show when it runs, by the names of our flags."""
-    if not run.attentions:
-        return {}
-    found, names = run.attentions[0]
-    sizes: dict[str, Any] = {
-        "num_heads": names.num_heads,
-        "num_kv_heads": names.num_kv_heads,
-        "head_dim": names.head_dim,
-    }
-    if "query" in found.stages:
-        sizes["embed_dim"] = found.stages["query"].shape[-1]
-    if found.projections:
-        sizes["bias"] = any(map(run.run.graph.has_bias, found.projections.values()))
-    return sizes
+    return layer_beside(asked.name, kind, beside, call, given, subject.inputs(options), subject.run(options), settings)
 
 
 def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:

@@ -8,11 +8,14 @@ from typing import Any
 from typer import style
 from typer.core import TyperCommand, TyperGroup
 
-from .screen import in_color
+from ..render.screen import in_color
 
 
 class _Grouped:
     """What the help of a command and of the whole program have in common."""
+
+    epilog: Any
+    get_params: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page; Typer takes the escapes out again where it thinks that there is no terminal."""
@@ -22,7 +25,7 @@ class _Grouped:
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options under the panel that each belongs to, in the order in which the panels come."""
         panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+        for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 name, said = record
@@ -34,7 +37,7 @@ class _Grouped:
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples under the options, one a line, never wrapped: they are there to be copied."""
-        heading, *lines = self.epilog.split("\n\n")  # type: ignore[attr-defined]
+        heading, *lines = self.epilog.split("\n\n")
         formatter.write(f"\n{_bold(heading, ctx)}\n" + "".join(f"  {line}\n" for line in lines))
 
 

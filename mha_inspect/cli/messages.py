@@ -12,6 +12,7 @@ import typer
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
 from ..errors import ExitCode, InputError, MhaInspectError, is_out_of_memory
+from ..targets.vocabulary import dashed, flag_of
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 
 _LONGEST = 1500
@@ -75,13 +76,16 @@ def usage_message(error: ClickException) -> str:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx is not None else "mha-inspect"
     command = path.removeprefix("mha-inspect ")
+    from .options import is_target
+
     if isinstance(error, NoSuchOption):
         return _no_such_option(error, ctx, command)
     if isinstance(error, BadOptionUsage):
         name = shown(error.option_name)
         if "does not take" in error.message:
             return f"{name} takes no value: write {name} alone, or its opposite, as in --no-bias."
-        return f"{name} was given without a value: write it as {name} VALUE; `mha-inspect COMMAND --help` says which."
+        value = "NAME=VALUE" if name in ("--set", "--left-set", "--right-set", "--input-shape") else "VALUE"
+        return f"{name} was given without a value: write it as {name} {value}; `mha-inspect COMMAND --help` says which."
     if isinstance(error, BadParameter) and error.param is not None:
         message = shown(" ".join(error.message.split()), MESSAGE)
         if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
@@ -93,6 +97,8 @@ def usage_message(error: ClickException) -> str:
         return f"{asked_by} {message}"
     if error.message.startswith("Got unexpected extra argument"):
         extra = shown(error.message.partition(" (")[2].removesuffix(")"))
+        if is_target(extra):
+            return f"{command} has no use for {extra} beside another target. Two: mha-inspect diff LEFT RIGHT"
         if ctx is None or any(option.name == "embed_dim" for option in ctx.command.params):
             return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
         return f"{command} has no use for {extra}. What it takes: {path} --help"
@@ -106,7 +112,10 @@ def _flag(parameter: Any) -> str:
 
 def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
     name, asked = shown(error.option_name), error.option_name
-    near = "" if ctx is None else did_you_mean(asked, _options(ctx.command))
+    flag = flag_of(asked.strip("-").replace("-", "_"))
+    options = [] if ctx is None else _options(ctx.command)
+    same = flag is not None and dashed(flag) in options
+    near = f" Did you mean {dashed(flag)}?" if flag is not None and same else did_you_mean(asked, options)
     if ctx is not None and ctx.parent is None:
         if near:
             return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"

@@ -5,23 +5,24 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import typer
 from typer._click.globals import get_current_context
+from typer.models import OptionInfo
 
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS
+from ..render import screen
 from ..text import did_you_mean, shown
-from . import screen
 from .completion import names_in_file
 from .help import GroupedCommand, examples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+N = TypeVar("N", int, float)
 FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -40,15 +41,20 @@ LARGEST_SIZE = 2**40
 """Far above any tensor that fits anywhere, and small enough to reckon with in no time."""
 
 
-def whole_number(typed: object) -> int:
-    """Return a whole number.
+def _number(kind: Callable[[str], N], rule: str) -> Callable[[object], N]:
+    """Return a parser of numbers, which raises `typer.BadParameter` with the rule for what is none."""
 
-    Raises `typer.BadParameter` otherwise.
-    """
-    try:
-        return int(str(typed))
-    except ValueError:
-        raise typer.BadParameter(f"{shown(typed)} is not a whole number: write digits only, as in 512.") from None
+    def number(typed: object) -> N:
+        try:
+            return kind(str(typed))
+        except ValueError:
+            raise typer.BadParameter(f"{shown(typed)} is not {rule}") from None
+
+    return number
+
+
+whole_number = _number(int, "a whole number: write digits only, as in 512.")
+real_number = _number(float, "a number: write it as in 0.1.")
 
 
 def size_number(typed: object) -> int:
@@ -60,17 +66,6 @@ def size_number(typed: object) -> int:
     if number > LARGEST_SIZE:
         raise typer.BadParameter(f"{shown(typed)} is more than a size can be: sizes go up to 2**40. Try 512.")
     return number
-
-
-def real_number(typed: object) -> float:
-    """Return a number.
-
-    Raises `typer.BadParameter` otherwise.
-    """
-    try:
-        return float(str(typed))
-    except ValueError:
-        raise typer.BadParameter(f"{shown(typed)} is not a number: write it as in 0.1.") from None
 
 
 def one_of(known: Sequence[str]) -> Callable[[object], str]:
@@ -115,30 +110,38 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
         ) from None
 
 
-def option(flags: str, panel: str, help: str, *, known: Sequence[str] = (), **settings: Any) -> Any:
-    """Return an option with its variable: `--embed-dim`, or `-e --embed-dim`, also reads `MHA_INSPECT_EMBED_DIM`.
+def option(
+    panel: str, help: str, default: Any = None, flags: str = "", *, known: Sequence[str] = (), **more: Any
+) -> Any:
+    """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`, and reads `MHA_INSPECT_EMBED_DIM`.
 
-    `envvar` may name another variable.
+    Args:
+        panel: the group under which the help has it.
+        help: what it says there.
+        default: what it is where nobody sets it.
+        flags: its flags where they are not as its name, as `-o --export` or `--bias/--no-bias`.
+        known: the words that it takes; any where it is empty.
+        **more: what else Typer has for options; `envvar` may name another variable.
     """
-    names = flags.split()
-    name = names[-1].split("/")[0].lstrip("-")
-    settings = {"envvar": f"MHA_INSPECT_{name.replace('-', '_').upper()}"} | settings
     if known:
-        settings = {"parser": one_of(known), "metavar": "|".join(known)} | settings
-        settings["autocompletion"] = completing(known)
-    return typer.Option(
-        *names,
-        help=help,
-        rich_help_panel=panel,
-        # The rule stands once at the top of the page; at each of forty options it would drown the page.
-        show_envvar=False,
-        **settings,
-    )
+        more = {"parser": one_of(known), "metavar": "|".join(known), "autocompletion": completing(known)} | more
+    # The rule of the variables stands once at the top of the page; at each of forty options it would drown the page.
+    return typer.Option(default, *flags.split(), help=help, rich_help_panel=panel, show_envvar=False, **more)
 
 
-def size(flag: str, panel: str, help: str, **settings: Any) -> Any:
-    """Return an option that takes a whole number."""
-    return option(flag, panel, help, metavar="N", **{"parser": size_number, **settings})
+def size(panel: str, help: str, default: int | None = None, **more: Any) -> Any:
+    """Declare an option that takes a whole number."""
+    return option(panel, help, default, **{"metavar": "N", "parser": size_number, **more})
+
+
+def _named(name: str, declared: Any) -> Any:
+    """Return what was declared with the flag of its name, and the variable of its flag, where it has no others."""
+    if isinstance(declared, OptionInfo):
+        declared.param_decls = declared.param_decls or (f"--{name.replace('_', '-')}",)
+        if declared.envvar is None:
+            flag = declared.param_decls[-1].split("/")[0].lstrip("-")
+            declared.envvar = f"MHA_INSPECT_{flag.replace('-', '_').upper()}"
+    return declared
 
 
 def _paint(asked: Literal["auto", "always", "never"]) -> str:
@@ -146,27 +149,20 @@ def _paint(asked: Literal["auto", "always", "never"]) -> str:
     return asked
 
 
-TargetArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[TARGET]",
-        help=f"A module of your own: {FORMS}. Importing it runs its code. "
-        "Without one, a layer is built from the options.",
-        show_default=False,
-        rich_help_panel="Target",
-        autocompletion=names_in_file,
-    ),
-]
-FailIf = Annotated[
-    str | None,
-    option(
-        "--fail-if",
-        "Comparison",
-        "Exit with code 1 when this is the verdict, for scripts.",
-        known=("differs", "same"),
-        show_default="never",
-    ),
-]
+TARGET = typer.Argument(
+    None,
+    metavar="[TARGET]",
+    help=f"A module of your own: {FORMS}. Importing it runs its code. Without one, a layer is built from the options.",
+    show_default=False,
+    rich_help_panel="Target",
+    autocompletion=names_in_file,
+)
+FAIL_IF = option(
+    "Comparison",
+    "Exit with code 1 when this is the verdict, for scripts.",
+    known=("differs", "same"),
+    show_default="never",
+)
 
 
 class Options:
@@ -176,127 +172,88 @@ class Options:
     and to import the specs takes longer than to answer a usage error. A test holds the two to the same defaults.
     """
 
-    layer: Annotated[
-        str,
-        option(
-            "--layer", LAYER, f"How attention is written: {', '.join(LAYERS)}.", known=tuple(LAYERS), metavar="NAME"
-        ),
-    ] = "torch"
-    embed_dim: Annotated[int, size("--embed-dim", LAYER, "Width of the query and of the output.")] = 512
-    num_heads: Annotated[
-        str,
-        option("--num-heads", LAYER, "Attention heads: a list in params, the baseline in compare-heads.", metavar="N"),
-    ] = "8"
-    num_kv_heads: Annotated[
-        int | None,
-        size("--num-kv-heads", LAYER, "Key and value heads, when heads share them.", show_default="num_heads"),
-    ] = None
-    head_dim: Annotated[
-        int | None, size("--head-dim", LAYER, "Features of one head.", show_default="embed_dim / num_heads")
-    ] = None
-    rope: Annotated[bool, option("--rope", LAYER, "Rotate queries and keys by their positions.")] = False
-    kdim: Annotated[int | None, size("--kdim", LAYER, "Width of the key.", show_default="embed_dim")] = None
-    vdim: Annotated[int | None, size("--vdim", LAYER, "Width of the value.", show_default="embed_dim")] = None
-    bias: Annotated[bool, option("--bias/--no-bias", LAYER, "Whether the projections add a bias.")] = True
-    add_bias_kv: Annotated[bool, option("--add-bias-kv", LAYER, "Append one learned key and value.")] = False
-    add_zero_attn: Annotated[bool, option("--add-zero-attn", LAYER, "Append one key and value of zeros.")] = False
-    dropout: Annotated[
-        float,
-        option("--dropout", LAYER, "How likely a weight is dropped, with --train.", parser=real_number, metavar="P"),
-    ] = 0.0
-    batch_first: Annotated[
-        bool, option("--batch-first/--seq-first", LAYER, "Inputs are batch seq embed, or seq batch embed.")
-    ] = True
-    train: Annotated[bool, option("--train/--eval", LAYER, "Training mode, or inference.")] = False
-    settings: Annotated[
-        list[str] | None,
-        option("--set", LAYER, "An argument of TARGET, as in --set depth=2; again for another.", metavar="NAME=VALUE"),
-    ] = None
+    layer: str = option(
+        LAYER, f"How attention is written: {', '.join(LAYERS)}.", "torch", known=tuple(LAYERS), metavar="NAME"
+    )
+    embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
+    num_heads: str = option(
+        LAYER, "Attention heads: a list in params, the baseline in compare-heads.", "8", metavar="N"
+    )
+    num_kv_heads: int | None = size(LAYER, "Key and value heads, when heads share them.", show_default="num_heads")
+    head_dim: int | None = size(LAYER, "Features of one head.", show_default="embed_dim / num_heads")
+    rope: bool = option(LAYER, "Rotate queries and keys by their positions.", False)
+    kdim: int | None = size(LAYER, "Width of the key.", show_default="embed_dim")
+    vdim: int | None = size(LAYER, "Width of the value.", show_default="embed_dim")
+    bias: bool = option(LAYER, "Whether the projections add a bias.", True, "--bias/--no-bias")
+    add_bias_kv: bool = option(LAYER, "Append one learned key and value.", False)
+    add_zero_attn: bool = option(LAYER, "Append one key and value of zeros.", False)
+    dropout: float = option(
+        LAYER, "How likely a weight is dropped, with --train.", 0.0, parser=real_number, metavar="P"
+    )
+    batch_first: bool = option(
+        LAYER, "Inputs are batch seq embed, or seq batch embed.", True, "--batch-first/--seq-first"
+    )
+    train: bool = option(LAYER, "Training mode, or inference.", False, "--train/--eval")
+    settings: list[str] | None = option(
+        LAYER, "An argument of TARGET, as in --set depth=2; again for another.", None, "--set", metavar="NAME=VALUE"
+    )
 
-    batch: Annotated[int, size("--batch", INPUT, "Number of sequences.")] = 1
-    seq_len: Annotated[int, size("--seq-len", INPUT, "Length of the query.")] = 12
-    key_len: Annotated[
-        int | None,
-        size("--key-len", INPUT, "Length of key and value: another makes it cross-attention.", show_default="seq_len"),
-    ] = None
-    unbatched: Annotated[bool, option("--unbatched", INPUT, "Inputs without a batch dimension.")] = False
-    causal: Annotated[bool, option("--causal", INPUT, "A query sees keys up to its own position only.")] = False
-    padding: Annotated[
-        str,
-        option("--padding", INPUT, "The last N keys are padding; a comma list has a number a row.", metavar="N"),
-    ] = ""
-    attn_mask: Annotated[
-        Path | None,
-        option(
-            "--attn-mask",
-            INPUT,
-            "A .pt or .npy file with a boolean (True: not allowed) or additive mask, 2-D or per head.",
-            metavar="FILE",
-        ),
-    ] = None
-    input: Annotated[
-        Path | None,
-        option(
-            "--input",
-            INPUT,
-            "A .pt, .npy or .safetensors file with the query, or tensors by the names of the arguments.",
-            metavar="FILE",
-            show_default="random numbers from --seed",
-        ),
-    ] = None
-    input_shape: Annotated[
-        list[str] | None,
-        option(
-            "--input-shape",
-            INPUT,
-            "Shape of one argument of TARGET's forward, as in x=2x10x512:float32; again for another.",
-            metavar="NAME=SHAPE",
-        ),
-    ] = None
-    dtype: Annotated[str, option("--dtype", INPUT, "Data type of parameters and inputs.", known=DTYPES)] = "float32"
-    seed: Annotated[int, size("--seed", INPUT, "Seed of parameters and inputs.", parser=whole_number)] = 0
+    batch: int = size(INPUT, "Number of sequences.", 1)
+    seq_len: int = size(INPUT, "Length of the query.", 12)
+    key_len: int | None = size(
+        INPUT, "Length of key and value: another makes it cross-attention.", show_default="seq_len"
+    )
+    unbatched: bool = option(INPUT, "Inputs without a batch dimension.", False)
+    causal: bool = option(INPUT, "A query sees keys up to its own position only.", False)
+    padding: str = option(INPUT, "The last N keys are padding; a comma list has a number a row.", "", metavar="N")
+    attn_mask: Path | None = option(
+        INPUT,
+        "A .pt or .npy file with a boolean (True: not allowed) or additive mask, 2-D or per head.",
+        metavar="FILE",
+    )
+    input: Path | None = option(
+        INPUT,
+        "A .pt, .npy or .safetensors file with the query, or tensors by the names of the arguments.",
+        metavar="FILE",
+        show_default="random numbers from --seed",
+    )
+    input_shape: list[str] | None = option(
+        INPUT,
+        "Shape of one argument of TARGET's forward, as in x=2x10x512:float32; again for another.",
+        metavar="NAME=SHAPE",
+    )
+    dtype: str = option(INPUT, "Data type of parameters and inputs.", "float32", known=DTYPES)
+    seed: int = option(INPUT, "Seed of parameters and inputs.", 0, parser=whole_number, metavar="N")
 
-    device: Annotated[
-        str,
-        option("--device", RUN, "Where it runs.", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)),
-    ] = "cpu"
-    grad: Annotated[bool, option("--grad/--no-grad", RUN, "Whether gradients are recorded.")] = False
-    need_weights: Annotated[
-        bool, option("--need-weights/--no-need-weights", RUN, "Whether the layer is asked for its attention weights.")
-    ] = True
-    average_weights: Annotated[
-        bool,
-        option(
-            "--average-weights/--per-head-weights", RUN, "The weights it returns: one for all heads, or one a head."
-        ),
-    ] = True
+    device: str = option(
+        RUN, "Where it runs.", "cpu", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)
+    )
+    grad: bool = option(RUN, "Whether gradients are recorded.", False, "--grad/--no-grad")
+    need_weights: bool = option(
+        RUN, "Whether the layer is asked for its attention weights.", True, "--need-weights/--no-need-weights"
+    )
+    average_weights: bool = option(
+        RUN, "The weights it returns: one for all heads, or one a head.", True, "--average-weights/--per-head-weights"
+    )
 
-    ops: Annotated[bool, option("--ops", OUTPUT, "List every operation that PyTorch dispatched.")] = False
-    stats: Annotated[bool, option("--stats", OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.")] = False
-    values: Annotated[bool, option("--values", OUTPUT, "Print the tensors.")] = False
-    precision: Annotated[int, size("--precision", OUTPUT, "Digits after the point, with --values.")] = 4
-    edge_items: Annotated[int, size("--edge-items", OUTPUT, "Elements at each edge, with --values.")] = 3
-    format: Annotated[
-        Literal["table", "plain", "json"] | None,
-        option(
-            "--format", OUTPUT, "How it is printed.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
-        ),
-    ] = None
-    json: Annotated[bool, option("--json", OUTPUT, "The same as --format json.")] = False
-    export: Annotated[
-        Path | None,
-        option(
-            "-o --export",
-            OUTPUT,
-            "Also write it to a file that ends in .txt, .json, .svg, .html, or .png for a picture.",
-            metavar="FILE",
-        ),
-    ] = None
-    color: Annotated[
-        str,
-        option("--color", OUTPUT, "Whether tables are in colour.", known=COLORS, is_eager=True, callback=_paint),
-    ] = "auto"
-    quiet: Annotated[bool, option("-q --quiet", OUTPUT, "Say nothing on stderr but what went wrong.")] = False
+    ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched.", False)
+    stats: bool = option(OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.", False)
+    values: bool = option(OUTPUT, "Print the tensors.", False)
+    precision: int = size(OUTPUT, "Digits after the point, with --values.", 4)
+    edge_items: int = size(OUTPUT, "Elements at each edge, with --values.", 3)
+    format: Literal["table", "plain", "json"] | None = option(
+        OUTPUT, "How it is printed.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
+    )
+    json: bool = option(OUTPUT, "The same as --format json.", False)
+    export: Path | None = option(
+        OUTPUT,
+        "Also write it to a file that ends in .txt, .json, .svg, .html, or .png for a picture.",
+        None,
+        "-o --export",
+        metavar="FILE",
+    )
+    color: str = option(OUTPUT, "Whether tables are in colour.", "auto", known=COLORS, is_eager=True, callback=_paint)
+    quiet: bool = option(OUTPUT, "Say nothing on stderr but what went wrong.", False, "-q --quiet")
 
     def __init__(self, **values: Any) -> None:
         self.given: frozenset[str] = frozenset()
@@ -305,7 +262,7 @@ class Options:
         """Those that somebody has set on the command line, and not by a variable."""
         self.ids: Tensor | None = None
         """Ids of the tokens of a text, `batch seq`, that is the input of a target."""
-        self.__dict__.update(values)
+        self.__dict__.update({name: declared.default for name, declared in _SHARED.items()} | values)
 
     @classmethod
     def parsed(cls, values: dict[str, Any]) -> "Options":
@@ -314,7 +271,7 @@ class Options:
         Raises `SpecError` where two of them contradict each other.
         """
         options, context = cls(**values), get_current_context()
-        sources = {name: context.get_parameter_source(name) for name in context.params}
+        sources = {name: context.get_parameter_source(name) for name in values}
         named = {name: source.name for name, source in sources.items() if source is not None}
         options.given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
         options.typed = frozenset(name for name in options.given if named[name] == "COMMANDLINE")
@@ -343,7 +300,7 @@ class Options:
 
         Raises `SpecError` otherwise.
         """
-        unused = sorted((self.typed & {*vars(Options)}) - {*used, *OUTPUTS})
+        unused = sorted(self.typed - {*used, *OUTPUTS})
         if unused:
             flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
             raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
@@ -354,14 +311,8 @@ def is_target(text: str) -> bool:
     return ":" in text or text.endswith(".py")
 
 
-@cache
-def _shared() -> dict[str, inspect.Parameter]:
-    return {
-        name: inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, name), annotation=annotation
-        )
-        for name, annotation in get_type_hints(Options, include_extras=True).items()
-    }
+_SHARED = {name: _named(name, getattr(Options, name)) for name in Options.__annotations__}
+"""The shared options as they are declared."""
 
 
 def command(
@@ -376,8 +327,13 @@ def command(
     def made(function: Callable[..., ExitCode]) -> typer.Typer:
         # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option.
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
-        shared = {name: p for name, p in _shared().items() if (not only or name in only) and name not in without}
-        parameters = {p.name: p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own} | shared
+        alone = inspect.Parameter.KEYWORD_ONLY
+        shared = {
+            name: inspect.Parameter(name, alone, default=declared, annotation=hint)
+            for (name, declared), hint in zip(_SHARED.items(), Options.__annotations__.values(), strict=True)
+            if (not only or name in only) and name not in without
+        }
+        parameters = {p.name: p.replace(kind=alone, default=_named(p.name, p.default)) for p in own} | shared
 
         def flat(**values: Any) -> ExitCode:
             return function(Options.parsed({name: values.pop(name) for name in shared}), **values)

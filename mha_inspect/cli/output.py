@@ -9,20 +9,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
+from ..render.export import Destination, ExportFormat
+from ..render.screen import columns, in_color, is_terminal
 from ..targets.memory import require_loadable
 from ..text import shown
-from .export import ExportFormat, Target
-from .screen import columns, in_color, is_terminal
 
 if TYPE_CHECKING:
     from ..render import Format
-    from ..reports.check import CheckReport
-    from ..reports.checkpoint_diff import CheckpointDiffReport
-    from ..reports.compare_heads import CompareHeadsReport
-    from ..reports.diff import DiffReport
-    from ..reports.layers import LayersReport
-    from ..reports.params import ParamsReport
-    from ..reports.trace import Trace
     from .options import Options
     from .picture import Drawn
 
@@ -38,7 +31,7 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options, *, draws: bool = False, prints: bool = True, computes: bool = True) -> Target | None:
+def prepare(options: Options, *, draws: bool = False, prints: bool = True, computes: bool = True) -> Destination | None:
     """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
     Args:
@@ -54,23 +47,18 @@ def prepare(options: Options, *, draws: bool = False, prints: bool = True, compu
         require_loadable()
     if options.export is None:
         return None
-    target = Target.of(options.export)
-    if target.format == "png" and not draws:
-        raise ExportError(f"{shown(target.asked)} is a picture, and none is drawn. Add --picture, or end it in .svg.")
-    if target.format == "png" or (target.format == "svg" and draws and prints):
+    export = Destination.of(options.export)
+    if export.format == "png" and not draws:
+        raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. Add --picture, or end it in .svg.")
+    if export.format == "png" or (export.format == "svg" and draws and prints):
         from ..pictures.plot import require_matplotlib
 
-        require_matplotlib(f"--export {shown(target.asked)}")
-    return target
+        require_matplotlib(f"--export {shown(export.asked)}")
+    return export
 
 
-def give(
-    report: Trace | CheckReport | CheckpointDiffReport | ParamsReport | CompareHeadsReport | DiffReport | LayersReport,
-    options: Options,
-    target: Target | None,
-    drawn: Drawn | None = None,
-) -> None:
-    """Print the report on stdout in the format that was asked for, and write it to the file of --export.
+def give(report: object, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
+    """Print a report on stdout in the format that was asked for, and write it to the file of --export.
 
     Pictures go with it where they were asked for.
 
@@ -80,9 +68,9 @@ def give(
     from ..render import to_pieces
 
     failure: ExportError | None = None
-    if target is not None:
+    if export is not None:
         try:
-            target.write(_exported(report, target.format, drawn))
+            export.write(_exported(report, export.format, drawn))
         except ExportError as error:
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")

@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings
 from ..text import shown
 from . import subject
-from .options import Options, TargetArgument, command, option
+from .options import TARGET, Options, command, option
 from .output import give, prepare
 from .picture import Drawn, is_wanted, require_drawable
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
     from ..reports.params import ParamsReport
+
+PANEL = "Params"
 
 
 @command(
@@ -29,29 +31,18 @@ if TYPE_CHECKING:
 )
 def params(
     options: Options,
-    target: TargetArgument = None,
-    per_head: Annotated[
-        bool, option("--per-head", "Params", "Show the rows and columns of each head, found or proved by running it.")
-    ] = False,
-    picture: Annotated[
-        bool, option("--picture", "Params", "Draw how large each head's part of W_q, W_k, W_v and W_o is.", envvar="")
-    ] = False,
-    like: Annotated[
-        str | None,
-        option(
-            "--like",
-            "Params",
-            "Hold a checkpoint against this TARGET, built without memory: what does not fit, and what tensors are for.",
-            metavar="TARGET",
-            show_default="what names tell",
-        ),
-    ] = None,
-    module: Annotated[
-        str | None,
-        option(
-            "--module", "Params", "Show, and read, the tensors of a checkpoint below this path alone.", metavar="PATH"
-        ),
-    ] = None,
+    target: str | None = TARGET,
+    per_head: bool = option(PANEL, "Show the rows and columns of each head, found or proved by running it.", False),
+    picture: bool = option(PANEL, "Draw how large each head's part of W_q, W_k, W_v and W_o is.", False, envvar=""),
+    like: str | None = option(
+        PANEL,
+        "Hold a checkpoint against this TARGET, built without memory: what does not fit, and what tensors are for.",
+        metavar="TARGET",
+        show_default="what names tell",
+    ),
+    module: str | None = option(
+        PANEL, "Show, and read, the tensors of a checkpoint below this path alone.", metavar="PATH"
+    ),
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes and count, and what it is for.
 
@@ -169,7 +160,6 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
 
         from ..answers.params import params
         from ..naming.subject import Subject
-        from ..targets.call import explained
         from ..targets.load import subject_of
 
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
@@ -180,10 +170,8 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            try:
+            with subject.explaining(made[0]):
                 report = params(made[0], beside=made[1:], **asked)
-            except Exception as error:
-                raise explained(error, made[0]) from error
         except MhaInspectError as error:
             if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise

@@ -9,14 +9,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
+from ..render.export import Destination, ExportFormat
+from ..render.screen import colours, columns, in_color
 from ..text import shown
-from .export import ExportFormat, Target
 from .options import Options, option, size
-from .screen import colours, columns, in_color
 
 if TYPE_CHECKING:
     from ..answers.look import Look
@@ -31,41 +31,25 @@ _VARIABLE = "MHA_INSPECT_PICTURE"
 _MOST_TOKENS = 1 << 20
 """Bytes of a file of tokens."""
 
-StageOption = Annotated[
-    str | None,
-    option(
-        "--picture",
-        PANEL,
-        "Draw this stage, a heat map for each head: weights, scores or any other.",
-        known=STAGES,
-        metavar="STAGE",
-    ),
-]
-HeadOption = Annotated[
-    str, option("--head", PANEL, "The heads to draw, as in 0,3-5.", metavar="N,N-N", show_default="all")
-]
-RowOption = Annotated[int, size("--batch-row", PANEL, "The row of the batch to draw.")]
-TokensOption = Annotated[
-    str | None,
-    option(
-        "--tokens",
-        PANEL,
-        "What stands at each place, to label the axes: a file with one a line, or a comma list.",
-        metavar="FILE|A,B,...",
-        show_default="numbers",
-    ),
-]
-
-
-TextOption = Annotated[
-    str | None,
-    option(
-        "--text",
-        PANEL,
-        "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
-        metavar="TEXT",
-    ),
-]
+STAGE = option(
+    PANEL,
+    "Draw this stage, a heat map for each head: weights, scores or any other.",
+    known=STAGES,
+    metavar="STAGE",
+)
+HEAD = option(PANEL, "The heads to draw, as in 0,3-5.", "", metavar="N,N-N", show_default="all")
+ROW = size(PANEL, "The row of the batch to draw.", 0)
+TOKENS = option(
+    PANEL,
+    "What stands at each place, to label the axes: a file with one a line, or a comma list.",
+    metavar="FILE|A,B,...",
+    show_default="numbers",
+)
+TEXT = option(
+    PANEL,
+    "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
+    metavar="TEXT",
+)
 
 
 def is_wanted(flag: bool) -> bool:
@@ -194,7 +178,7 @@ def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
     ]
 
 
-def draw(trace: "Trace", run: "Run", want: Wanted, export: Target | None) -> "Drawn | None":
+def draw(trace: "Trace", run: "Run", want: Wanted, export: Destination | None) -> "Drawn | None":
     """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
 
     None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
@@ -240,7 +224,7 @@ def keep_weights(seen: "list[tuple[int, list[Attended]]]", count: int, look: "Lo
         found = {stage: look.get(place, stage) for stage in ("scores", "masked_scores", "weights")}
         held = {stage: tensor for stage, tensor in found.items() if tensor is not None}
         name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
-        attended.append(Attended(name, count, count, lambda held=held: held))  # type: ignore[misc]
+        attended.append(Attended(name, count, count, partial(dict, held)))
     seen.append((count, attended))
 
 

@@ -51,12 +51,12 @@ def end_collection() -> None:
 
 def leave(number: int) -> None:
     """End the process by a signal, now: no handler, no flush, and no half-written file left behind."""
-    export = sys.modules.get(f"{__package__}.export")
+    export = sys.modules.get("mha_inspect.render.export")
     if export is not None:
         export.remove_unfinished()
     try:
         # A terminal has echoed ^C where the cursor was: the word goes on a line of its own.
-        screen = sys.modules.get(f"{__package__}.screen")
+        screen = sys.modules.get("mha_inspect.render.screen")
         cursor = b"\x1b[?25h" if screen is not None and screen.waits else b""
         word = b"Interrupted.\n" if number == signal.SIGINT else b"Terminated.\n"
         os.write(2, cursor + b"\n" + word if os.isatty(2) else word)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..render.screen import Tick, progress
 from ..targets.vocabulary import Flags
-from ..text import shown
+from ..text import first_few, shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target
 from .process import resume_collection
-from .screen import Tick, progress
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
@@ -60,24 +61,13 @@ def attention(options: Options, num_heads: int) -> AttentionSpec:
 
     Raises `SpecError` when its sizes contradict each other.
     """
-    return spec_for(
-        LAYERS[options.layer],
-        embed_dim=options.embed_dim,
-        num_heads=num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
-        rope=options.rope,
-        kdim=options.kdim,
-        vdim=options.vdim,
-        bias=options.bias,
-        add_bias_kv=options.add_bias_kv,
-        add_zero_attn=options.add_zero_attn,
-        dropout=options.dropout,
-        batch_first=options.batch_first,
-        training=options.train,
-        dtype=options.dtype,
-        seed=seed(options),
-    )
+    own = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train, "seed": seed(options)}
+    return spec_for(LAYERS[options.layer], **own)
+
+
+def _same(spec: type, options: Options) -> dict[str, Any]:
+    """Return the fields of a spec that options have under the same names, as they are set."""
+    return {field.name: getattr(options, field.name) for field in fields(spec) if hasattr(options, field.name)}
 
 
 def seed(options: Options) -> int:
@@ -92,26 +82,12 @@ def inputs(options: Options) -> InputSpec:
 
     Raises `SpecError` when its sizes contradict each other.
     """
-    return InputSpec(
-        batch=options.batch,
-        seq_len=options.seq_len,
-        key_len=options.key_len,
-        unbatched=options.unbatched,
-        causal=options.causal,
-        padding=counts("padding", options.padding),
-        attn_mask=options.attn_mask,
-        input=options.input,
-    )
+    return InputSpec(**_same(InputSpec, options) | {"padding": counts("padding", options.padding)})
 
 
 def run(options: Options) -> RunSpec:
     """Return how the layer is run."""
-    return RunSpec(
-        device=options.device,
-        grad=options.grad,
-        need_weights=options.need_weights,
-        average_weights=options.average_weights,
-    )
+    return RunSpec(**_same(RunSpec, options))
 
 
 def show(options: Options) -> Show:
@@ -128,14 +104,7 @@ def show(options: Options) -> Show:
     for_a_machine = options.format == "json" or (
         options.export is not None and options.export.suffix.lower() == ".json"
     )
-    return Show(
-        ops=options.ops,
-        stats=options.stats,
-        values=options.values,
-        full_values=options.values and for_a_machine,
-        precision=options.precision,
-        edge_items=options.edge_items,
-    )
+    return Show(**_same(Show, options), full_values=options.values and for_a_machine)
 
 
 def with_heads(options: Options, count: int) -> Options:
@@ -166,7 +135,7 @@ def require_head_count(target: Target, command: str) -> None:
     if any(flag_of(name) == "num_heads" for name in target.arguments):
         return
     own = [name for name in target.arguments if not name.startswith("_")]
-    names = (", ".join(own[:12]) or "none") + (f" and {len(own) - 12} more" if len(own) > 12 else "")
+    names = first_few(own, 12) or "none"
     raise SpecError(
         f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
         "Name a class or a function that takes one, as num_heads, n_head or nhead."
@@ -178,15 +147,9 @@ def flags(options: Options) -> Flags:
 
     Raises `SpecError` when --num-heads is a list.
     """
-    named = ["embed_dim", "num_kv_heads", "head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv"]
-    named += ["add_zero_attn", "dropout", "batch_first"]
-    values = {name: getattr(options, name) for name in named}
-    values |= {
-        "num_heads": single_head_count(options, "a target"),
-        "causal": options.causal,
-        "seq_len": options.seq_len,
-    }
-    values |= {"need_weights": options.need_weights, "average_weights": options.average_weights}
+    named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
+    named |= {"causal", "seq_len", "need_weights", "average_weights"}
+    values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
     return Flags(values, options.given, options.typed)
 
 
@@ -218,6 +181,11 @@ def check_target(
 
     if not is_target(text):
         way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
+        if Path(text).is_file():
+            raise SpecError(
+                f"{shown(text)} is a file of no kind that can be looked into: Python, as path/to/file.py:Name, or a "
+                "checkpoint (.safetensors, .pt, .pth, .bin)."
+            )
         where, dot, name = text.rpartition(".")
         if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
             if not name[0].isupper():
@@ -259,6 +227,20 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         resume_collection()  # before that torch is most of what is there, and stays
         with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
             yield tick
+
+
+@contextmanager
+def explaining(own: Subject) -> Iterator[None]:
+    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out."""
+    from ..targets.call import explained
+
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, own)
+        if told is error:
+            raise
+        raise told from error
 
 
 def load(text: str | None, options: Options, room: Room | None = None) -> Subject:

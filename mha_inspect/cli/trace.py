@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..text import did_you_mean, shown
 from . import subject
-from .options import Options, TargetArgument, command, option, size
+from .options import TARGET, Options, command, option, size
 from .output import give, prepare
 from .picture import (
-    HeadOption,
-    RowOption,
-    StageOption,
-    TextOption,
-    TokensOption,
+    HEAD,
+    ROW,
+    STAGE,
+    TEXT,
+    TOKENS,
     check_text,
     draw,
     wanted,
@@ -36,19 +36,16 @@ _ITSELF = "The only one is in the layer itself: leave --module out."
 )
 def trace(
     options: Options,
-    target: TargetArgument = None,
-    number: Annotated[
-        int | None, size("--attention", PANEL, "Show this attention of several in full.", show_default="each kind once")
-    ] = None,
-    module: Annotated[
-        str | None,
-        option("--module", PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"),
-    ] = None,
-    picture: StageOption = None,
-    head: HeadOption = "",
-    batch_row: RowOption = 0,
-    tokens: TokensOption = None,
-    text: TextOption = None,
+    target: str | None = TARGET,
+    attention: int | None = size(PANEL, "Show this attention of several in full.", show_default="each kind once"),
+    module: str | None = option(
+        PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"
+    ),
+    picture: str | None = STAGE,
+    head: str = HEAD,
+    batch_row: int = ROW,
+    tokens: str | None = TOKENS,
+    text: str | None = TEXT,
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 
@@ -77,7 +74,7 @@ def trace(
     if run is None:
         give(report, options, export)
         return ExitCode.CONDITION
-    report = choose(report, number, module)
+    report = choose(report, attention, module)
     give(report, options, export, None if want is None else draw(report, run, want, export))
     return ExitCode.OK
 
@@ -95,18 +92,17 @@ def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, 
     keep = keep or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
-        from ..targets.call import explained, way_out
+        from ..targets.call import way_out
         from ..targets.room import Room
 
         room = Room(lambda: traced(subject.load(target, options), show, keep=keep), shapes_do=True)
         own = subject.load(target, options, room)
         try:
-            return traced(own, show, keep=keep)
+            with subject.explaining(own):
+                return traced(own, show, keep=keep)
         except ForwardError as failed:
             notes = (*failed.trace.notes, *own.notes, *filter(None, [way_out(own)]))
             return replace(failed.trace, notes=notes), None
-        except Exception as error:
-            raise explained(error, own) from error
 
 
 def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:

@@ -91,7 +91,7 @@ class _Finder:
         softmaxed = softmaxed_side(graph, behind, ahead, masked, dim)
         if softmaxed is None:
             return None
-        scoring = read_scoring(graph, product.op, behind.path, masked)
+        scoring = read_scoring(graph, product.op, behind.path, masked, dim)
         key_first = softmaxed.key_first
         query, key = (product.right, product.left) if key_first else (product.left, product.right)
         value_first = averaged.right.id == ahead.carried.id

@@ -202,6 +202,7 @@ def _take(atom: Axis, first: Axis) -> Axis:
     for size, origin in atom.origins.items():
         first.origins.setdefault(size, origin)
     atom.parts = (first, rest)
+    _tell_parts_apart(atom)
     return rest
 
 
@@ -210,6 +211,19 @@ def split(atom: Axis, size: int) -> None:
     first, rest = Axis(size), Axis(atom.size // size)
     first.counters, first.origins = atom.counters, atom.origins
     atom.parts = (first, rest)
+    _tell_parts_apart(atom)
+
+
+def _tell_parts_apart(atom: Axis) -> None:
+    """Say that the parts of an atom are other axes than those of its twins, as far as these have such parts."""
+    for other in atom.twins:
+        leaves = resolve((other,))
+        if len(leaves) == 1 and leaves[0].size == atom.size and leaves[0] is not atom:
+            split(leaves[0], atom.parts[0].size)
+            leaves = leaves[0].parts
+        if [leaf.size for leaf in leaves] == [part.size for part in atom.parts]:
+            for part, leaf in zip(atom.parts, leaves, strict=True):
+                part.twins = (leaf, *part.twins)[:_MANY]
 
 
 def twin(atom: Axis) -> Axis:

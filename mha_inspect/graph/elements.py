@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -319,8 +320,15 @@ def product_sources(op: Op, coordinates: Sequence[Tensor], inner: int | Tensor =
 
 
 def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Where elements are along each dimension, counted in row-major order."""
-    return list(torch.unravel_index(at, tuple(shape))) if shape else []
+    """Where elements are along each dimension, counted in row-major order.
+
+    Not by `torch.unravel_index`, whose first use imports symbolic shapes, and sympy with them: up to a second.
+    """
+    coordinates = []
+    for size in reversed(shape[1:]):
+        coordinates.append(at % size)
+        at = at.floor_divide(size)  # the operator goes through Python first
+    return [at, *reversed(coordinates)] if len(shape) else []
 
 
 def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -331,8 +339,20 @@ def index_of(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return at
 
 
+def _has_no_gaps(tensor: TensorRef) -> bool:
+    """Whether elements lie in memory one after the other in row-major order."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _address(tensor: TensorRef, at: Tensor) -> Tensor:
     """Where in its memory each element is."""
+    if _has_no_gaps(tensor):
+        return at + tensor.offset
     address = torch.full_like(at, tensor.offset)
     for coordinate, stride in zip(coordinates_of(at, tensor.shape), tensor.stride, strict=True):
         address = address + coordinate * stride
@@ -340,17 +360,19 @@ def _address(tensor: TensorRef, at: Tensor) -> Tensor:
 
 
 def _locate(tensor: TensorRef, address: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements of a tensor at these addresses, and which of the addresses are its."""
+    """The elements of a tensor at these addresses, and which of the addresses are its; what the others get is void."""
     rest = address - tensor.offset
-    coordinates = [torch.zeros_like(rest)] * len(tensor.shape)
     inside = rest >= 0
-    by_stride = sorted(range(len(tensor.shape)), key=lambda dim: (-tensor.stride[dim], -tensor.shape[dim]))
-    for dim in by_stride:
+    if _has_no_gaps(tensor):
+        return rest, inside & (rest < tensor.numel)
+    at = torch.zeros_like(rest)
+    for dim in sorted(range(len(tensor.shape)), key=lambda dim: (-tensor.stride[dim], -tensor.shape[dim])):
         size, stride = tensor.shape[dim], tensor.stride[dim]
         if size > 1 and stride > 0:
-            coordinates[dim] = (rest // stride).clamp(0, size - 1)
-            rest = rest - coordinates[dim] * stride
-    return index_of(coordinates, tensor.shape) if tensor.shape else torch.zeros_like(rest), inside & (rest == 0)
+            coordinate = rest.floor_divide(stride).clamp(0, size - 1)
+            rest = rest - coordinate * stride
+            at = at + coordinate * prod(tensor.shape[dim + 1 :])
+    return at, inside & (rest == 0)
 
 
 def coordinates_in(tensor: TensorRef, places: Tensor) -> list[Tensor]:

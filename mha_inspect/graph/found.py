@@ -8,6 +8,9 @@ from ..record.ops import Op, TensorRef
 from .dimensions import Dim, Dimensions, wide
 from .products import Product
 
+Dimension = tuple[TensorRef, int]
+"""A tensor, and the place of one of its dimensions."""
+
 
 @dataclass(frozen=True)
 class Mixing:
@@ -66,6 +69,9 @@ class Attention:
     branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
+    turned: tuple[Dimension, ...] = ()
+    """What the turns run over where that is more than heads: batch, and after it heads; as it stands in the queries,
+    keys and values that turns are cut out of, and where they are put together."""
 
     def feature_place(self, side: str, rank: int) -> int:
         """Where among so many dimensions of what a projection takes or gives the features are."""
@@ -81,13 +87,19 @@ class Attention:
 def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Dim]:
     """The dimensions of what a projection takes in, but for its features; all of them where nothing projects it."""
     dims = list(dimensions.of(found.stages[side]))
-    op = found.projections.get(side)
-    if op is None or not dims:
-        return dims
+    if side in found.projections and dims:
+        del dims[given_features(found, dimensions, side)]
+    return dims
+
+
+def given_features(found: Attention, dimensions: Dimensions, side: str) -> int:
+    """Return which dimension of a query, key or value are the features, that is projected or comes in as it is."""
+    dims, op = dimensions.of(found.stages[side]), found.projections.get(side)
+    if op is None:
+        return -1
     # Features that were moved before they were projected stand elsewhere than there.
     convolved = op.base_name == "convolution"
     read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
     summed = set(wide(*(own[1 if convolved else -1] for own in read if len(own) > convolved)))
     moved = [place for place, dim in enumerate(dims) if place and dim and set(dim) <= summed]
-    del dims[moved[0] if len(moved) == 1 else found.feature_place(side, len(dims))]
-    return dims
+    return moved[0] if len(moved) == 1 else found.feature_place(side, len(dims))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..record.ops import Op, TensorRef
-from .dimensions import wide
-from .found import Attention, positions_of
+from .dimensions import Dim, size_of, wide
+from .found import Attention, Dimension, positions_of
 from .pieces import setting
 from .walk import Graph
+
+_CUTS = ("select", "slice", "unbind", "split", "split_with_sizes")
+"""Operations that take a part of one dimension."""
 
 
 def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
@@ -21,11 +24,48 @@ def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
         joined = _joined(graph, attention) if _is_whole(graph, attention) else None
         key = (attention.softmax.source, attention.score_product.op.source, attention.module, joined)
         groups.setdefault((place,) if joined is None else key, []).append(attention)
-    return sorted(map(_merge, groups.values()), key=lambda attention: attention.softmax.index)
+    merged = [one for group in groups.values() for one in _merge(graph, group)]
+    return sorted(merged, key=lambda attention: attention.softmax.index)
+
+
+def _turned(graph: Graph, found: Attention) -> Dimension | None:
+    """The dimension of batch and heads of which this takes some; None where it takes heads alone, or all."""
+    taken = _taken(graph, found, "q_heads") if "query" in found.projections else None
+    if taken is None:
+        return None
+    outside = {atom for dim in positions_of(found, graph.dimensions, "query") for atom in dim}
+    of_batch = [atom in outside for atom in wide(_dim(graph, taken))]
+    return taken if of_batch == sorted(of_batch, reverse=True) and len(set(of_batch)) == 2 else None
+
+
+def _taken(graph: Graph, found: Attention, stage: str) -> Dimension | None:
+    """The dimension of which heads are a part, before it was cut out."""
+    heads = found.stages[stage]
+    while (op := graph.recording.producer(heads)) is not None and graph.moves(op):
+        source = op.inputs[0]
+        if op.base_name in _CUTS and heads.numel < source.numel:
+            return source, setting(op, 2 if op.base_name.startswith("split") else 1, "dim", 0) % len(source.shape)
+        heads = source
+    return None
+
+
+def _dim(graph: Graph, dimension: Dimension) -> Dim:
+    tensor, place = dimension
+    return graph.dimensions.of(tensor)[place]
 
 
 def _joined(graph: Graph, found: Attention) -> tuple[str, int] | None:
     """Where this context is put beside others, head by head: by which operation, or into which memory."""
+    meeting = _meeting(graph, found)
+    if meeting is None:
+        return None
+    op, _ = meeting
+    return ("written", op.output.storage) if op.base_name == "copy_" else ("joined", op.index)
+
+
+def _meeting(graph: Graph, found: Attention) -> tuple[Op, Dimension] | None:
+    """The operation that puts this context beside others, head by head, and the dimension along which it does."""
+    turned = _turned(graph, found) is not None
 
     def through(op: Op) -> bool:
         return graph.moves(op) or (op.kind == "compute" and op.base_name == "native_dropout")
@@ -33,15 +73,16 @@ def _joined(graph: Graph, found: Attention) -> tuple[str, int] | None:
     for op, step in graph.forward(found.stages["context"], through):
         if not op.outputs or len(op.inputs) < 2:
             continue
-        rank = len(op.output.shape)
-        if op.base_name == "stack":
-            return "joined", op.index
-        if op.base_name == "cat" and _has_features(graph, found, step.tensor, setting(op, 1, "dim", 0) % rank):
-            return "joined", op.index
+        if op.base_name in ("cat", "stack"):
+            place = setting(op, 1, "dim", 0) % len(op.output.shape)
+            if op.base_name == "stack" or turned or _has_features(graph, found, step.tensor, place):
+                return op, (op.output, place)
         if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
             cut = _cut(graph, op.inputs[0])
-            if cut is not None and (cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)):
-                return "written", op.output.storage
+            if cut is not None and (
+                turned or cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)
+            ):
+                return op, (cut.inputs[0], setting(cut, 1, "dim", 0) % len(cut.inputs[0].shape))
     return None
 
 
@@ -75,18 +116,34 @@ def _is_whole(graph: Graph, found: Attention) -> bool:
     axes = found.score_product.axes(graph.dimensions)
     rows = axes.columns if found.key_first else axes.rows
     outside = set(wide(*positions_of(found, graph.dimensions, "query")))
-    return outside <= {*axes.batch, *axes.rows, *axes.columns} and set(wide(rows)) <= outside
+    turned = _turned(graph, found)
+    taken = _dim(graph, turned) if turned is not None else ()
+    return outside <= {*axes.batch, *axes.rows, *axes.columns, *taken} and set(wide(rows)) <= outside
 
 
-def _merge(group: list[Attention]) -> Attention:
+def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
+    """One attention of all its turns; each for itself where they are not all of them."""
     first = group[0]
     if len(group) == 1:
-        return first
+        return group
+    turned = _turned(graph, first)
+    if turned is not None:
+        batch = first.score_product.axes(graph.dimensions).batch
+        if len(group) * size_of(batch) != size_of(_dim(graph, turned)):
+            return group
     # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
     last = group[-1]
-    return replace(
+    merged = replace(
         first,
         stages={**first.stages, **{name: last.stages[name] for name in ("concat", "output") if name in last.stages}},
         projections={**first.projections, **{n: op for n, op in last.projections.items() if n == "output"}},
         branches=tuple(group),
+        turned=() if turned is None else _all_turned(graph, first),
     )
+    return [merged]
+
+
+def _all_turned(graph: Graph, found: Attention) -> tuple[Dimension, ...]:
+    taken = [_taken(graph, found, stage) for stage in ("q_heads", "k_heads", "v_heads")]
+    meeting = _meeting(graph, found)
+    return (*(own for own in taken if own is not None), *([meeting[1]] if meeting is not None else []))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import isclose
 
 from ..record.ops import Op, TensorRef
+from .dimensions import wide
 from .softmax import is_shift
 from .walk import Graph
 
@@ -45,8 +46,8 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
     return product
 
 
-def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input: TensorRef) -> Scoring:
-    """Follow `path`, the operations from the product to the softmax in the order in which they ran."""
+def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
+    """Follow `path`, the operations from the product to the softmax over `dim` in the order in which they ran."""
     found = Scoring(product.output, softmax_input, scale=float(product.kwargs.get("alpha", 1)))
     if adds_mask(product):
         found.masks.append(product)
@@ -82,7 +83,10 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
                 else:
                     found.late_scale = multiply((found.late_scale, number))
         elif is_shift(graph.recording, op):
-            pass  # what is taken off every score of a row changes no weight
+            # What is taken off every score of a row changes no weight; along another axis the scores are normalised.
+            if _depends_on(graph, op.inputs[1], softmax_input, dim):
+                found.bent = True
+                found.steps.append(("log_softmax", None))
         elif adds_mask(op) and not _lays_out(op, tensor):
             if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
                 found.late_scale = multiply((found.late_scale, -1.0))
@@ -119,6 +123,12 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
     if waiting is not None:  # a tanh that was not a soft cap: nothing of the scale belonged to it
         found.late_scale = multiply((found.late_scale, 1 / waiting if waiting else None))
     return found
+
+
+def _depends_on(graph: Graph, shift: TensorRef, softmax_input: TensorRef, dim: int) -> bool:
+    """Whether what is taken off scores is another number for each that the softmax runs over."""
+    over = set(wide(graph.dimensions.of(softmax_input)[dim])) if softmax_input.shape else set()
+    return not over.isdisjoint(atom for axis in graph.dimensions.of(shift) for atom in axis)
 
 
 def _lays_out(op: Op, scores: TensorRef) -> bool:

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import nn
 
-from .building import build_seeded
 from .spec import AttentionSpec
 
 
@@ -65,10 +64,6 @@ class BertSelfAttention(nn.Module):
         return context_layer, attention_probs if output_attentions else None
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-    """The layer, its parameters drawn from spec.seed."""
-    return build_seeded(
-        lambda: BertSelfAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias),
-        spec,
-        device,
-    )
+def make(spec: AttentionSpec) -> nn.Module:
+    """Return a layer of these sizes."""
+    return BertSelfAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias)

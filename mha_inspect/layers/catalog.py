@@ -6,9 +6,10 @@ built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import SpecError
 from ..text import did_you_mean
@@ -25,17 +26,6 @@ MaskStyle = Literal["apart", "boolean", "additive", "lowest", "ones"]
 not allowed) or additive as it was given, `additive` with -inf, `lowest` with the lowest number of the dtype, `ones`
 where a query may not look, to be multiplied by -1e9.
 """
-
-
-class LayerModule(Protocol):
-    """What the module of a layer defines at its top level."""
-
-    def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-        """The layer in spec.dtype, in training or eval mode as asked.
-
-        Its parameters are drawn from spec.seed on the CPU and then moved, so that they are the same on every device; on
-        `meta` they have shapes and no content.
-        """
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class LayerKind:
     origin: str
     """Where this style comes from."""
     module: str
-    """Module under mha_inspect.layers that builds it."""
+    """Module under mha_inspect.layers whose `make(spec)` builds it as torch would draw it."""
     masks: MaskStyle = "boolean"
     takes: frozenset[str] = frozenset()
     """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
@@ -81,9 +71,16 @@ class LayerKind:
             weights, biases = "4EHD", biases and "3HD + E"
         return " + ".join(filter(None, (weights, biases)))
 
-    def load(self) -> LayerModule:
-        """Import the layer's code (this imports torch)."""
-        return cast(LayerModule, import_module(f"{__package__}.{self.module}"))
+    def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
+        """Import the layer's code (this imports torch) and build it: in spec.dtype, in training or eval mode as asked.
+
+        Its parameters are drawn from spec.seed on the CPU and then moved, so that they are the same on every device; on
+        `meta` they have shapes and no content.
+        """
+        from .building import build_seeded
+
+        make: Callable[[AttentionSpec], nn.Module] = import_module(f"{__package__}.{self.module}").make
+        return build_seeded(lambda: make(spec), spec, device)
 
 
 LAYERS: dict[str, LayerKind] = {
@@ -99,16 +96,7 @@ LAYERS: dict[str, LayerKind] = {
             module="torch_mha",
             masks="apart",
             takes=frozenset(
-                {
-                    "kdim",
-                    "vdim",
-                    "add_bias_kv",
-                    "add_zero_attn",
-                    "dropout",
-                    "batch_first",
-                    "unbatched",
-                    "need_weights",
-                }
+                {"kdim", "vdim", "add_bias_kv", "add_zero_attn", "dropout", "batch_first", "unbatched", "need_weights"}
             ),
         ),
         LayerKind(

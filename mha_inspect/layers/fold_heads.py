@@ -8,7 +8,6 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from .building import build_seeded
 from .spec import AttentionSpec
 
 
@@ -72,15 +71,11 @@ class FoldHeadsAttention(nn.Module):
         return self.W_o(concat), weights
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-    """The layer, its parameters drawn from spec.seed, with no lazy one left among them."""
-
-    def make() -> FoldHeadsAttention:
-        layer = FoldHeadsAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias)
-        widths = (spec.embed_dim, spec.key_width, spec.value_width, spec.embed_dim)
-        # A lazy Linear learns its width from its first call. It gets that call here, with no rows, and no trace has it.
-        for linear, width in zip((layer.W_q, layer.W_k, layer.W_v, layer.W_o), widths, strict=True):
-            linear(torch.empty(0, width))
-        return layer
-
-    return build_seeded(make, spec, device)
+def make(spec: AttentionSpec) -> nn.Module:
+    """Return a layer of these sizes, with no lazy parameter left in it."""
+    layer = FoldHeadsAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias)
+    widths = (spec.embed_dim, spec.key_width, spec.value_width, spec.embed_dim)
+    # A lazy Linear learns its width from its first call. It gets that call here, with no rows, and no trace has it.
+    for linear, width in zip((layer.W_q, layer.W_k, layer.W_v, layer.W_o), widths, strict=True):
+        linear(torch.empty(0, width))
+    return layer

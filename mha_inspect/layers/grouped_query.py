@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .building import build_seeded
 from .spec import AttentionSpec
 
 
@@ -110,12 +109,8 @@ class GroupedQueryAttention(nn.Module):
         return self.o_proj(attn_output), attn_weights if output_attentions else None
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-    """The layer, its parameters drawn from spec.seed."""
-    return build_seeded(
-        lambda: GroupedQueryAttention(
-            spec.embed_dim, spec.num_heads, spec.kv_heads, spec.head_dim, spec.rope, spec.dropout, spec.bias
-        ),
-        spec,
-        device,
+def make(spec: AttentionSpec) -> nn.Module:
+    """Return a layer of these sizes."""
+    return GroupedQueryAttention(
+        spec.embed_dim, spec.num_heads, spec.kv_heads, spec.head_dim, spec.rope, spec.dropout, spec.bias
     )

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from .building import build_seeded, mask_of_head
+from .building import mask_of_head
 from .spec import AttentionSpec
 
 
@@ -58,10 +58,6 @@ class NarrowAttention(nn.Module):
         return output, torch.stack(weights, dim=-3) if need_weights else None
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-    """The layer, its parameters drawn from spec.seed."""
-    return build_seeded(
-        lambda: NarrowAttention(spec.embed_dim, spec.num_heads, spec.bias),
-        spec,
-        device,
-    )
+def make(spec: AttentionSpec) -> nn.Module:
+    """Return a layer of these sizes."""
+    return NarrowAttention(spec.embed_dim, spec.num_heads, spec.bias)

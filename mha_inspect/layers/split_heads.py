@@ -7,7 +7,6 @@ import math
 import torch
 from torch import nn
 
-from .building import build_seeded
 from .spec import AttentionSpec
 
 
@@ -67,10 +66,6 @@ class SplitHeadsAttention(nn.Module):
         return self.dense(concat_attention), attention_weights
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-    """The layer, its parameters drawn from spec.seed."""
-    return build_seeded(
-        lambda: SplitHeadsAttention(spec.embed_dim, spec.num_heads, spec.bias),
-        spec,
-        device,
-    )
+def make(spec: AttentionSpec) -> nn.Module:
+    """Return a layer of these sizes."""
+    return SplitHeadsAttention(spec.embed_dim, spec.num_heads, spec.bias)

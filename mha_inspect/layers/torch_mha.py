@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from torch import nn
 
-from .building import build_seeded
 from .spec import DTYPES, AttentionSpec
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.MultiheadAttention:
-    """`torch.nn.MultiheadAttention` with torch's own initialisation, drawn from spec.seed.
+def make(spec: AttentionSpec) -> nn.MultiheadAttention:
+    """Return `torch.nn.MultiheadAttention` with torch's own initialisation.
 
     torch starts `in_proj_bias` and `out_proj.bias` at 0, and so does this layer: it is shown as it really is. A mistake
     in a bias therefore does not show in the output of a fresh layer; a test of biases must fill them first.
 
     No parameter's shape depends on num_heads, so one seed gives the same parameters bit for bit for every head count.
     """
-    return build_seeded(
-        lambda: nn.MultiheadAttention(
-            spec.embed_dim,
-            spec.num_heads,
-            dropout=spec.dropout,
-            bias=spec.bias,
-            add_bias_kv=spec.add_bias_kv,
-            add_zero_attn=spec.add_zero_attn,
-            kdim=spec.kdim,
-            vdim=spec.vdim,
-            batch_first=spec.batch_first,
-        ),
-        spec,
-        device,
+    return nn.MultiheadAttention(
+        spec.embed_dim,
+        spec.num_heads,
+        dropout=spec.dropout,
+        bias=spec.bias,
+        add_bias_kv=spec.add_bias_kv,
+        add_zero_attn=spec.add_zero_attn,
+        kdim=spec.kdim,
+        vdim=spec.vdim,
+        batch_first=spec.batch_first,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .building import build_seeded
 from .spec import AttentionSpec
 
 
@@ -54,12 +53,6 @@ class WideAttention(nn.Module):
         return self.unifyheads(out), weights if need_weights else None
 
 
-def build(spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-    """The layer, its parameters drawn from spec.seed."""
-    return build_seeded(
-        lambda: WideAttention(
-            spec.embed_dim, spec.num_heads, spec.head_dim if spec.head_dim_given else None, spec.bias
-        ),
-        spec,
-        device,
-    )
+def make(spec: AttentionSpec) -> nn.Module:
+    """Return a layer of these sizes."""
+    return WideAttention(spec.embed_dim, spec.num_heads, spec.head_dim if spec.head_dim_given else None, spec.bias)

@@ -12,12 +12,16 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
-from ..graph.found import Attention
+from ..graph.found import Attention, given_features
 from ..record.ops import TensorRef
 from .roles import Group, Roles
-from .sizes import one_size_a_name
+from .sizes import POSITIONS, WITHIN, one_size_a_name
 from .stages import CANONICAL_AXES
 
+_INPUTS = ("query", "key", "value")
+_PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
+"""By which projection the features of a stage are where they are."""
+_PLACES = ("query", "key", "windows")
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
 """What a width other than the query's is called."""
 _SIDES = {
@@ -46,6 +50,9 @@ class AxisNames:
             # From heads to heads, where there are as many.
             tensors = (mixing.source, mixing.op.output)
             dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
+        for tensor, place in found.turned[1:]:
+            first, own = found.turned[0]
+            dimensions.same(dimensions.of(first)[own], dimensions.of(tensor)[place])
         self._roles = roles = Roles(found, dimensions)
         self._heads = roles.heads
         self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
@@ -58,12 +65,12 @@ class AxisNames:
     @property
     def num_heads(self) -> int:
         """Number of heads."""
-        return size_of(self._heads) * max(1, len(self._found.branches))
+        return size_of(self._heads) * (1 if self._found.turned else max(1, len(self._found.branches)))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads that keys and values were projected to, before they were repeated."""
-        branches = self._found.branches
+        branches = () if self._found.turned else self._found.branches
         shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
         return size_of(self._roles.kv_heads) * shared
 
@@ -124,9 +131,7 @@ class AxisNames:
         held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
         if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
             side = [*side, ("query", own_keys)]
-        given = self._found.stages.get("query", self._found.stages.get("output"))
-        width = given.shape[-1] if given is not None and given.shape else 0
-        if stage in _OWN_WIDTH and tensor.shape and tensor.shape[-1] != width:
+        if stage in _OWN_WIDTH and self._width(stage) not in (0, self._width("query") or self._width("output")):
             expected[-1] = _OWN_WIDTH[stage]
         if self._roles.own_value_width and _side(stage) in "vo":
             expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
@@ -137,7 +142,13 @@ class AxisNames:
             self._packed(stage),
             features_last=self._is_width(stage),
             value=stage == "v_proj",
+            outside="" if stage in WITHIN else stage,
         )
+
+    def _width(self, stage: str) -> int:
+        """How many features a stage that is given, or the output, has; 0 where it is not there."""
+        shape = self._found.stages[stage].shape if stage in self._found.stages else ()
+        return shape[self._found.feature_place(stage, len(shape))] if shape else 0
 
     def _is_width(self, stage: str) -> bool:
         """Whether the last dimension of a stage is what a matrix takes in or gives; a convolution has it elsewhere."""
@@ -174,6 +185,7 @@ class AxisNames:
         *,
         features_last: bool = False,
         value: bool = False,
+        outside: str = "",
     ) -> str:
         dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
@@ -186,8 +198,11 @@ class AxisNames:
             # What a matrix takes in and gives is one axis, also where something else splits it.
             dims[-1] = [*self._dimensions.of(tensor)[-1]]
             self._assign(dims, groups, len(dims) - 1, (0, len(dims[-1])), expected[-1])
-        self._name_the_last(dims, groups, ["batch"], only_ones=True)
+        if not self._found.turned:
+            self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
+        if outside and dims:
+            self._name_outside(dims, outside, expected)
         return " ".join(write_dimension(dim) for dim in dims)
 
     def _tell_apart(self, dims: list[list[str | Axis]], groups: list[Group]) -> None:
@@ -227,6 +242,36 @@ class AxisNames:
         if name in known and _size(dims[place], run) != known[name]:
             return
         self._assign(dims, groups, place, run, name)
+
+    def _name_outside(self, dims: list[list[str | Axis]], stage: str, expected: Sequence[str]) -> None:
+        """Name what is left of a stage outside the heads: its width, and positions that are no queries or keys."""
+        if stage in _INPUTS:
+            place = given_features(self._found, self._dimensions, stage)
+        else:
+            place = self._found.feature_place(_PROJECTED[stage], len(dims))
+        heads = [dim for dim in dims if {"head_dim", "v_head_dim"} & set(dim)]
+        features = [*heads, dims[place]][0]
+        projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._found.projections)
+        if projected and not _has(dims, "embed") and _is_open(features):
+            features[:] = [expected[-1] if stage in _INPUTS else "embed"]
+        others = [dim for dim in dims if dim is not features]
+        left = [(dim, (0, len(dim))) for dim in others if _is_open(dim)]
+        if _has(dims, expected[0]) or (len(left) > 1 and not _has(dims, "batch")):
+            if len(left) == 1 and stage in self._found.projections and not _has(dims, "batch"):
+                left[0][0][:] = ["batch"]  # whose rows are taken one after the other
+            left = []
+        # Those beside queries, or windows: of several positions there is one query, or they are asked piece by piece.
+        for dim in others:
+            runs = [run for run in _runs(dim) if _size(dim, run) > 1]
+            if len(runs) == 1 and any(isinstance(token, str) and token.split("_")[0] in _PLACES for token in dim):
+                left.append((dim, (0, len(dim)) if self._counts_pieces(dim[slice(*runs[0])]) else runs[0]))
+        for number, (dim, run) in enumerate(left, start=1):
+            dim[slice(*run)] = [POSITIONS if len(left) == 1 else f"{POSITIONS}_{number}"]
+
+    def _counts_pieces(self, tokens: Sequence[str | Axis]) -> bool:
+        """Whether these count the pieces that queries, or keys, were cut into."""
+        pieces = [atoms[0] for atoms in map(resolve, (self._roles.query, self._roles.key)) if atoms]
+        return any(resolve(counter) == tuple(tokens) for piece in pieces for counter in piece.counters.values())
 
     def _assign(
         self, dims: list[list[str | Axis]], groups: list[Group], place: int, run: tuple[int, int], name: str
@@ -280,7 +325,9 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
     known = [(name, resolve(group)) for name, group in groups]
     while atoms:
         for name, group in known:
-            if group and tuple(atoms[: len(group)]) == group:
+            # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
+            alone = len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1
+            if group and alone and tuple(atoms[: len(group)]) == group:
                 tokens.append(name)
                 del atoms[: len(group)]
                 break
@@ -344,6 +391,11 @@ def _name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: R
 def _has(dims: list[list[str | Axis]], name: str) -> bool:
     """Whether a name is there already, in one dimension or in several."""
     return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
+
+
+def _is_open(dim: list[str | Axis]) -> bool:
+    """Whether nothing of a dimension has a name, and it is not of size one."""
+    return not any(isinstance(token, str) for token in dim) and _size(dim, (0, len(dim))) > 1
 
 
 def _runs(dim: list[str | Axis]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from einops import EinopsError, rearrange
 from ..graph.attention import Attention
 from .axes import AxisNames
 from .pattern import dims_of
-from .sizes import at_size
+from .sizes import POSITIONS, at_size
 from .stages import CANONICAL_AXES
 from .subject import Run
 
@@ -65,7 +65,12 @@ def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> tor
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    return known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
+    if len(known) == 1:
+        return known[0]
+    joined = torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
+    if not found.turned:
+        return joined
+    return rearrange(joined, "1 (batch heads) query features -> batch heads query features", heads=names.num_heads)
 
 
 def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:
@@ -80,7 +85,7 @@ def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:
 
 def sizes_in(found: Attention, names: AxisNames, stage: str) -> dict[str, int]:
     """The sizes of the axes that share a dimension with others in a stage, or in one turn of it."""
-    turns = len(found.branches) if is_by_turn(found, names, stage) else 1
+    turns = min(len(found.branches), names.num_heads) if is_by_turn(found, names, stage) else 1
     # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
     alone = {
         name: size
@@ -129,7 +134,13 @@ def _target(word: str, own: list[str]) -> str:
     """What stands for an axis of the canonical pattern, given the names that the own pattern has."""
     if word in own or word in ("(", ")"):
         return word
-    others = {"embed": ("kdim", "vdim"), "heads": ("kv_heads",), "kv_heads": ("heads",)}.get(word, ())
+    others = {
+        "embed": ("kdim", "vdim"),
+        "heads": ("kv_heads",),
+        "kv_heads": ("heads",),
+        "query": (POSITIONS,),
+        "key": (POSITIONS,),
+    }.get(word, ())
     found = next((name for name in others if name in own), None)
     if found == "kv_heads" and "group" in own:
         return "kv_heads group"

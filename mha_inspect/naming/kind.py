@@ -14,6 +14,7 @@ import torch
 from ..graph.attention import Attention
 from ..graph.evaluate import CannotReplayError, Replay, takes_shape_only
 from ..graph.walk import inside
+from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .axes import AxisNames
 from .pattern import dims_of
@@ -70,7 +71,8 @@ def _source(seen: Run, found: Attention) -> str:
 def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:
     """Return the ids of what a query or a key is made of inside the attention's own module, position by position.
 
-    Norms, projections down to something narrower, and to fewer positions, may stand before what is called its input.
+    Norms, projections down to something narrower, and what makes fewer positions, may stand before what is called its
+    input.
     """
     modules = [
         found.module,
@@ -89,6 +91,8 @@ def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:
             continue
         if graph.is_projection(op):
             queue.append(graph.projected(op))
+        elif op.does("pools") or axes_rule(op.base_name) == "reduce":
+            queue.append(op.inputs[0])
         elif graph.moves(op) or op.pointwise or op.does("norms"):
             queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
     return reached

@@ -19,12 +19,13 @@ from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .canonical import sizes_in
 from .pattern import dims_of
+from .sizes import POSITIONS
 from .subject import Run
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""
 _HEADS = ("heads", "kv_heads", "group")
-_POSITIONS = ("batch", "query", "key", "windows")
+_PLACES = ("batch", "query", "key", "windows", POSITIONS)
 _KINDS = ("head", "feature", "position")
 """What an axis of heads may count."""
 _LOOKED_AT = 33
@@ -89,7 +90,7 @@ class _Layout:
         plain = not any(name.endswith("head_dim") for name in names)
         kinds = [
             "head" if name in _HEADS
-            else "position" if name.split("_")[0] in _POSITIONS or (name.isdigit() and not plain)
+            else "position" if name.split("_")[0] in _PLACES or (name.isdigit() and not plain)
             else "feature"
             for name in names
         ]  # fmt: skip
@@ -196,7 +197,9 @@ class Finder:
 
     def _layouts(self, stage: str) -> list[_Layout] | None:
         """The heads of each turn, those that are the same once; None where their axes are not known."""
-        tensors = {turn.stages[stage].id: turn.stages[stage] for turn in self._turns}
+        # Where the turns are of every row of the batch, those of the first row have all heads.
+        turns = self._turns[: self.names.num_heads] if self.found.turned else self._turns
+        tensors = {turn.stages[stage].id: turn.stages[stage] for turn in turns}
         sizes = sizes_in(self.found, self.names, stage)
         try:
             return [_Layout(tensor, self.names.of_stage(stage), sizes) for tensor in tensors.values()]

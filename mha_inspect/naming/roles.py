@@ -24,6 +24,10 @@ class Roles:
         # The same axis as the left factor's, but where the two were not recognised as one.
         self._other_dim: Dim = axes.right_inner
         folded = axes.batch
+        if apart := self._beside_keys(key):
+            # Every query meets these keys too, and the softmax runs over each of their rows by itself.
+            folded, key = (*folded, *apart), tuple(atom for atom in key if atom not in apart)
+            self._source_key = tuple(atom for atom in self._source_key if atom not in apart)
         outside = self._outside()
         self.over_features = self._is_over_features(outside, query)
         """Whether features attend to features: the product of scores sums over the positions."""
@@ -48,12 +52,26 @@ class Roles:
             if self.own_keys:
                 self.query = self._source_query = query = self.own_keys
         self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
+        if found.turned:  # by the loop's turns, each of which has one head of one row, or some
+            tensor, place = found.turned[0]
+            turned = dimensions.of(tensor)[place]
+            self.batch = tuple(atom for atom in turned if atom in outside)
+            self.heads = tuple(atom for atom in turned if atom not in outside)
         if self.mixes_positions:
             self.heads, self.windows = (*self.windows, *self.heads), ()
         self._value_roles()
         if self.over_features:
             self._swap_features_and_positions()
         self.branch_axis = self._branch_axis()
+
+    def _beside_keys(self, key: Dim) -> Dim:
+        """What stands beside the keys in the product of scores, and is a batch to the softmax and to the values."""
+        found, dimensions = self._found, self._dimensions
+        weights = dimensions.of(found.softmax.output)
+        over = set(wide(weights[found.softmax_dim])) if weights else set()
+        beside = {*found.value_product.axes(dimensions).batch}
+        known = over & set(key) and not found.over_queries
+        return tuple(atom for atom in key if known and atom not in over and atom in beside and atom.size > 1)
 
     def _is_over_features(self, outside: set[Axis], query: Dim) -> bool:
         """Whether the product of scores sums over positions of what comes in, and has features for its rows."""
@@ -65,6 +83,9 @@ class Roles:
         stages = self._found.stages
         side = "query" if "query" in stages else "key"
         dims = positions_of(self._found, self._dimensions, side) if side in stages else []
+        op = self._found.projections.get(side)
+        if op is not None and op.base_name == "convolution":  # one that is strided makes positions of its own
+            dims += self._dimensions.of(op.output)[2:]
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
@@ -84,6 +105,8 @@ class Roles:
     def _apart(self, folded: Dim) -> Dim:
         """The axis next to the features in what comes in, where the product of scores runs over it."""
         stages = self._found.stages
+        if not wide(self._source_key):
+            return ()  # one query and one key
         dims = self._dimensions.of(stages["query"]) if "query" in stages else ()
         apart = tuple(atom for atom in wide(folded) if atom in dims[-2]) if len(dims) > 2 else ()
         keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()

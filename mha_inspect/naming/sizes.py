@@ -22,12 +22,19 @@ if TYPE_CHECKING:
 
 _MADE_OF_WEIGHTS = ("weights", "masked_scores", "scores", "q_heads", "k_heads", "v_heads")
 """The stages that say what the size of a name is, the first one that has it."""
+WITHIN = (*_MADE_OF_WEIGHTS, "context")
+"""The stages in which the heads are apart."""
 _PLACES = ("query", "key", "windows")
 """Names of axes along a sequence."""
+POSITIONS = "positions"
+"""What the axis of a sequence is called whose places are not one query, or one key, each."""
 
 
 def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The patterns of all stages, with numbers in those that disagree: a sequence that was padded to whole windows.
+    """Return the patterns of all stages, with `positions` or a number in those that disagree with the weights.
+
+    There are other numbers of positions than queries where a sequence was padded to whole windows, and where queries
+    are asked one by one or piece by piece. Keys may become more, or fewer, before they are used.
 
     Args:
         stages: stage name to its pattern.
@@ -39,13 +46,17 @@ def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, .
         for dim, size in zip(dims_of[stage], shapes[stage], strict=True):
             if dim in _PLACES:
                 sizes.setdefault(dim, {}).setdefault(size, stage)
-    # Keys may become more before they are used, and queries may be taken one by one: that is no padding.
     within = {word: [n for n, stage in found.items() if stage in _MADE_OF_WEIGHTS] for word, found in sizes.items()}
     padded = min(sizes.get("query", (0,))) < max(within.get("query") or (0,))
-    if "windows" in sizes or padded or any(len(found) > 1 for found in within.values()):
-        known = {word: next(iter(found)) for word, found in sizes.items()}
-        for stage, dims in dims_of.items():
-            dims_of[stage] = [_told(dim, size, known) for dim, size in zip(dims, shapes[stage], strict=True)]
+    windows = any("windows" in dim for dims in dims_of.values() for dim in dims)
+    disagree = windows or padded or any(len(found) > 1 for found in within.values())
+    known = {word: next(iter(found)) for word, found in sizes.items()}
+    for stage, dims in dims_of.items():
+        outside = stage not in WITHIN
+        told = zip(dims, shapes[stage], strict=True)
+        dims_of[stage] = [
+            dim if dim == "key" and not disagree else _told(dim, size, known, outside=outside) for dim, size in told
+        ]
     return {stage: " ".join(_each_once(dims, shapes[stage])) for stage, dims in dims_of.items()}
 
 
@@ -60,12 +71,13 @@ def _each_once(dims: list[str], shape: tuple[int, ...]) -> list[str]:
     return once
 
 
-def _told(dim: str, size: int, known: Mapping[str, int]) -> str:
-    """The words of one dimension, or its size where they say another one."""
+def _told(dim: str, size: int, known: Mapping[str, int], *, outside: bool) -> str:
+    """The words of one dimension; where they say another size, `positions` for a whole sequence, or the size."""
     words = dim.strip("()").split()
     factors = [int(word) if word.isdigit() else known.get(word, 0) for word in words]
-    disagrees = all(factors) and prod(factors) != size and any(word in _PLACES for word in words)
-    return str(size) if disagrees else dim
+    if not all(factors) or prod(factors) == size or not any(word in _PLACES for word in words):
+        return dim
+    return POSITIONS if outside and all(word in _PLACES for word in words) else str(size)
 
 
 def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...]) -> str:

@@ -35,11 +35,14 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 @dataclass(frozen=True)
 class State:
-    """Generators and buffers at one moment."""
+    """What a run may change, at one moment: generators, buffers, and what modules hold by name."""
 
     cpu: torch.Tensor
     gpus: dict[int, torch.Tensor]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    contents: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each buffer with a copy of its content."""
+    held: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
+    """Each module with its attributes and its buffers by name; one that is scripted holds its own out of reach."""
 
     def restore(self) -> None:
         """Put everything back to this moment."""
@@ -47,8 +50,24 @@ class State:
         for gpu, numbers in self.gpus.items():
             torch.cuda.set_rng_state(numbers, gpu)
         with torch.no_grad():
-            for buffer, content in self.buffers:
+            for buffer, content in self.contents:
                 buffer.copy_(content)
+        for module, attributes, buffers in self.held:
+            vars(module).clear()
+            vars(module).update(_shallow(attributes))
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of lists and dicts, which a run may add to: a cache, a log."""
+    return {
+        name: copy.copy(value) if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE else value
+        for name, value in attributes.items()
+    }
 
 
 def seed_everything(seed: int) -> None:
@@ -154,6 +173,22 @@ class Subject:
         module = copy_module(self.module).to(device=device, dtype=dtype)
         return replace(self, module=module, grad=False).with_arguments_of(self, dtype)
 
+    def shaken(self) -> Subject:
+        """Return it with every number that goes into it off by half a last digit, without a copy of the module."""
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def off(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1).to(value.device)
+            # A number is at most half a last digit off what it stands for, and a product as much off what it comes to.
+            half = signs * (torch.finfo(value.dtype).eps / 2)
+            return (value.detach().double() * (1 + half.double())).to(value.dtype)
+
+        parameters = {name: off(parameter) for name, parameter in self.module.named_parameters()}
+        args, kwargs = changed((self.args, self.kwargs), off)
+        return replace(self, module=_With(self.module, parameters), args=args, kwargs=kwargs, without_ones=None)
+
     def fresh(self) -> Subject:
         """Return it with what a run may change in copies of its own, and with the same parameters.
 
@@ -182,11 +217,16 @@ class Subject:
         return replace(self, args=args, kwargs=kwargs)
 
     def state(self) -> State:
-        """What a run may change: the generators and the module's buffers."""
+        """Return what a run may change, as it is now."""
         return State(
             torch.get_rng_state(),
             {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
             [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
+            [
+                (part, _shallow(vars(part)), dict(part._buffers))
+                for part in self.module.modules()
+                if not isinstance(part, torch.jit.ScriptModule)
+            ],
         )
 
     @contextmanager
@@ -203,6 +243,18 @@ class Subject:
         """The CUDA devices whose generators a run may draw from."""
         tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+
+
+class _With(nn.Module):
+    """A module that runs with other parameters."""
+
+    def __init__(self, module: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.module, self.instead = module, parameters
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.module, self.instead, args, kwargs)
 
 
 def _fresh(value: Any) -> Any:

@@ -45,14 +45,12 @@ def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
     )
 
 
-def counts_picture(
-    counts: Sequence[tuple[int, Attended]], *, batch_row: int = 0, labels: Sequence[str] = ()
-) -> Picture:
+def counts_picture(counts: Sequence[tuple[int, Attended]]) -> Picture:
     """Return the weights of each head count, averaged over the heads, one below the other.
 
     An element is masked where it is for every head. Raises `SpecError` as `Attended.picture`.
     """
-    drawn = [one.picture("weights", batch_row=batch_row, labels=labels) for _, one in counts]
+    drawn = [one.picture("weights") for _, one in counts]
     first = drawn[0]
     panels = []
     for picture in drawn:

@@ -37,23 +37,63 @@ class Attended:
         heads: Sequence[int] | None = None,
         batch_row: int = 0,
         labels: Sequence[str] = (),
-        title: str | None = None,
+        title: str = "",
     ) -> Picture:
-        """Return the picture of a stage, which names the attention where there are several.
+        """Return the picture of a stage, a panel for each head.
 
-        Raises as `stage_picture`.
+        Args:
+            stage: one of `STAGES`.
+            heads: those to draw, all by default.
+            batch_row: which row of the batch.
+            labels: what stands at each place of the axes query and key, where they have as many places.
+            title: what the picture shows; by default the stage, and the attention where there are several.
+
+        Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
         """
+        contents = self.contents()
+        title = title or (f"{stage} of {self.name}" if self.name else stage)
+        if stage in contents and contents[stage].is_meta:
+            raise SpecError(
+                f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
+                "Try a smaller --seq-len."
+            )
+        if stage not in contents:
+            instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
+            raise SpecError(
+                f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
+                + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
+            )
+        tensor = contents[stage]
+        if not 0 <= batch_row < tensor.shape[0]:
+            raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
         count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
-        named = f"{stage} of {self.name}" if self.name else stage
-        return stage_picture(
-            self.contents(),
-            stage,
-            count,
-            heads=heads,
-            batch_row=batch_row,
-            labels=labels,
-            title=named if title is None else title,
+        drawn = _by_head(tensor[batch_row], stage, count)
+        names: tuple[str, ...] = ("",)
+        chosen = list(range(len(drawn)))
+        axes = CANONICAL_AXES[stage]
+        if "heads" in axes:
+            names = tuple(f"head {place}" for place in chosen)
+            chosen = list(chosen if heads is None else heads)
+            absent = next((head for head in chosen if not 0 <= head < len(names)), None)
+            if absent is not None:
+                raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
+        rows = "query" if "query" in axes.split() else "key"
+        columns = "key" if axes.endswith("query key") else "embed" if axes.endswith("embed") else "head_dim"
+        picture = Picture(
+            title,
+            tuple(names[head] or title for head in chosen),
+            _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
+            _side(rows, drawn.shape[1], labels),
+            _side(columns, drawn.shape[2], labels),
+            signed=stage != "weights",
+            notes=(f"Row {batch_row} of the batch of {tensor.shape[0]}.",) if tensor.shape[0] > 1 else (),
         )
+        if labels and not picture.rows.labels and not picture.columns.labels:
+            raise SpecError(
+                f"{len(labels)} tokens label neither axis of {stage}: it has {drawn.shape[1]} places of {rows} and "
+                f"{drawn.shape[2]} of {columns}. Give one for each."
+            )
+        return picture
 
 
 def canonical_contents(kept: Mapping[str, tuple[Tensor, str]], sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -118,72 +158,6 @@ def for_viewer(
 
     named = (Attention(one.name or "attention", pictures(one)) for one in attended)
     return held(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
-
-
-def stage_picture(
-    contents: Mapping[str, Tensor],
-    stage: str,
-    num_heads: int,
-    *,
-    heads: Sequence[int] | None = None,
-    batch_row: int = 0,
-    labels: Sequence[str] = (),
-    title: str = "",
-) -> Picture:
-    """Return the picture of a stage.
-
-    Args:
-        contents: the stages of one attention in `CANONICAL_AXES`; the scores beside the stage tell where a mask is.
-        stage: one of `STAGES`.
-        num_heads: into how many pieces a dimension `(heads head_dim)` goes; that of the keys may hold fewer.
-        heads: those to draw, all by default.
-        batch_row: which row of the batch.
-        labels: what stands at each place of the axes query and key, where they have as many places.
-        title: what the picture shows; the stage by default.
-
-    Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
-    """
-    if stage in contents and contents[stage].is_meta:
-        raise SpecError(
-            f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
-            "Try a smaller --seq-len."
-        )
-    if stage not in contents:
-        instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
-        raise SpecError(
-            f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
-            + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
-        )
-    tensor = contents[stage]
-    if not 0 <= batch_row < tensor.shape[0]:
-        raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
-    drawn = _by_head(tensor[batch_row], stage, num_heads)
-    names: tuple[str, ...] = ("",)
-    chosen = list(range(len(drawn)))
-    axes = CANONICAL_AXES[stage]
-    if "heads" in axes:
-        names = tuple(f"head {place}" for place in chosen)
-        chosen = list(chosen if heads is None else heads)
-        absent = next((head for head in chosen if not 0 <= head < len(names)), None)
-        if absent is not None:
-            raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
-    rows = "query" if "query" in axes.split() else "key"
-    columns = "key" if axes.endswith("query key") else "embed" if axes.endswith("embed") else "head_dim"
-    picture = Picture(
-        title or stage,
-        tuple(names[head] or (title or stage) for head in chosen),
-        _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
-        _side(rows, drawn.shape[1], labels),
-        _side(columns, drawn.shape[2], labels),
-        signed=stage != "weights",
-        notes=(f"Row {batch_row} of the batch of {tensor.shape[0]}.",) if tensor.shape[0] > 1 else (),
-    )
-    if labels and not picture.rows.labels and not picture.columns.labels:
-        raise SpecError(
-            f"{len(labels)} tokens label neither axis of {stage}: it has {drawn.shape[1]} places of {rows} and "
-            f"{drawn.shape[2]} of {columns}. Give one for each."
-        )
-    return picture
 
 
 def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:

@@ -63,10 +63,8 @@ def storages(sizes: Mapping[str, tuple[int, int]], room: int = ROOM) -> dict[str
     whole = storage(total, 1, room)
     if whole.cells is None:
         return dict.fromkeys(sizes, whole)
-    others = len(sizes) - ("weights" in sizes)
-    shares = {name: room // 2 if name == "weights" and others else room // (2 * others or 1) for name in sizes}
-    if "weights" not in sizes:
-        shares = dict.fromkeys(sizes, room // len(sizes))
+    parts = {name: max(len(sizes) - 1, 1) if name == "weights" else 1 for name in sizes}
+    shares = {name: room * part // sum(parts.values()) for name, part in parts.items()}
     return {name: storage(elements, panels, shares[name]) for name, (elements, panels) in sizes.items()}
 
 

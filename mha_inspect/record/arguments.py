@@ -6,15 +6,16 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, is_out_of_memory
-from ..text import first_line
+from ..text import a_kind, first_line
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 
 def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -36,16 +37,36 @@ def tensors_in(value: Any, name: str = "", within: tuple[int, ...] = ()) -> Iter
         return
     if id(value) in within:
         return
-    children: list[tuple[str, Any]] = []
+    for key, child in parts_of(value):
+        yield from tensors_in(child, f"{name}.{key}" if name else str(key), (*within, id(value)))
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return what a tuple, list, mapping or dataclass holds, by key, place or name; empty for anything else."""
     if isinstance(value, Mapping):
-        children = [(str(key), child) for key, child in value.items()]
-    elif isinstance(value, (tuple, list)):
-        names = getattr(value, "_fields", range(len(value)))
-        children = [(str(key), child) for key, child in zip(names, value, strict=True)]
-    elif is_dataclass(value) and not isinstance(value, type):
-        children = [(f.name, getattr(value, f.name, None)) for f in fields(value)]
-    for key, child in children:
-        yield from tensors_in(child, f"{name}.{key}" if name else key, (*within, id(value)))
+        return list(value.items())
+    if isinstance(value, (tuple, list)):
+        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        return [(f.name, getattr(value, f.name, None)) for f in fields(value)]
+    return []
+
+
+def with_parts(value: Any, parts: list[Any]) -> Any:
+    """Return a tuple, list, dict or dataclass with other parts, in their order; anything else as it is."""
+    if type(value) in (tuple, list):
+        return type(value)(parts)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts)
+    if not isinstance(value, dict) and not is_dataclass(value):
+        return value
+    other = copy.copy(value)
+    for (key, _), part in zip(parts_of(value), parts, strict=True):
+        if isinstance(other, dict):
+            other[key] = part
+        else:
+            object.__setattr__(other, key, part)  # also of a frozen one
+    return other
 
 
 def first_tensor(result: Any) -> Tensor:
@@ -56,7 +77,7 @@ def first_tensor(result: Any) -> Tensor:
     for _, tensor in tensors_in(result):
         return tensor
     raise InputError(
-        f"the forward returned {'None' if result is None else f'a {type(result).__name__}'}, with no tensor in it to "
+        f"the forward returned {'None' if result is None else a_kind(result)}, with no tensor in it to "
         "compare. Let it return its output."
     )
 
@@ -69,22 +90,23 @@ def described(values: Mapping[str, Any]) -> str:
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return f"({', '.join(map(_described, value))})"
     if isinstance(value, dict):
         return f"{{{described(value)}}}"
+    if parts_of(value):
+        return f"{type(value).__name__}({described(dict(parts_of(value)))})"
     return str(value)
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return tuples, lists and dicts with something made of each thing in them; one that is given twice stays one."""
+    """Return what holds things with something made of each of them; one that is given twice stays one."""
     seen: dict[int, Any] = {}
 
-    def walk(part: Any) -> Any:
-        if type(part) in (tuple, list):
-            return type(part)(map(walk, part))
-        if type(part) is dict:
-            return {name: walk(item) for name, item in part.items()}
+    def walk(part: Any, within: tuple[int, ...] = ()) -> Any:
+        own = parts_of(part) if id(part) not in within else []  # what holds itself is gone through once
+        if own:
+            return with_parts(part, [walk(child, (*within, id(part))) for _, child in own])
         if id(part) not in seen:
             seen[id(part)] = change(part)
         return seen[id(part)]
@@ -93,14 +115,19 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """Return tuples, lists and dicts with their tensors detached, those of floating-point numbers in `dtype`."""
+    """Return what holds tensors with those detached, and those of floating-point numbers in `dtype`."""
 
-    def cast(part: Any) -> Any:
+    def own(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
         return part.detach().to(device=device, dtype=dtype if part.is_floating_point() else None)
 
-    return changed(value, cast)
+    return changed(value, own)
+
+
+def with_copies(value: T) -> T:
+    """Return what holds tensors with copies of those, which may be written to; one that is given twice stays one."""
+    return cast(T, changed(value, lambda part: part.detach().clone() if isinstance(part, Tensor) else part))
 
 
 def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:

@@ -177,7 +177,7 @@ aten.addmm.default | adding | product | a product that adds the mask: the scores
 """
 """Start of a kernel's whole name, how it is opened, what it hides, and what it is."""
 _FUSED = {
-    start: Fused(way, title, frozenset(_HIDDEN[hidden].split()))  # type: ignore[arg-type]
+    start: Fused(way, title, frozenset(_HIDDEN[hidden].split()))  # type: ignore[arg-type]  # a word of the table
     for start, way, hidden, title in (
         (part.strip() for part in row.split("|")) for row in _KERNELS.strip().splitlines()
     )

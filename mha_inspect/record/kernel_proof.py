@@ -79,15 +79,14 @@ def few_rows(asked: Attention, given: Tensor, made: Tensor | None, turn: int, sh
 
 def _judged(few: Attention, given: Tensor, difference: float | None = None) -> Rounding:
     """Judge a difference, by default that of these rows from what a kernel gave for them."""
-    dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
+
+    def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (attention(run, few, dtype),)
+
     # Computed anew also where the steps were run: where these are wrong, their error is no rounding.
-    own = attention(run, few, dtype)[0].to(given.dtype)
-    exact = attention(run, few, torch.float64)[0]
+    own = computed(torch.float64 if given.dtype == torch.float64 else torch.float32)[0][0].to(given.dtype)
     difference = max_difference(given, own) if difference is None else difference
-    if dtype == torch.float64:
-        coarse = attention(run, few, torch.float32)[0]
-        return Rounding.of(difference, rounding_error(coarse, exact) * STEP)
-    return Rounding.of(difference, _error(own, exact))
+    return _beside_rounding(difference, (own[None],), computed)
 
 
 def check_part(
@@ -99,19 +98,23 @@ def check_part(
 ) -> Rounding:
     """How far what a leaf gives is from what its steps give, beside the rounding of a few rows."""
     some, few = part.few(*args, **kwargs)
-    exact = part.steps(run, *map(_double, some))
     own = part.steps(run, *some)
-    if made is None:
-        difference = max(max_difference(few(one), other) for one, other in zip(given, own, strict=True))
-    else:
-        difference = max(max_difference(one, other) for one, other in zip(given, made, strict=True))
-    if given[0].dtype == torch.float64:
-        coarse = part.steps(run, *(_double(arg, torch.float32) for arg in some))
-        return Rounding.of(difference, max(map(rounding_error, coarse, exact)) * STEP)
+    pairs = zip(given, made, strict=True) if made is not None else zip(map(few, given), own, strict=True)
+    difference = max(max_difference(one, other) for one, other in pairs)
+    return _beside_rounding(difference, own, lambda dtype: part.steps(run, *(_cast(arg, dtype) for arg in some)))
+
+
+def _beside_rounding(
+    difference: float, own: tuple[Tensor, ...], computed: Callable[[torch.dtype], tuple[Tensor, ...]]
+) -> Rounding:
+    """Judge a difference beside the rounding of `own`, which `computed` gives in another dtype."""
+    exact = computed(torch.float64)
+    if own[0].dtype == torch.float64:
+        return Rounding.of(difference, max(map(rounding_error, computed(torch.float32), exact)) * STEP)
     return Rounding.of(difference, max(map(_error, own, exact)))
 
 
-def _double(value: Any, dtype: torch.dtype = torch.float64) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -137,5 +140,5 @@ def _worst(given: Tensor, made: Tensor) -> tuple[tuple[int, ...], int]:
     if not math.isfinite(largest):
         same = (given == made) | (given.isnan() & made.isnan())
         apart = apart.nan_to_num(nan=math.inf).masked_fill(same, 0.0)
-    *head, row, _ = (int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    *head, row, _ = _at(int(apart.argmax()), apart.shape)
     return tuple(head), row

@@ -1,4 +1,4 @@
-"""Record a forward pass: the only user of torch's dispatch modes.
+"""Record a forward pass, by a dispatch mode of torch.
 
 A `TorchDispatchMode` sees every operation of any module, with gradients on or off, on every device. Nothing is hooked,
 wrapped or replaced, so what is recorded runs as it runs without the recorder, to the bit.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from inspect import CO_GENERATOR
 from itertools import count
 from threading import get_ident
 from types import FrameType
@@ -19,84 +17,26 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
+from .block import RUNNING, Block, put_on, take_off
 from .ops import RESULT, Kind, Named, Recording, TensorRef
 from .replay import Replay, uncollected
-from .schema import About, about, known_as
+from .schema import About, about
 from .site import ATTENTION_FORWARD, ModuleCall, Site
 from .sketch import Sketch
-from .storage import Look, Outside, looker
+from .storage import Kept, Look, Outside, looker
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
-_RUNNING: ContextVar[tuple[_Block, ...]] = ContextVar("blocks that were entered", default=())
-"""torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
 _NUMBERS, _MARKS = count(), count(2)
 _LARGEST = 1 << 24
 """Elements up to which what came from outside is held on to."""
-
-
-def put_on(mode: TorchDispatchMode) -> None:
-    """Put a mode of torch's on top of the stack of this thread, and touch nothing else.
-
-    A mode's own `__enter__` notes in variables of a module, which all threads share, whether any mode is on. Two
-    threads that enter and leave beside each other leave those wrong, and the recorder needs none of what asks for them.
-    """
-    dispatch._push_mode(mode)
-
-
-def take_off(mode: TorchDispatchMode) -> None:
-    """Take a mode off, also from under others; nothing where it is not on.
-
-    Tasks and generators that take turns leave their blocks in any order, and torch would take off whatever is on top.
-    """
-    stack = dispatch._get_current_dispatch_mode_stack()
-    places = [place for place, other in enumerate(stack) if other is mode]
-    above = stack[places[-1] + 1 :] if places else []
-    for _ in above:
-        dispatch._pop_mode()
-    if places:
-        dispatch._pop_mode()
-    for other in above:
-        dispatch._push_mode(other)
-
-
-class _Block:
-    """The code that a recorder was entered around."""
-
-    __slots__ = ("frame", "is_generator", "within")
-
-    def __init__(self, frame: FrameType, running: tuple[_Block, ...]) -> None:
-        self.frame: FrameType | None = frame
-        """The frame that it stands in: whatever called that one did not ask for the operations. None at the end."""
-        self.is_generator = bool(frame.f_code.co_flags & CO_GENERATOR)
-        self.within = _around(frame, running)
-        """The blocks that it was entered in."""
-
-    def asks(self, frame: FrameType | None, running: tuple[_Block, ...]) -> bool:
-        """Return whether what a frame asks for belongs to this block.
-
-        A generator that has stood still in its block is recorded with whoever goes on, as somebody's context manager
-        is; but not where that is a block of its own that this one was not entered in, as another generator's.
-        """
-        around = _around(frame, running)
-        return self in around or all(block in self.within for block in around)
-
-
-def _around(frame: FrameType | None, blocks: tuple[_Block, ...]) -> tuple[_Block, ...]:
-    """Return the blocks whose frames are beneath a frame, or are it."""
-    frames = set()
-    while frame is not None:
-        frames.add(frame)
-        frame = frame.f_back
-    return tuple(block for block in blocks if block.frame in frames)
 
 
 class _Mark:
@@ -123,14 +63,13 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
         super().__init__()
-        self._keep = keep
         self._entries: list[Any] = []
         """Entries of operations; names with what is known under them; what tells entries when it is called."""
         self._replay = Replay()
         self._outside: list[Outside] = []
         """What came from outside, but parameters and named inputs; a module that makes a mask may hold it anyhow."""
-        self._look_at = looker()
-        self._look = self._look_and_keep if keep else self._look_at
+        self._kept = Kept(self.hold) if keep else None
+        self._look = self._kept or looker()
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
@@ -138,14 +77,13 @@ class Recorder(TorchDispatchMode):
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
         self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
-        self._kept: dict[int, dict[Any, list[Any]]] = {}
         self._last_site: Site = []
         self._mark = 1
         self._key = f".recorder {next(_NUMBERS)}"
         """The name of the mark in the frame of each call of a module."""
         self._calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
         """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
-        self._block: _Block | None = None
+        self._block: Block | None = None
         """None while it is not on."""
         self._thread: int | None = None
         """The thread that entered it last."""
@@ -170,9 +108,9 @@ class Recorder(TorchDispatchMode):
         """
         if self._block is not None:
             raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
-        running = _RUNNING.get()
-        self._block, self._thread = _Block(frame, running), get_ident()
-        _RUNNING.set((*running, self._block))
+        running = RUNNING.get()
+        self._block, self._thread = Block(frame, running), get_ident()
+        RUNNING.set((*running, self._block))
         put_on(self)
 
     def __exit__(self, *exc: Any) -> None:
@@ -186,12 +124,8 @@ class Recorder(TorchDispatchMode):
                 "Enter and leave it in one thread, around what runs there."
             )
         self._block = None
-        _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not block))
+        RUNNING.set(tuple(other for other in RUNNING.get() if other is not block))
         take_off(self)
-
-    @property
-    def _boundary(self) -> FrameType | None:
-        return None if self._block is None else self._block.frame
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
@@ -266,7 +200,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
-        block, running = self._block, _RUNNING.get()
+        block, running = self._block, RUNNING.get()
         if block is None or block.frame is None or (block not in running and get_ident() == self._thread):
             return func(*args, **kwargs) if kwargs else func(*args)  # after the end; another task
         if block.is_generator and len(running) > 1 and not block.asks(sys._getframe(1), running):
@@ -307,8 +241,7 @@ class Recorder(TorchDispatchMode):
 
     def _log(
         self,
-        name: str,
-        func: Any,
+        known: About,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any,
@@ -316,12 +249,10 @@ class Recorder(TorchDispatchMode):
         kind: Kind | None = None,
         written: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Write down an operation that has run already, under a name of its own.
+        """Write down an operation that has run already, under the name that `known` has.
 
-        `func` is what to look up about it; None for `LINK`, which torch does not have. With `kind` given, what came out
-        may lie in memory that was known before; `written` is what it wrote into.
+        With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
         """
-        known = LINK if func is None else known_as(func, name)
         given = [self._plain(arg) for arg in args]
         named = {key: self._plain(arg) for key, arg in kwargs.items()}
         made = [self._look(tensor) for _, tensor in tensors_in(result)]
@@ -380,17 +311,6 @@ class Recorder(TorchDispatchMode):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
-    def _look_and_keep(self, tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
-        """Return what identifies a tensor now, and the tensor."""
-        look = self._look_at(tensor)
-        if nn.parameter.is_lazy(tensor):
-            return look
-        views = self._kept.setdefault(id(look[0]), {})
-        held = views.get(look[1:5])
-        if held is None:
-            held = views[look[1:5]] = self.hold(tensor)
-        return (*look[:5], look[5] if len(look) > 5 else None, held)
-
     def hold(self, tensor: torch.Tensor) -> list[Any]:
         """Return a place with what is kept of a tensor that was not seen before: all of it, or what can be cloned.
 
@@ -402,15 +322,15 @@ class Recorder(TorchDispatchMode):
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
         places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         written = [tensor for _, tensor in tensors_in(places)]
-        if self._keep:
+        if self._kept is not None:
             for tensor in written:
-                for held in self._kept.pop(id(self._look_at(tensor)[0]), {}).values():
-                    held[0] = held[0].clone()
+                self._kept.copy(tensor)
         return written
 
     def _site(self, frame: FrameType | None) -> Site:
         """Return where Python stands: the same list as last time where it stands there still."""
-        boundary, calls = self._boundary, self._calls
+        block, calls = self._block, self._calls
+        boundary = None if block is None else block.frame
         site: Site = []
         add = site.append
         attention = None
@@ -481,8 +401,8 @@ class Recorder(TorchDispatchMode):
 
     def _outermost(self, frame: FrameType | None) -> nn.Module:
         """Return the module whose call, of those that are running, began first."""
-        found = None
-        while frame is not None and frame is not self._boundary:
+        found, block = None, self._block
+        while frame is not None and (block is None or frame is not block.frame):
             found = frame if frame.f_code is _MODULE_CALL else found
             frame = frame.f_back
         assert found is not None

@@ -42,6 +42,14 @@ class Rounding:
         return cls(difference, error, *judge(difference, error))
 
 
+def beside(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """Return the dtype that rounding is measured beside, and what an error that is measured so counts.
+
+    Beside float64 there is nothing finer: float32 is measured, and counts less.
+    """
+    return (torch.float32, STEP) if dtype == torch.float64 else (torch.float64, 1.0)
+
+
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:
     """Return the difference in units of the noise floor, and what that means.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -64,9 +64,3 @@ def about(func: Any) -> About:
         ),
         fused=fused(name),
     )
-
-
-@cache
-def known_as(func: Any, name: str) -> About:
-    """Return what is known of an operation, under another name."""
-    return replace(about(func), name=name)

@@ -105,6 +105,31 @@ def _number(tensor: torch.Tensor) -> float | None:
     return None
 
 
+class Kept:
+    """Looks at tensors and keeps what is held of each: its content as it was then."""
+
+    def __init__(self, hold: Callable[[torch.Tensor], list[Any]]) -> None:
+        self._hold, self._look_at = hold, looker()
+        self._held: dict[int, dict[Any, list[Any]]] = {}
+        """By memory, and by how it was looked at since it was written last."""
+
+    def __call__(self, tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
+        """Return what identifies a tensor now, and what is held of it."""
+        look = self._look_at(tensor)
+        if nn.parameter.is_lazy(tensor):
+            return look
+        views = self._held.setdefault(id(look[0]), {})
+        held = views.get(look[1:5])
+        if held is None:
+            held = views[look[1:5]] = self._hold(tensor)
+        return (*look[:5], look[5] if len(look) > 5 else None, held)
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copy what is held of a tensor's memory, which is about to be written."""
+        for held in self._held.pop(id(self._look_at(tensor)[0]), {}).values():
+            held[0] = held[0].clone()
+
+
 Stages = tuple[dict[str, torch.Tensor], ...]
 """For each attention, stage name to tensor."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import FrameType
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
+from .block import put_on, take_off
 from .catalog import MULTI_HEAD, Fused, fused
 from .kernel_proof import Check, Shelf, check_part, few_rows
 from .kernels import (
@@ -33,8 +34,8 @@ from .kernels import (
     read_attention,
     run,
 )
-from .ops import RESULT, Kernel, Op, Recording
-from .recorder import LINK, Recorder, put_on, take_off
+from .ops import Kernel, Op, Recording
+from .recorder import LINK, Recorder
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
@@ -43,6 +44,20 @@ from .sketch import Sketch, sketched
 _Key = torch._C.DispatchKey
 BUDGET = 1 << 30
 """Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A kernel with what it was given."""
+
+    known: About
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Run it as it is."""
+        return self.func(*self.args, **self.kwargs)
 
 
 class XRay(Recorder):
@@ -75,7 +90,7 @@ class XRay(Recorder):
         self._asking = asking or frame
         try:
             if known.fused and (known.way != "adding" or _adds_scores(args, kwargs)):
-                return self._open(known.fused, known, func, args, kwargs)
+                return self._open(known.fused, _Call(known, func, args, kwargs))
             if not self._inside:
                 return NotImplemented
             if not whole:
@@ -84,7 +99,7 @@ class XRay(Recorder):
             if known.composite:
                 self._whole = True
                 return self._take_apart(func, args, kwargs, frame)
-            return self._run_out(func, args, kwargs) if known.name.endswith("out") else NotImplemented
+            return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
         finally:
             self._asking, self._whole = asking, whole
 
@@ -108,66 +123,61 @@ class XRay(Recorder):
 
     # -- the three ways -----------------------------------------------------------------------------------------------
 
-    def _open(self, hiding: Fused, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _open(self, hiding: Fused, call: _Call) -> Any:
         place, was = len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it raised", within=self._within)
+        kernel = Kernel(
+            call.known.name, hiding.title, hiding.hides, opened=False, note="it raised", within=self._within
+        )
         self._kernels.append(kernel)
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
         self._new_call()
         try:
-            way = self._reopen if known.way == "reopen" else self._rebuild
-            result, changes = way(known, func, args, kwargs)
+            result, changes = self._reopen(call) if hiding.way == "reopen" else self._rebuild(call)
         finally:
             self._within, self._kernel, self._inside = was
             self._new_call()
         self._kernels[place] = replace(kernel, **{"opened": True, "note": "", **changes})
         return result
 
-    def _reopen(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def _reopen(self, call: _Call) -> tuple[Any, dict[str, Any]]:
         """Run a kernel's own code with the mode on: what is recorded is the run itself."""
-        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        tensors = [tensor for _, tensor in tensors_in((call.args, call.kwargs))]
         nested = any(tensor.is_nested for tensor in tensors)
-        if nested and known.name.startswith(MULTI_HEAD):
-            return self._rebuild(known, func, args, kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            code: Callable[..., Any] = func.py_kernels[_Key.CompositeExplicitAutograd]
+        if nested and call.known.name.startswith(MULTI_HEAD):
+            return self._rebuild(call)
+        if isinstance(call.func, torch._ops.HigherOrderOperator):
+            code: Callable[..., Any] = call.func.py_kernels[_Key.CompositeExplicitAutograd]
         else:
-            key = _code_for(func, ("NestedTensor" if nested else "") + tensors[0].device.type.upper())
+            key = _code_for(call.func, ("NestedTensor" if nested else "") + tensors[0].device.type.upper())
             if key is None:
-                result = func(*args, **kwargs)
-                self._log(known.name, func, args, kwargs, result)
+                result = call.run()
+                self._log(call.known, call.args, call.kwargs, result)
                 return result, {"opened": False, "note": f"torch has no code of it for {tensors[0].device.type}"}
-            code = partial(func._op_dk, key)
+            code = partial(call.func._op_dk, key)
         with self._watching():
-            return code(*args, **kwargs), {}
+            return code(*call.args, **call.kwargs), {}
 
-    def _rebuild(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def _rebuild(self, call: _Call) -> tuple[Any, dict[str, Any]]:
         """Run a leaf, and beside it its steps. Where these fail it is recorded as the one operation that it is."""
-        result = func(*args, **kwargs)
+        result = call.run()
         start = len(self._entries), len(self._kernels)
         try:
             with self._beside():
-                if known.way == "reopen":
-                    return result, self._pad(known, func, args, kwargs, result)
-                steps = self._attend if known.way == "attention" else self._take_part
+                if call.known.way == "reopen":
+                    return result, self._pad(call, result)
+                steps = self._attend if call.known.way == "attention" else self._take_part
                 with self._one_call():
-                    return result, steps(known, func, args, kwargs, result)
+                    return result, steps(call, result)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
             reason = _reason(error)
         self._rewind(start)
-        self._log(known.name, func, args, kwargs, result)
+        self._log(call.known, call.args, call.kwargs, result)
         return result, {"opened": False, "note": reason}
 
-    def _attend(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> dict[str, Any]:
+    def _attend(self, call: _Call, result: Any) -> dict[str, Any]:
         """Compute an attention step by step beside its kernel."""
-        asked, rows_first = read_attention(func, args, kwargs)
+        asked, rows_first = read_attention(call.func, call.args, call.kwargs)
         given = result[0] if isinstance(result, tuple) else result
         shapes_only = 4 * prod(asked.scores_shape) > self._budget and not given.is_meta
         runs = self._runs_steps(given, shapes_only)
@@ -187,7 +197,7 @@ class XRay(Recorder):
         made = None
         if runs:
             (made,) = steps(self._step, asked)
-            self._link(known.name, made, result)
+            self._link(call, made, result)
         check: Check | None = None
         if asked.dropout > 0:
             changes |= {"drops": True, "note": "it draws its dropout itself, and its steps drop nothing: not compared"}
@@ -199,7 +209,7 @@ class XRay(Recorder):
             except Exception as error:
                 changes["note"] = _not_compared(error)
         if not runs:
-            self._tell_later(func, args, kwargs, result, partial(steps, own=asked.with_tensors(self._sketch)), check)
+            self._tell_later(call, result, partial(steps, own=asked.with_tensors(self._sketch)), check)
         elif check is not None:
             changes |= _checked(check)
         return changes
@@ -212,45 +222,42 @@ class XRay(Recorder):
             isinstance(entry[0], About) and entry[0].base_name == "unsqueeze" and entry[5] is site for entry in last
         )
 
-    def _take_part(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> dict[str, Any]:
+    def _take_part(self, call: _Call, result: Any) -> dict[str, Any]:
         """Compute a part of an attention step by step beside its kernel."""
-        part = PARTS.get(known.name)
+        part = PARTS.get(call.known.name)
         if part is None:
             raise NotOpenedError("no steps are known of it")
-        if any(tensor.is_nested for _, tensor in tensors_in(args)):
+        if any(tensor.is_nested for _, tensor in tensors_in(call.args)):
             raise NotOpenedError("its rows have different lengths (nested tensors)")
         given = result if isinstance(result, tuple) else (result,)
         shapes_only = 4 * given[0].numel() > self._budget and not given[0].is_meta
         made = None
         if self._runs_steps(given[0], shapes_only):
-            made = part.steps(self._step, *args, **kwargs)
+            made = part.steps(self._step, *call.args, **call.kwargs)
             for one, other in zip(made, given, strict=True):
-                self._link(known.name, one, other)
+                self._link(call, one, other)
         else:
-            own = [self._sketch(arg) if isinstance(arg, Tensor) else arg for arg in args]
-            self._tell_later(func, args, kwargs, result, lambda do: part.steps(do, *own, **kwargs))
-        check = partial(check_part, part, args, kwargs, given, made)
+            own = [self._sketch(arg) if isinstance(arg, Tensor) else arg for arg in call.args]
+            kwargs = call.kwargs  # the call itself would hold its tensors until then
+            self._tell_later(call, result, lambda do: part.steps(do, *own, **kwargs))
+        check = partial(check_part, part, call.args, call.kwargs, given, made)
         return {"shapes_only": shapes_only} | (_checked(check) if _is_comparable(given[0]) else {})
 
-    def _pad(
-        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> dict[str, Any]:
+    def _pad(self, call: _Call, result: Any) -> dict[str, Any]:
         """Open the fast path on padded rows and a mask, beside it on rows of different lengths."""
-        got = bound(func, args, kwargs)
+        got = bound(call.func, call.args, call.kwargs)
         rows = got["query"]
         lengths = rows._nested_tensor_size()[:, 0].to(rows.device)
         padded = self._step(torch.ops.aten.to_padded_tensor.default, rows, 0.0)
         barred = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths[:, None]
         got |= {"query": padded, "key": padded, "value": padded, "mask": barred, "mask_type": 1}
-        key = _code_for(func, padded.device.type.upper())
+        key = _code_for(call.func, padded.device.type.upper())
         if key is None:
             raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
         with self._watching():
-            made = func._op_dk(key, *(got[argument.name] for argument in func._schema.arguments))[0]
+            made = call.func._op_dk(key, *(got[argument.name] for argument in call.func._schema.arguments))[0]
         self._new_call()
-        self._link(known.name, made, result)
+        self._link(call, made, result)
         told = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
         apart = max((max_difference(one, row) for one, row in told), default=0.0)
         return {"note": f"it ran on rows of different lengths, its steps on padded ones, {apart:.1e} apart"}
@@ -260,25 +267,19 @@ class XRay(Recorder):
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step and write it down."""
         result = func(*args, **kwargs)
-        self._log(about(func).name, func, args, kwargs, result)
+        self._log(about(func), args, kwargs, result)
         return result
 
     def _runs_steps(self, given: Tensor, shapes_only: bool) -> bool:
         """Whether steps are run; they are described alone where nobody keeps what comes of them, or it is too much."""
-        return (self._keep and not shapes_only) or given.is_meta
+        return (self._kept is not None and not shapes_only) or given.is_meta
 
     def _tell_later(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        steps: Callable[[Do], Sequence[Any]],
-        check: Check | None = None,
+        self, call: _Call, result: Any, steps: Callable[[Do], Sequence[Any]], check: Check | None = None
     ) -> None:
         """Note that a kernel is to be told in steps when the run is over; neither holds a tensor of the run."""
         place = len(self._entries)
-        self._log(about(func).name, func, args, kwargs, result)
+        self._log(call.known, call.args, call.kwargs, result)
         self._entries[place] = (partial(self._tell, self._entries[place], steps, check, len(self._kernels) - 1),)
 
     def _tell(self, whole: Entry, steps: Callable[[Do], Sequence[Any]], check: Check | None, place: int) -> list[Entry]:
@@ -309,18 +310,18 @@ class XRay(Recorder):
     def _sketch(self, tensor: Tensor) -> Sketch:
         return Sketch.of(tensor, self._look(tensor))
 
-    def _run_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
-        written = self._about_to_write(about(func), args, kwargs)
+        written = self._about_to_write(known, args, kwargs)
         result = func(*args, **kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "out"}
-        name = about(func).name.removesuffix("out") + "default"
-        self._log(name, func, args, rest, result, kind="compute", written=written)
+        plain = replace(known, name=known.name.removesuffix("out") + "default")
+        self._log(plain, args, rest, result, kind="compute", written=written)
         return result
 
-    def _link(self, name: str, made: Tensor, result: Any) -> None:
+    def _link(self, call: _Call, made: Tensor, result: Any) -> None:
         """Lead from the last step to what the kernel itself has made."""
-        self._log(RESULT, None, (made,), {"kernel": name}, result, kind="copy")
+        self._log(LINK, (made,), {"kernel": call.known.name}, result, kind="copy")
 
     def _rewind(self, start: tuple[int, int]) -> None:
         """Forget the operations that were recorded since, and the kernels."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.check import CheckReport, Fact, Finding, Head
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Verbatim, table
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, labelled, table
 from .parts import layer_page, notes
 
 
@@ -30,48 +30,46 @@ def _sections(report: CheckReport) -> Iterator[Section]:
     if report.heads:
         yield Section((_heads(report.heads),), "heads", "what hangs on each")
     if report.held:
-        rows = ((Cell(held.check, "strong"), held.sentence) for held in report.held)
-        yield Section((table((Column("held"), Column("which means", wrap=30)), rows),))
+        held = table(
+            report.held,
+            (Column("held"), lambda own: Cell(own.check, "strong")),
+            (Column("which means", wrap=30), lambda own: own.sentence),
+        )
+        yield Section((held,))
     if report.left_out:
-        left = ((Cell(out.check, "strong"), out.reason) for out in report.left_out)
-        yield Section((table((Column("left out"), Column("why", wrap=30)), left),))
-    if report.notes:
-        yield Section(notes(report.notes))
+        left_out = table(
+            report.left_out,
+            (Column("left out"), lambda own: Cell(own.check, "strong")),
+            (Column("why", wrap=30), lambda own: own.reason),
+        )
+        yield Section((left_out,))
+    yield Section(notes(report.notes))
 
 
 def _where(finding: Finding) -> str:
     return ", ".join(filter(None, (finding.source, finding.module)))
 
 
-def _finding(finding: Finding, tone: str) -> tuple[Block, ...]:
-    blocks = [Paragraph(finding.sentence, "bad" if tone == "bad" else "warn")]
-    blocks.append(Paragraph(finding.evidence, label="evidence"))
-    if finding.fix:
-        blocks.append(Paragraph(finding.fix, label="fix"))
-    return tuple(blocks)
+def _finding(finding: Finding, tone: Tone) -> tuple[Block, ...]:
+    fix = [labelled("fix", finding.fix)] if finding.fix else []
+    return (Paragraph(finding.sentence, tone), labelled("evidence", finding.evidence), *fix)
 
 
 def _facts(facts: tuple[Fact, ...]) -> Iterator[Block]:
     for fact in facts:
-        yield Paragraph(fact.sentence, label=fact.name)
+        yield labelled(fact.name, fact.sentence)
         if fact.picture:
             yield Verbatim("\n".join(fact.picture), "query × key")
 
 
 def _heads(heads: tuple[Head, ...]) -> Table:
-    columns = (
-        Column("module", optional=True),
-        Column("head", "right"),
-        Column("output changes without it", "right"),
-        Column("share of gradient", "right", optional=True),
-    )
-    rows = (
+    return table(
+        heads,
+        (Column("module", optional=True), lambda head: head.module),
+        (Column("head", "right"), lambda head: head.head),
+        (Column("output changes without it", "right"), lambda head: text.percent(head.output_change)),
         (
-            head.module,
-            str(head.head),
-            text.percent(head.output_change),
-            "" if head.gradient_share is None else text.percent(head.gradient_share),
-        )
-        for head in heads
+            Column("share of gradient", "right", optional=True),
+            lambda head: "" if head.gradient_share is None else text.percent(head.gradient_share),
+        ),
     )
-    return table(columns, rows)

@@ -9,7 +9,7 @@ from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, Part
 from ..reports.params import StoredName
 from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, table
 from .params import alike, times
-from .parts import notes, number
+from .parts import grouped, notes, number
 
 _TONES: dict[TensorVerdict, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
 _MOST = 8
@@ -32,8 +32,7 @@ def _sections(report: CheckpointDiffReport) -> Iterator[Section]:
             yield Section((_only(own),), f"only in the {where}")
     if report.parts:
         yield Section((_parts(report.parts),), "heads", "of attentions in which a tensor is not the same")
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
 
 
@@ -44,76 +43,73 @@ def _side(side: CheckpointSide) -> str:
 
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
-    columns = (
-        Column("name", tone="strong", wrap=24),
-        Column("right name", into="name", optional=True, wrap=24),
-        Column("shape", tone="shape"),
-        Column("right shape", tone="shape", into="shape", optional=True),
-        Column("dtype", tone="muted"),
-        Column("right dtype", tone="muted", into="dtype", optional=True),
-        Column("largest difference", "right", drop=2, optional=True),
-        Column("relative", "right", drop=1, optional=True),
-        Column("verdict"),
-        Column("note", optional=True, wrap=16),
-    )
-    groups: dict[tuple[object, ...], list[TensorPair]] = {}
-    for one in pairs:
+
+    def kind(one: TensorPair) -> object:
         apart = one.name if one.verdict == "differs" else ""
-        kind = (one.left_shape, one.right_shape, one.left_dtype, one.right_dtype, one.verdict, one.note)
-        groups.setdefault((alike(one.name), alike(one.other), apart, *kind), []).append(one)
+        sides = (one.left_shape, one.right_shape, one.left_dtype, one.right_dtype)
+        return alike(one.name), alike(one.other), apart, *sides, one.verdict, one.note
+
     return table(
-        columns,
+        [(own[0], own) for own in grouped(pairs, kind)],
+        (Column("name", tone="strong", wrap=24), lambda row: times([one.name for one in row[1]])),
         (
-            (
-                times([one.name for one in own]),
-                "" if own[0].name == own[0].other else times([one.other for one in own]),
-                text.shape(own[0].left_shape),
-                "" if own[0].left_shape == own[0].right_shape else text.shape(own[0].right_shape),
-                own[0].left_dtype,
-                "" if own[0].left_dtype == own[0].right_dtype else own[0].right_dtype,
-                number(max(one.max_abs_difference or 0 for one in own) or None),
-                number(max(one.relative_difference or 0 for one in own) or None),
-                Cell(own[0].verdict, _TONES.get(own[0].verdict, "good")),
-                own[0].note,
-            )
-            for own in groups.values()
+            Column("right name", into="name", optional=True, wrap=24),
+            lambda row: "" if row[0].name == row[0].other else times([one.other for one in row[1]]),
         ),
+        (Column("shape", tone="shape"), lambda row: text.shape(row[0].left_shape)),
+        (
+            Column("right shape", tone="shape", into="shape", optional=True),
+            lambda row: "" if row[0].left_shape == row[0].right_shape else text.shape(row[0].right_shape),
+        ),
+        (Column("dtype", tone="muted"), lambda row: row[0].left_dtype),
+        (
+            Column("right dtype", tone="muted", into="dtype", optional=True),
+            lambda row: "" if row[0].left_dtype == row[0].right_dtype else row[0].right_dtype,
+        ),
+        (
+            Column("largest difference", "right", drop=2, optional=True),
+            lambda row: number(max(one.max_abs_difference or 0 for one in row[1]) or None),
+        ),
+        (
+            Column("relative", "right", drop=1, optional=True),
+            lambda row: number(max(one.relative_difference or 0 for one in row[1]) or None),
+        ),
+        (Column("verdict"), lambda row: Cell(row[0].verdict, _TONES.get(row[0].verdict, "good"))),
+        (Column("note", optional=True, wrap=16), lambda row: row[0].note),
     )
 
 
 def _only(names: Iterable[StoredName]) -> Table:
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for one in names:
-        groups.setdefault((alike(one.name), one.shape), []).append(one.name)
-    rows = ((times(own), text.shape(shape)) for (_, shape), own in groups.items() if isinstance(shape, tuple))
-    return table((Column("name", tone="strong"), Column("shape", tone="shape")), rows)
+    return table(
+        grouped(names, lambda one: (alike(one.name), one.shape)),
+        (Column("name", tone="strong"), lambda own: times([one.name for one in own])),
+        (Column("shape", tone="shape"), lambda own: text.shape(own[0].shape)),
+    )
 
 
 def _parts(parts: Sequence[PartPair]) -> Table:
-    columns = (
-        Column("module", tone="strong"),
-        Column("right module", into="module", optional=True),
-        Column("part"),
-        Column("verdict"),
-        Column("of the left", into="module", optional=True, wrap=20),
-        Column("heads that changed most", into="module", optional=True, wrap=20),
-    )
-    groups: dict[tuple[object, ...], list[PartPair]] = {}
-    for one in parts:
-        kind = (one.part, one.verdict, one.source, one.order, one.rotary, one.differences)
-        groups.setdefault((alike(one.left), alike(one.right), *kind), []).append(one)
-    rows = (
+    def kind(one: PartPair) -> object:
+        changes = (one.part, one.verdict, one.source, one.order, one.rotary, one.differences)
+        return alike(one.left), alike(one.right), *changes
+
+    def right(own: list[PartPair]) -> str:
+        return "" if own[0].left == own[0].right else times([one.right for one in own]) or "the whole file"
+
+    return table(
+        grouped(parts, kind),
         (
-            times([one.left for one in own]) if own[0].left else "the whole file",
-            "" if own[0].left == own[0].right else times([one.right for one in own]) or "the whole file",
-            own[0].part,
-            Cell(own[0].verdict, _TONES.get(own[0].verdict, "good")),
-            _source(own[0]),
-            _changes(own[0].differences),
-        )
-        for own in groups.values()
+            Column("module", tone="strong"),
+            lambda own: times([one.left for one in own]) if own[0].left else "the whole file",
+        ),
+        (Column("right module", into="module", optional=True), right),
+        (Column("part"), lambda own: own[0].part),
+        (Column("verdict"), lambda own: Cell(own[0].verdict, _TONES.get(own[0].verdict, "good"))),
+        (Column("of the left", into="module", optional=True, wrap=20), lambda own: _source(own[0])),
+        (
+            Column("heads that changed most", into="module", optional=True, wrap=20),
+            lambda own: _changes(own[0].differences),
+        ),
     )
-    return table(columns, rows)
 
 
 def _source(one: PartPair) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from .. import text
 from ..reports.compare_heads import (
@@ -13,29 +14,23 @@ from ..reports.compare_heads import (
     HeadGradients,
     HeadPair,
     HeadsFocus,
-    PartGradient,
+    HeadTime,
     Timing,
     Training,
 )
 from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import difference_cells, layer_page, multiple, number, shape_cell, verdict_cell
+from .parts import (
+    MEASURED,
+    difference_columns,
+    layer_page,
+    multiple,
+    number,
+    shape_cell,
+    verdict_cell,
+)
 
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""
-
-
-COUNT_COLUMNS = (
-    Column("num_heads", "right", "strong"),
-    Column("head_dim", "right"),
-    Column("parameters", "right", drop=3),
-    Column("same parameters", drop=4),
-    Column("output shape", tone="shape", drop=6),
-    Column("largest difference", "right"),
-    Column("relative difference", "right", drop=2),
-    Column("× noise", "right"),
-    Column("verdict"),
-    Column("first differing stage", drop=5, optional=True),
-)
 
 
 def compare_heads_page(report: CompareHeadsReport) -> Page:
@@ -50,8 +45,8 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         (
             _counts(report),
             Paragraph(
-                f"× noise is how many times the rounding error{floor} (measured against float64) the largest "
-                "difference is: above 10 it is no rounding."
+                f"× noise is how many times the rounding error{floor} ({MEASURED[report.measured_against]}) "
+                "the largest difference is: above 10 it is no rounding."
             ),
         ),
         "head counts",
@@ -101,41 +96,28 @@ def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:
 
 def _counts(report: CompareHeadsReport) -> Table:
     return table(
-        COUNT_COLUMNS,
+        report.counts,
+        (Column("num_heads", "right", "strong"), lambda count: count.num_heads),
+        (Column("head_dim", "right"), lambda count: count.head_dim),
+        (Column("parameters", "right", drop=3), lambda count: text.count(count.numel)),
         (
-            (
-                str(c.num_heads),
-                str(c.head_dim),
-                text.count(c.numel),
-                Cell("yes" if c.same_parameters else "no", "" if c.same_parameters else "warn"),
-                shape_cell(c.output_shape, ""),
-                *difference_cells(c, baseline=c.num_heads == report.baseline),
-                c.first_differing_stage or "",
-            )
-            for c in report.counts
+            Column("same parameters", drop=4),
+            lambda count: Cell("yes") if count.same_parameters else Cell("no", "warn"),
         ),
+        (Column("output shape", tone="shape", drop=6), lambda count: shape_cell(count.output_shape, "")),
+        *difference_columns(
+            "relative difference", (0, 2), is_baseline=lambda count: bool(count.num_heads == report.baseline)
+        ),
+        (Column("first differing stage", drop=5, optional=True), lambda count: count.first_differing_stage or ""),
     )
 
 
 def _pairs(pairs: tuple[HeadPair, ...]) -> Table:
-    columns = (
-        Column("num_heads", "right", "strong"),
-        Column("against", "right", "strong"),
-        Column("largest difference", "right"),
-        Column("relative difference", "right", drop=1),
-        Column("× noise", "right"),
-        Column("verdict"),
-    )
     return table(
-        columns,
-        (
-            (
-                str(p.left),
-                str(p.right),
-                *difference_cells(p),
-            )
-            for p in pairs
-        ),
+        pairs,
+        (Column("num_heads", "right", "strong"), lambda pair: pair.left),
+        (Column("against", "right", "strong"), lambda pair: pair.right),
+        *difference_columns("relative difference", (0, 1)),
     )
 
 
@@ -155,72 +137,53 @@ def _learning(report: CompareHeadsReport) -> Iterator[Section]:
 def _gradients(gradients: Gradients, baseline: int) -> Section:
     names = [part.part for part in gradients.counts[0].parts]
     across = set(names) <= _MATRICES
-    columns = (
-        Column("num_heads", "right", "strong"),
-        Column("loss", "right", drop=20),
-        # Biases go first where the page is narrow, the last of them first.
-        *(Column(name, "right", drop=0 if name.startswith("W") else 1 + n) for n, name in enumerate(names) if across),
-        Column("× noise", "right"),
-        Column("verdict"),
+    # Biases go first where the page is narrow, the last of them first.
+    parts = [Column(name, "right", drop=0 if name.startswith("W") else 1 + n) for n, name in enumerate(names) if across]
+    counts = table(
+        gradients.counts,
+        (Column("num_heads", "right", "strong"), lambda count: count.num_heads),
+        (Column("loss", "right", drop=20), lambda count: text.statistic(count.loss)),
+        *((column, partial(_apart, column.title)) for column in parts),
+        (Column("× noise", "right"), lambda count: multiple(max(_times_noise(count), default=None))),
+        (Column("verdict"), lambda count: verdict_cell(count.verdict, baseline=count.num_heads == baseline)),
     )
-    rows = (_gradient_row(count, across, count.num_heads == baseline) for count in gradients.counts)
-    tables = [table(columns, rows), *([] if across else [_by_parameter(gradients, baseline)])]
+    tables = [counts, *([] if across else [_by_parameter(gradients, baseline)])]
     detail = f"relative difference from the baseline's; loss {gradients.loss}"
     return Section((*tables, Paragraph(gradients.answer)), "gradients", detail)
 
 
-def _gradient_row(count: HeadGradients, across: bool, is_baseline: bool) -> tuple[str | Cell, ...]:
-    known = [part.times_noise for part in count.parts if part.times_noise is not None]
-    return (
-        str(count.num_heads),
-        text.statistic(count.loss),
-        *(_apart(part) for part in count.parts if across),
-        multiple(max(known, default=None)),
-        verdict_cell(count.verdict, baseline=is_baseline),
-    )
+def _times_noise(count: HeadGradients) -> list[float]:
+    return [part.times_noise for part in count.parts if part.times_noise is not None]
 
 
 def _by_parameter(gradients: Gradients, baseline: int) -> Table:
     """Return a table with a row a parameter, for names of their own take too much room beside each other."""
     others = [count for count in gradients.counts if count.num_heads != baseline]
-    names = dict.fromkeys(part.part for count in gradients.counts for part in count.parts)
-    parts = [{part.part: part for part in count.parts} for count in others]
     return table(
-        (
-            Column("parameter", tone="strong"),
-            # Where the page is narrow, the last counts go first.
-            *(Column(text.plural(count.num_heads, "head"), "right", drop=n) for n, count in enumerate(others)),
+        dict.fromkeys(part.part for count in gradients.counts for part in count.parts),
+        (Column("parameter", tone="strong"), lambda name: name),
+        # Where the page is narrow, the last counts go first.
+        *(
+            (Column(text.plural(count.num_heads, "head"), "right", drop=n), partial(_apart, count=count))
+            for n, count in enumerate(others)
         ),
-        ((name, *(_apart(of[name]) if name in of else "-" for of in parts)) for name in names),
     )
 
 
 def _training(training: Training, baseline: int) -> Section:
-    columns = (
-        Column("num_heads", "right", "strong"),
-        Column("loss before", "right", drop=3),
-        Column("loss after", "right", drop=2),
-        Column("moved", "right", drop=1),
-        Column("largest difference", "right", drop=4),
-        Column("apart / moved", "right"),
-        Column("× noise", "right"),
-        Column("verdict"),
-    )
-    rows = (
-        (
-            str(count.num_heads),
-            text.statistic(count.first_loss),
-            text.statistic(count.last_loss),
-            text.small(count.moved),
-            number(count.max_abs_difference),
-            number(count.apart),
-            multiple(count.times_noise),
-            verdict_cell(count.verdict, baseline=count.num_heads == baseline),
-        )
-        for count in training.counts
+    counts = table(
+        training.counts,
+        (Column("num_heads", "right", "strong"), lambda count: count.num_heads),
+        (Column("loss before", "right", drop=3), lambda count: text.statistic(count.first_loss)),
+        (Column("loss after", "right", drop=2), lambda count: text.statistic(count.last_loss)),
+        (Column("moved", "right", drop=1), lambda count: text.small(count.moved)),
+        (Column("largest difference", "right", drop=4), lambda count: number(count.max_abs_difference)),
+        (Column("apart / moved", "right"), lambda count: number(count.apart)),
+        (Column("× noise", "right"), lambda count: multiple(count.times_noise)),
+        (Column("verdict"), lambda count: verdict_cell(count.verdict, baseline=count.num_heads == baseline)),
     )
     detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
-    return Section((table(columns, rows), Paragraph(training.answer)), "training", detail)
+    return Section((counts, Paragraph(training.answer)), "training", detail)
 
 
 def _focus(focus: Focus) -> Section:
@@ -246,47 +209,37 @@ def _focus(focus: Focus) -> Section:
 
 def _timing(timing: Timing) -> Section:
     names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
-    columns = (
-        Column("num_heads", "right", "strong"),
-        Column("median", "right"),
-        Column("half of the runs", "right"),
-        Column("runs", "right", drop=20),
-        *(Column(name, "right", drop=n + 1) for n, name in enumerate(names)),
+    counts = table(
+        timing.counts,
+        (Column("num_heads", "right", "strong"), lambda count: count.num_heads),
+        (Column("median", "right"), lambda count: f"{text.small(count.median_ms)} ms"),
+        (
+            Column("half of the runs", "right"),
+            lambda count: f"{text.small(count.low_ms)} to {text.small(count.high_ms)} ms",
+        ),
+        (Column("runs", "right", drop=20), lambda count: count.runs),
+        *((Column(name, "right", drop=n + 1), partial(_flops, name)) for n, name in enumerate(names)),
     )
-    rows = []
-    for count in timing.counts:
-        flops = {stage.stage: stage.flops for stage in count.flops}
-        between = f"{text.small(count.low_ms)} to {text.small(count.high_ms)} ms"
-        times = (f"{text.small(count.median_ms)} ms", between, str(count.runs))
-        rows.append((str(count.num_heads), *times, *(text.flops(flops.get(name, 0)) for name in names)))
     detail = f"the forward alone, in {text.plural(timing.threads, 'thread')}; operations of each stage's products"
-    return Section((table(columns, rows), Paragraph(timing.answer)), "time", detail)
+    return Section((counts, Paragraph(timing.answer)), "time", detail)
+
+
+def _flops(stage: str, count: HeadTime) -> str:
+    return text.flops(sum(own.flops for own in count.flops if own.stage == stage))
 
 
 def _heads(focus: Focus) -> Table:
-    columns = (
-        Column("num_heads", "right", "strong"),
-        Column("attention", optional=True),
-        Column("head", "right"),
-        Column("entropy", "right"),
-        Column("effective keys", "right"),
-        Column("distance", "right"),
-        Column("strongest", drop=1),
-    )
     return table(
-        columns,
+        [(count, head) for count in focus.counts for head in count.by_head],
+        (Column("num_heads", "right", "strong"), lambda row: row[0].num_heads),
+        (Column("attention", optional=True), lambda row: _attention(row[0])),
+        (Column("head", "right"), lambda row: row[1].head),
+        (Column("entropy", "right"), lambda row: text.statistic(row[1].entropy)),
+        (Column("effective keys", "right"), lambda row: text.statistic(row[1].effective_keys)),
+        (Column("distance", "right"), lambda row: text.statistic(row[1].distance)),
         (
-            (
-                str(count.num_heads),
-                _attention(count),
-                str(head.head),
-                text.statistic(head.entropy),
-                text.statistic(head.effective_keys),
-                text.statistic(head.distance),
-                ", ".join(f"{one.query} → {one.key} {one.weight:.2f}" for one in head.strongest),
-            )
-            for count in focus.counts
-            for head in count.by_head
+            Column("strongest", drop=1),
+            lambda row: ", ".join(f"{one.query} → {one.key} {one.weight:.2f}" for one in row[1].strongest),
         ),
     )
 
@@ -296,8 +249,12 @@ def _attention(count: HeadsFocus) -> str:
     return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
 
 
-def _apart(part: PartGradient) -> str:
-    """Return the relative difference, or that it is rounding: of a gradient of 0 that is any number of times it."""
-    if part.verdict == "same" and part.max_abs_difference:
-        return "rounding"
-    return number(part.relative_difference)
+def _apart(name: str, count: HeadGradients) -> str:
+    """Return the relative difference of a part, or that it is rounding: of a gradient of 0 any number of times that.
+
+    A dash where this head count has no such part.
+    """
+    part = next((part for part in count.parts if part.part == name), None)
+    if part is None:
+        return "-"
+    return "rounding" if part.verdict == "same" and part.max_abs_difference else number(part.relative_difference)

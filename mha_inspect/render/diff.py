@@ -11,35 +11,15 @@ from .. import text
 from ..reports.diff import (
     DiffReport,
     DiffSide,
-    MaskedRowPair,
     ParameterPlace,
     RowContent,
     StageRow,
     StageSide,
 )
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import difference_cells, notes, shape_cell, sizes
+from .parts import MEASURED, difference_columns, grouped, notes, shape_cell, sizes
 
 OPENED_MARK = "*"
-
-STAGE_COLUMNS = (
-    Column("stage", tone="strong"),
-    Column("left", tone="shape"),
-    Column("left axes", tone="axes", into="left"),
-    Column("right", tone="shape"),
-    Column("right axes", tone="axes", into="right"),
-    Column("largest difference", "right", drop=2),
-    Column("relative", "right", drop=3),
-    Column("× noise", "right"),
-    Column("verdict"),
-)
-
-PARAMETER_COLUMNS = (
-    Column("part", tone="strong"),
-    Column("left", wrap=16),
-    Column("right", wrap=16),
-    Column("how one maps onto the other", wrap=20),
-)
 
 
 def diff_page(report: DiffReport) -> Page:
@@ -65,7 +45,9 @@ def _sections(report: DiffReport) -> Iterator[Section]:
         "the same weights",
     )
     floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
-    against = "reckoned from that of float32" if report.noise.dtype == "float64" else "measured against float64"
+    measured = [getattr(report, side).measured_against for side in report.noise.sides]
+    against = MEASURED["half a digit" if "half a digit" in measured else "float64"]
+    against = "reckoned from that of float32" if report.noise.dtype == "float64" else against
     blocks: list[Block] = []
     for rows in _by_attention(report):
         blocks += (_stages(rows), *_stage_notes(rows))
@@ -79,8 +61,7 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     if report.masked_rows:
         yield Section((_masked_rows(report),), "queries whose every key is masked")
     yield Section((_parameters(report),), "parameters")
-    if report.notes:
-        yield Section(notes(report.notes))
+    yield Section(notes(report.notes))
     yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
 
 
@@ -89,7 +70,9 @@ def _run(side: DiffSide) -> str:
     if side.path.reason:
         parts.append(f"not the fast path: {side.path.reason}")
     if side.rounding_error is not None:
-        parts.append(f"off float64 by at most {text.small(side.rounding_error)}")
+        exact = side.measured_against == "float64"
+        error = text.small(side.rounding_error)
+        parts.append(f"off float64 by at most {error}" if exact else f"rounded by {error}, {MEASURED['half a digit']}")
     return "; ".join(parts)
 
 
@@ -102,29 +85,26 @@ def _by_attention(report: DiffReport) -> list[tuple[StageRow, ...]]:
 def _stages(rows: tuple[StageRow, ...]) -> Table:
     opened = any(side is not None and side.opened for row in rows for side in (row.left, row.right))
     number = rows[0].attention if rows else None
-    first = STAGE_COLUMNS[0] if number is None else replace(STAGE_COLUMNS[0], title=f"attention {number}")
     return table(
-        (first, *STAGE_COLUMNS[1:]),
-        (
-            (
-                row.name,
-                *_stage_side(row.left),
-                *_stage_side(row.right),
-                *difference_cells(row),
-            )
-            for row in rows
-        ),
+        rows,
+        (Column("stage" if number is None else f"attention {number}", tone="strong"), lambda row: row.name),
+        (Column("left", tone="shape"), lambda row: _shape(row.left)),
+        (Column("left axes", tone="axes", into="left"), lambda row: "" if row.left is None else row.left.axes),
+        (Column("right", tone="shape"), lambda row: _shape(row.right)),
+        (Column("right axes", tone="axes", into="right"), lambda row: "" if row.right is None else row.right.axes),
+        *difference_columns("relative", (2, 3)),
         legend=f"{OPENED_MARK} inside a kernel of torch, opened where it ran" if opened else "",
     )
 
 
-def _stage_side(side: StageSide | None) -> tuple[Cell, Cell]:
+def _shape(side: StageSide | None) -> Cell:
     if side is None:
-        return Cell("none", "muted"), Cell("")
+        return Cell("none", "muted")
     shape = shape_cell(side.shape, side.axes)
-    text = f"{side.count} × {shape.text}" if side.count > 1 else shape.text
-    axes = "" if side.count > 1 else side.axes
-    return Cell(text, shape.tone, axes, OPENED_MARK if side.opened else ""), Cell(side.axes)
+    mark = OPENED_MARK if side.opened else ""
+    if side.count > 1:
+        return Cell(f"{side.count} × {shape.text}", shape.tone, mark=mark)
+    return replace(shape, mark=mark)
 
 
 def _stage_notes(rows: tuple[StageRow, ...]) -> tuple[Facts, ...]:
@@ -158,70 +138,43 @@ def _outputs(report: DiffReport) -> Table:
     rows = [("all of it" if report.elsewhere else "output", report.output)]
     if report.elsewhere is not None:
         rows.append(("without those queries", report.elsewhere))
-    columns = (
-        Column("output", tone="strong"),
-        Column("left", tone="shape"),
-        Column("right", tone="shape"),
-        Column("largest difference", "right", drop=2),
-        Column("relative", "right", drop=3),
-        Column("× noise", "right"),
-        Column("verdict"),
-    )
+    sides = [shape_cell(side.output_shape, "") for side in (report.left, report.right)]
     return table(
-        columns,
-        (
-            (
-                label,
-                shape_cell(report.left.output_shape, ""),
-                shape_cell(report.right.output_shape, ""),
-                *difference_cells(output),
-            )
-            for label, output in rows
-        ),
+        rows,
+        (Column("output", tone="strong"), lambda row: row[0]),
+        (Column("left", tone="shape"), lambda _: sides[0]),
+        (Column("right", tone="shape"), lambda _: sides[1]),
+        *difference_columns("relative", (2, 3), of=lambda row: row[1]),
     )
 
 
 def _masked_rows(report: DiffReport) -> Table:
-    columns = (
-        Column("attention", "right", optional=True),
-        Column("batch", "right"),
-        Column("queries"),
-        Column("weights left"),
-        Column("weights right"),
-        Column("output left"),
-        Column("output right"),
-    )
     kinds = {"nan": "NaN", "zero": "0", "uniform": "uniform", "finite": "finite"}
+
+    def content(what: RowContent) -> Cell:
+        return Cell(kinds[what], "bad" if what == "nan" else "")
+
     return table(
-        columns,
-        (
-            (
-                "" if attention is None else str(attention),
-                str(batch),
-                text.spans(row.query for row in rows),
-                *(Cell(kinds[content], "bad" if content == "nan" else "") for content in contents),
-            )
-            for (attention, batch, *contents), rows in groupby(report.masked_rows, _of_masked_row)
-        ),
+        grouped(report.masked_rows, lambda row: replace(row, query=0)),
+        (Column("attention", "right", optional=True), lambda rows: rows[0].attention or ""),
+        (Column("batch", "right"), lambda rows: rows[0].batch),
+        (Column("queries"), lambda rows: text.spans(row.query for row in rows)),
+        (Column("weights left"), lambda rows: content(rows[0].left_weights)),
+        (Column("weights right"), lambda rows: content(rows[0].right_weights)),
+        (Column("output left"), lambda rows: content(rows[0].left_output)),
+        (Column("output right"), lambda rows: content(rows[0].right_output)),
     )
-
-
-def _of_masked_row(row: MaskedRowPair) -> tuple[int | None, int, RowContent, RowContent, RowContent, RowContent]:
-    """Return what rows have in common that become one row of the table."""
-    return row.attention, row.batch, row.left_weights, row.right_weights, row.left_output, row.right_output
 
 
 def _parameters(report: DiffReport) -> Table:
-    total = (
-        "total",
-        text.count(report.left.numel),
-        text.count(report.right.numel),
-        "the same count" if report.left.numel == report.right.numel else "",
-    )
+    left, right = report.left.numel, report.right.numel
     return table(
-        PARAMETER_COLUMNS,
-        (*((pair.part, _place(pair.left), _place(pair.right), pair.mapping) for pair in report.parameters), total),
-        total=True,
+        report.parameters,
+        (Column("part", tone="strong"), lambda pair: pair.part),
+        (Column("left", wrap=16), lambda pair: _place(pair.left)),
+        (Column("right", wrap=16), lambda pair: _place(pair.right)),
+        (Column("how one maps onto the other", wrap=20), lambda pair: pair.mapping),
+        total=("total", text.count(left), text.count(right), "the same count" if left == right else ""),
     )
 
 

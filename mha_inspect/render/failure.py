@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.failure import Failure, ReachedOp, ReachedStage
-from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, table
+from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, labelled, table
 from .parts import changes_only, shape_cell
 
 
@@ -20,52 +20,33 @@ def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
         yield Section((_operations(failure.last_ops),), "operations", detail)
     yield Section(tuple(_failed(failure, dtype)), "failed", f"{failure.error} at {failure.source}")
     if failure.cause is not None:
-        blocks = (Paragraph(failure.cause.explanation, "bad"), Paragraph(failure.cause.fix, label="fix"))
+        blocks = (Paragraph(failure.cause.explanation, "bad"), labelled("fix", failure.cause.fix))
         yield Section(blocks, "cause", failure.cause.name.replace("_", " "))
 
 
 def _completed(stages: tuple[ReachedStage, ...], dtype: str) -> Table:
-    columns = (
-        Column("stage", tone="strong", optional=True),
-        Column("called", optional=True),
-        Column("shape", tone="shape"),
-        Column("axes", tone="axes"),
-        Column("dtype", optional=True),
-        Column("operation", tone="muted", drop=2, optional=True),
-        Column("source", tone="muted", drop=1, optional=True),
-    )
     dtypes = changes_only((stage.dtype for stage in stages), dtype)
     return table(
-        columns,
-        (
-            (s.name, s.variable, shape_cell(s.shape, s.axes), s.axes, changed, s.op, s.source)
-            for s, changed in zip(stages, dtypes, strict=True)
-        ),
+        stages,
+        (Column("stage", tone="strong", optional=True), lambda stage: stage.name),
+        (Column("called", optional=True), lambda stage: stage.variable),
+        (Column("shape", tone="shape"), lambda stage: shape_cell(stage.shape, stage.axes)),
+        (Column("axes", tone="axes"), lambda stage: stage.axes),
+        (Column("dtype", optional=True), lambda _: next(dtypes)),
+        (Column("operation", tone="muted", drop=2, optional=True), lambda stage: stage.op),
+        (Column("source", tone="muted", drop=1, optional=True), lambda stage: stage.source),
     )
 
 
 def _operations(ops: tuple[ReachedOp, ...]) -> Table:
-    columns = (
-        Column("#", "right", "muted"),
-        Column("operation", tone="strong"),
-        Column("inputs", wrap=18),
-        Column("outputs", wrap=18, into="inputs"),
-        Column("source", tone="muted", into="operation"),
-        Column("module", tone="muted", drop=1, optional=True),
-    )
     return table(
-        columns,
-        (
-            (
-                str(op.index),
-                op.name,
-                ", ".join(map(text.shape, op.inputs)),
-                ", ".join(map(text.shape, op.outputs)),
-                op.source,
-                op.module,
-            )
-            for op in ops
-        ),
+        ops,
+        (Column("#", "right", "muted"), lambda op: op.index),
+        (Column("operation", tone="strong"), lambda op: op.name),
+        (Column("inputs", wrap=18), lambda op: ", ".join(map(text.shape, op.inputs))),
+        (Column("outputs", wrap=18, into="inputs"), lambda op: ", ".join(map(text.shape, op.outputs))),
+        (Column("source", tone="muted", into="operation"), lambda op: op.source),
+        (Column("module", tone="muted", drop=1, optional=True), lambda op: op.module),
     )
 
 
@@ -80,34 +61,20 @@ def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     if failure.cause is None:
         yield Paragraph("No mistake is told by the evidence: these are the facts.", "muted")
     if failure.note:
-        yield Paragraph(failure.note, label="note")
+        yield labelled("note", failure.note)
 
 
 def _operands(failure: Failure, dtype: str) -> Table:
-    columns = (
-        Column("given", tone="strong"),
-        Column("as", optional=True),
-        Column("shape", tone="shape"),
-        Column("axes", tone="axes"),
-        Column("dtype"),
-        Column("device"),
-    )
-
     def odd(value: str, usual: str) -> Cell:
         return Cell(value, "" if value == usual else "warn")
 
     device = failure.operands[0].device
     return table(
-        columns,
-        (
-            (
-                operand.name,
-                "" if operand.role == operand.name else operand.role,
-                shape_cell(operand.shape, operand.axes),
-                operand.axes,
-                odd(operand.dtype, dtype),
-                odd(operand.device, device),
-            )
-            for operand in failure.operands
-        ),
+        failure.operands,
+        (Column("given", tone="strong"), lambda operand: operand.name),
+        (Column("as", optional=True), lambda operand: "" if operand.role == operand.name else operand.role),
+        (Column("shape", tone="shape"), lambda operand: shape_cell(operand.shape, operand.axes)),
+        (Column("axes", tone="axes"), lambda operand: operand.axes),
+        (Column("dtype"), lambda operand: odd(operand.dtype, dtype)),
+        (Column("device"), lambda operand: odd(operand.device, device)),
     )

@@ -37,10 +37,8 @@ def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Table):
         yield from _table(block)
     elif isinstance(block, Facts):
-        items = [_element("dt", label) + _element("dd", text) for label, text in block.items]
+        items = [_element("dt", label) + _element("dd", text, block.tone) for label, text in block.items]
         yield f"<dl>{''.join(items)}</dl>"
-    elif isinstance(block, Paragraph) and block.label:
-        yield f"<dl>{_element('dt', block.label)}{_element('dd', block.text, block.tone)}</dl>"
     elif isinstance(block, Paragraph):
         yield _element("p", block.text, block.tone)
     else:

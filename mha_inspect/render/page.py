@@ -7,12 +7,13 @@ enters, so that no renderer can forget to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 from ..text import printable, printable_lines
 
+T = TypeVar("T")
 Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
 """What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
 
@@ -25,8 +26,19 @@ def _set(block: object, name: str, value: object) -> None:
     object.__setattr__(block, name, value)
 
 
+class _Cleaned:
+    """A part of a page, whose texts are printable, and none of them endless, from the moment that it is made."""
+
+    longest: ClassVar[int] = LONGEST
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value and isinstance(value, str) and (cleaned := printable(value, self.longest)) != value:
+                _set(self, name, cleaned)
+
+
 @dataclass(frozen=True)
-class Cell:
+class Cell(_Cleaned):
     """One field of a table."""
 
     text: str
@@ -37,11 +49,6 @@ class Cell:
     mark: str = ""
     """A sign behind the text that a line under the table explains."""
 
-    def __post_init__(self) -> None:
-        _set(self, "text", printable(self.text, LONGEST))
-        _set(self, "axes", printable(self.axes, LONGEST))
-        _set(self, "mark", printable(self.mark, LONGEST))
-
     @property
     def full(self) -> str:
         """Return the text and its mark."""
@@ -49,7 +56,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(_Cleaned):
     """One column of a table, and what may happen to it where the page is narrow."""
 
     title: str
@@ -64,12 +71,9 @@ class Column:
     optional: bool = False
     """Left out where every field is empty."""
 
-    def __post_init__(self) -> None:
-        _set(self, "title", printable(self.title, LONGEST))
-
 
 @dataclass(frozen=True)
-class Table:
+class Table(_Cleaned):
     """Rows of fields. Empty optional columns are taken out when it is made."""
 
     columns: tuple[Column, ...]
@@ -82,23 +86,31 @@ class Table:
     """Where it is too wide: whether it is cut into several tables, each with the first column again."""
 
     def __post_init__(self) -> None:
-        _set(self, "legend", printable(self.legend, LONGEST))
+        super().__post_init__()
         kept = [i for i, c in enumerate(self.columns) if not c.optional or any(row[i].text for row in self.rows)]
         _set(self, "columns", tuple(self.columns[i] for i in kept))
         _set(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
 
 
+Field: TypeAlias = Cell | str | int
+"""What stands in a field, be it bare."""
+
+
 def table(
-    columns: Iterable[Column],
-    rows: Iterable[Iterable[Cell | str]],
-    *,
+    items: Iterable[T],
+    *columns: tuple[Column, Callable[[T], Field]],
     legend: str = "",
-    total: bool = False,
+    total: Sequence[Field] = (),
     split: bool = False,
 ) -> Table:
-    """Return a table whose fields may be bare strings."""
-    made = tuple(tuple(f if isinstance(f, Cell) else Cell(f) for f in row) for row in rows)
-    return Table(tuple(columns), made, legend, total, split)
+    """Return a table with a row an item; each column comes with what stands in it of one item.
+
+    `total` is a row under the others that sums them up.
+    """
+    rows: list[Sequence[Field]] = [[field(item) for _, field in columns] for item in items]
+    rows += [total] if total else []
+    cells = tuple(tuple(f if isinstance(f, Cell) else Cell(str(f)) for f in row) for row in rows)
+    return Table(tuple(column for column, _ in columns), cells, legend, bool(total), split)
 
 
 @dataclass(frozen=True)
@@ -106,31 +118,30 @@ class Facts:
     """Lines of a label and what it stands for."""
 
     items: tuple[tuple[str, str], ...]
+    tone: Tone = ""
+    """That of what the labels stand for."""
 
     def __post_init__(self) -> None:
-        _set(
-            self,
-            "items",
-            tuple((printable(label, LONGEST), printable(text, 4 * LONGEST)) for label, text in self.items),
-        )
+        items = ((printable(label, LONGEST), printable(text, 4 * LONGEST)) for label, text in self.items)
+        _set(self, "items", tuple(items))
+
+
+def labelled(label: str, text: str, tone: Tone = "") -> Facts:
+    """Return a sentence with what it is about set before it and apart from it."""
+    return Facts(((label, text),), tone)
 
 
 @dataclass(frozen=True)
-class Paragraph:
+class Paragraph(_Cleaned):
     """A sentence or a few."""
 
+    longest = 4 * LONGEST
     text: str
     tone: Tone = ""
-    label: str = ""
-    """What it is about, set before it and apart from it."""
-
-    def __post_init__(self) -> None:
-        _set(self, "text", printable(self.text, 4 * LONGEST))
-        _set(self, "label", printable(self.label, LONGEST))
 
 
 @dataclass(frozen=True)
-class Verbatim:
+class Verbatim(_Cleaned):
     """Text whose line breaks are its own: the content of a tensor."""
 
     text: str
@@ -139,16 +150,21 @@ class Verbatim:
     axes: str = ""
 
     def __post_init__(self) -> None:
-        _set(self, "text", printable_lines(self.text))
-        for name in ("title", "shape", "axes"):
-            _set(self, name, printable(getattr(self, name), LONGEST))
+        lines = printable_lines(self.text)
+        super().__post_init__()
+        _set(self, "text", lines)
 
 
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
 
 
+def apart(before: Block | None, block: Block) -> bool:
+    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
+    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
+
+
 @dataclass(frozen=True)
-class Section:
+class Section(_Cleaned):
     """A part of the page under a title; without one it goes on from the part before."""
 
     blocks: tuple[Block, ...]
@@ -156,14 +172,10 @@ class Section:
     detail: str = ""
     """What is said behind the title on the same line."""
 
-    def __post_init__(self) -> None:
-        _set(self, "title", printable(self.title, LONGEST))
-        _set(self, "detail", printable(self.detail, LONGEST))
-
 
 @dataclass(frozen=True)
-class Page:
-    """The page."""
+class Page(_Cleaned):
+    """The page. Sections with nothing in them are taken out when it is made."""
 
     title: str
     detail: str
@@ -171,8 +183,8 @@ class Page:
     sections: tuple[Section, ...]
 
     def __post_init__(self) -> None:
-        for name in ("title", "detail", "subtitle"):
-            _set(self, name, printable(getattr(self, name), LONGEST))
+        super().__post_init__()
+        _set(self, "sections", tuple(section for section in self.sections if section.blocks or section.title))
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")

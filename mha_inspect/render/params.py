@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .. import text
 from ..reports.params import (
@@ -17,19 +18,8 @@ from ..reports.params import (
     PerHeadProof,
     StoredAttention,
 )
-from .page import LONGEST, Block, Cell, Column, Page, Paragraph, Section, Table, table
-from .parts import VERDICT_TONES, contents, layer_page, notes, shape_cell, statistics
-
-PARAMETER_COLUMNS = (
-    Column("name", tone="strong"),
-    Column("shape", tone="shape"),
-    Column("axes", tone="axes"),
-    Column("dtype", tone="muted", drop=3),
-    Column("count", "right"),
-    Column("bytes", "right", "muted", drop=2),
-    Column("share", "right", "muted", drop=1),
-    Column("role", wrap=24, into="axes"),
-)
+from .page import LONGEST, Block, Cell, Column, Facts, Page, Section, Table, labelled, table
+from .parts import VERDICT_TONES, contents, grouped, layer_page, notes, shape_cell, statistics
 
 
 def params_page(report: ParamsReport) -> Page:
@@ -61,13 +51,12 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield _per_head(parameters)
     if report.per_head_proof is not None:
         yield Section((_proof(report.per_head_proof),))
+    changes = (labelled("what changes", report.changes),) if report.changes else ()
     if report.side_by_side is not None:
-        changes = (Paragraph(report.changes, label="what changes"),) if report.changes else ()
         yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
-    elif report.changes:
-        yield Section((Paragraph(report.changes, label="what changes"),))
-    if report.notes:
-        yield Section(notes(report.notes))
+    else:
+        yield Section(changes)
+    yield Section(notes(report.notes))
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:
@@ -79,31 +68,24 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         if own
     ]
     counts += [(str(len(like.wrong_shape)), "of another shape")] if like.wrong_shape else []
-    yield Paragraph(
-        ", ".join(f"{number} {what}" for number, what in counts), "good" if len(counts) == 1 else "warn", "tensors"
-    )
+    fits = ", ".join(f"{number} {what}" for number, what in counts)
+    yield labelled("tensors", fits, "good" if len(counts) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
-        yield Paragraph(
-            f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.", label="names"
-        )
-    rows: list[tuple[str, str, str, str]] = []
-    for what, own in (("missing", like.missing), ("unexpected", like.unexpected)):
-        groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-        for one in own:
-            groups.setdefault((alike(one.name), one.shape), []).append(one.name)
-        for (_, shape), names in groups.items():
-            sizes = text.shape(shape)
-            rows.append((what, times(names), *(("", sizes) if what == "missing" else (sizes, ""))))
-    others: dict[tuple[str, str, str], list[str]] = {}
-    for wrong in like.wrong_shape:
-        others.setdefault((alike(wrong.name), text.shape(wrong.shape), text.shape(wrong.expected)), []).append(
-            wrong.name
-        )
-    rows += [("wrong shape", times(names), shape, wanted) for (_, shape, wanted), names in others.items()]
+        yield labelled("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.")
+    pieces: list[tuple[str, str, tuple[int, ...] | None, tuple[int, ...] | None]]
+    pieces = [("missing", one.name, None, one.shape) for one in like.missing]
+    pieces += [("unexpected", one.name, one.shape, None) for one in like.unexpected]
+    pieces += [("wrong shape", one.name, one.shape, one.expected) for one in like.wrong_shape]
+    rows = grouped(pieces, lambda one: (one[0], alike(one[1]), *one[2:]))
     if rows:
-        columns = (Column("what"), Column("name", tone="strong"), Column("in the file"), Column(f"in {like.module}"))
-        yield table(columns, rows)
+        yield table(
+            rows,
+            (Column("what"), lambda own: own[0][0]),
+            (Column("name", tone="strong"), lambda own: times([one[1] for one in own])),
+            (Column("in the file"), lambda own: "" if own[0][2] is None else text.shape(own[0][2])),
+            (Column(f"in {like.module}"), lambda own: "" if own[0][3] is None else text.shape(own[0][3])),
+        )
 
 
 def times(names: Sequence[str]) -> str:
@@ -129,68 +111,57 @@ def alike(name: str) -> str:
 
 def _folded(parameters: Sequence[Parameter]) -> list[tuple[str, Parameter]]:
     """Return tensors that repeat from layer to layer as one row, whose sizes are those of all."""
-    groups: dict[tuple[object, ...], list[Parameter]] = {}
-    for p in parameters:
+
+    def kind(p: Parameter) -> object:
         apart = p.name if p.stats is not None or p.heads is not None else ""
-        groups.setdefault((alike(p.name), p.shape, p.axes, p.dtype, p.role, apart), []).append(p)
+        return alike(p.name), p.shape, p.axes, p.dtype, p.role, apart
+
     rows = []
-    for own in groups.values():
-        name = times([p.name for p in own])
+    for own in grouped(parameters, kind):
         whole = [sum(getattr(p, part) for p in own) for part in ("numel", "nbytes", "share")]
-        rows.append((name, replace(own[0], numel=whole[0], nbytes=whole[1], share=whole[2])))
+        one = replace(own[0], numel=whole[0], nbytes=whole[1], share=whole[2])
+        rows.append((times([p.name for p in own]), one))
     return rows
 
 
 def _attentions(attentions: Sequence[StoredAttention]) -> Table:
-    columns = (
-        Column("module", tone="strong"),
-        Column("num_heads", "right"),
-        Column("num_kv_heads", "right"),
-        Column("head_dim", "right"),
-        Column("heads that fit", wrap=24, optional=True),
+    return table(
+        grouped(attentions, lambda one: (alike(one.module), replace(one, module="", parameters=()))),
+        (Column("module", tone="strong"), lambda own: times([one.module for one in own]) or "the whole file"),
+        (Column("num_heads", "right"), lambda own: own[0].num_heads or "?"),
+        (Column("num_kv_heads", "right"), lambda own: own[0].num_kv_heads or "?"),
+        (Column("head_dim", "right"), lambda own: own[0].head_dim or "?"),
+        (Column("heads that fit", wrap=24, optional=True), lambda own: ", ".join(map(str, own[0].fits))),
     )
-    groups: dict[tuple[object, ...], list[StoredAttention]] = {}
-    for own in attentions:
-        groups.setdefault((alike(own.module), own.num_heads, own.num_kv_heads, own.head_dim, own.fits), []).append(own)
-    rows = []
-    for same in groups.values():
-        first = same[0]
-        numbers = ["?" if n is None else str(n) for n in (first.num_heads, first.num_kv_heads, first.head_dim)]
-        module = times([own.module for own in same]) or "the whole file"
-        rows.append((module, *numbers, ", ".join(map(str, first.fits))))
-    return table(columns, rows)
 
 
 def _parameters(named: Sequence[tuple[str, Parameter]], total: ParametersTotal) -> Table:
-    rows: list[tuple[Cell | str, ...]] = [
-        (
-            name,
-            shape_cell(p.shape, p.axes),
-            p.axes,
-            p.dtype,
-            text.count(p.numel),
-            text.byte_size(p.nbytes),
-            text.percent(p.share),
-            p.role,
-        )
-        for name, p in named
-    ]
-    rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
-    return table(PARAMETER_COLUMNS, rows, total=True)
+    return table(
+        named,
+        (Column("name", tone="strong"), lambda row: row[0]),
+        (Column("shape", tone="shape"), lambda row: shape_cell(row[1].shape, row[1].axes)),
+        (Column("axes", tone="axes"), lambda row: row[1].axes),
+        (Column("dtype", tone="muted", drop=3), lambda row: row[1].dtype),
+        (Column("count", "right"), lambda row: text.count(row[1].numel)),
+        (Column("bytes", "right", "muted", drop=2), lambda row: text.byte_size(row[1].nbytes)),
+        (Column("share", "right", "muted", drop=1), lambda row: text.percent(row[1].share)),
+        (Column("role", wrap=24, into="axes"), lambda row: row[1].role),
+        total=("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""),
+    )
 
 
-def _formula(total: ParametersTotal) -> tuple[Paragraph, ...]:
+def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
     """Return the closed formula beside the count."""
     if not total.formula:
         return ()
     counted = text.count(total.numel)
     if total.formula_numel is None:
-        return (Paragraph(f"{total.formula} for {counted} parameters", label="formula"),)
+        return (labelled("formula", f"{total.formula} for {counted} parameters"),)
     given = text.count(total.formula_numel)
     if total.formula_numel == total.numel:
-        return (Paragraph(f"{total.formula} = {given}, as counted", "good", "formula"),)
+        return (labelled("formula", f"{total.formula} = {given}, as counted", "good"),)
     return (
-        Paragraph(f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad", "formula"),
+        labelled("formula", f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad"),
     )
 
 
@@ -200,25 +171,26 @@ def _bounds(piece: HeadSlice) -> tuple[str, str]:
 
 def _per_head(parameters: Sequence[Parameter]) -> Section:
     """Return a table with a row a head; of a model, which has several attentions, a row a part, all heads in it."""
-    columns = (
-        Column("parameter"),
-        Column("part", tone="strong"),
-        Column("head", "right"),
-        Column("rows", "right"),
-        Column("columns", "right", optional=True),
-    )
     parts: dict[tuple[str, str], list[HeadSlice]] = {}
     for p in parameters:
         for piece in p.heads or ():
             parts.setdefault((p.name, piece.part), []).append(piece)
     is_model = len(parts) > len({part for _, part in parts})
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for (name, part), pieces in parts.items():
-        for heads, *bounds in _every_head(pieces) if is_model else _each_head(pieces):
-            groups.setdefault((alike(name) if is_model else name, part, heads, *bounds), []).append(name)
-    rows = ((times(names), *map(str, own)) for (_, *own), names in groups.items())
+    rows = [
+        (name, part, *own)
+        for (name, part), pieces in parts.items()
+        for own in (_every_head(pieces) if is_model else _each_head(pieces))
+    ]
+    found = table(
+        grouped(rows, lambda row: (alike(row[0]) if is_model else row[0], *row[1:])),
+        (Column("parameter"), lambda own: times([row[0] for row in own])),
+        (Column("part", tone="strong"), lambda own: own[0][1]),
+        (Column("head", "right"), lambda own: own[0][2]),
+        (Column("rows", "right"), lambda own: own[0][3]),
+        (Column("columns", "right", optional=True), lambda own: own[0][4]),
+    )
     detail = "both ends included" + (", h the number of the head" if is_model else "")
-    return Section((table(columns, rows),), "by head", detail)
+    return Section((found,), "by head", detail)
 
 
 def _each_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
@@ -250,14 +222,14 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
     return " to ".join(ends)
 
 
-def _proof(proof: PerHeadProof) -> Paragraph:
+def _proof(proof: PerHeadProof) -> Facts:
     """Say how far apart they are where that is more than rounding, whose digits are others on each machine."""
     if proof.verdict == "same":
-        return Paragraph(proof.sentence, VERDICT_TONES["same"], "same")
+        return labelled("same", proof.sentence, VERDICT_TONES["same"])
     measured = f"largest difference {text.small(proof.max_abs_difference)}"
     floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
-    return Paragraph(f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone, proof.verdict)
+    return labelled(proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone)
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
@@ -272,13 +244,14 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
         for part in parts:
             pieces = [_piece(c, name, part) for c in counts]
             rows.append((f"head 0 of {part}", _owned(pieces, [c.shapes.get(name, ()) for c in counts])))
-    columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
+
+    def cell(place: int, row: tuple[str, list[str]]) -> Cell:
+        return Cell(row[1][place], "strong" if len(set(row[1])) > 1 else "muted")
+
     return table(
-        columns,
-        (
-            (label, *(Cell(text, "strong" if len(set(texts)) > 1 else "muted") for text in texts))
-            for label, texts in rows
-        ),
+        rows,
+        (Column("num_heads"), lambda row: row[0]),
+        *((Column(str(c.num_heads), "right"), partial(cell, place)) for place, c in enumerate(counts)),
         split=True,
     )
 

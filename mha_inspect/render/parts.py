@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import text
-from ..reports.common import Environment, LayerInfo, Stats, Values, Verdict
-from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Tone, Verbatim, table
+from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Stats, Values, Verdict
+from .page import Block, Cell, Column, Field, Page, Section, Table, Tone, Verbatim, labelled, table
 
 if TYPE_CHECKING:
     from ..reports.compare_heads import HeadCount, HeadPair
     from ..reports.diff import OutputDifference, StageRow
 
+    Measured = HeadCount | HeadPair | OutputDifference | StageRow
+
+T = TypeVar("T")
+
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 """Settings that are True unless someone asks otherwise: they are named only when they are not."""
+
+MEASURED: dict[MeasuredAgainst, str] = {
+    "float64": "measured against float64",
+    "half a digit": "measured with weights and inputs off by half a last digit, for no copy of it runs in float64",
+}
 
 VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
 
@@ -46,8 +55,7 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
         made_with.append(f"seed {environment.seed}")
     if environment.torch:  # a file is read without it
         made_with.append(f"torch {environment.torch}")
-    shown = tuple(section for section in sections if section.blocks or section.title)
-    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), shown)
+    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), tuple(sections))
 
 
 def number(value: float | None) -> str:
@@ -65,16 +73,35 @@ def verdict_cell(verdict: Verdict | None, *, baseline: bool = False) -> Cell:
     return Cell("baseline", "muted") if baseline else Cell(verdict or "", VERDICT_TONES[verdict] if verdict else "")
 
 
-def difference_cells(
-    item: HeadCount | HeadPair | OutputDifference | StageRow, *, baseline: bool = False
-) -> tuple[Cell, ...]:
-    """Return the largest difference, the relative one, the multiple of the rounding error, and the verdict."""
+def difference_columns(
+    relative: str,
+    drops: tuple[int, int] = (0, 0),
+    *,
+    of: Callable[[Any], Measured] = lambda item: item,
+    is_baseline: Callable[[Any], bool] = lambda item: False,
+) -> tuple[tuple[Column, Callable[[Any], Field]], ...]:
+    """Return columns for the largest difference, the relative one, the multiple of the rounding error, and the verdict.
+
+    Args:
+        relative: title of the second.
+        drops: `drop` of the first two.
+        of: what of an item was measured.
+        is_baseline: whether an item is what the others are compared with.
+    """
     return (
-        Cell(number(item.max_abs_difference)),
-        Cell(number(item.relative_difference)),
-        Cell(multiple(item.times_noise)),
-        verdict_cell(item.verdict, baseline=baseline),
+        (Column("largest difference", "right", drop=drops[0]), lambda item: number(of(item).max_abs_difference)),
+        (Column(relative, "right", drop=drops[1]), lambda item: number(of(item).relative_difference)),
+        (Column("× noise", "right"), lambda item: multiple(of(item).times_noise)),
+        (Column("verdict"), lambda item: verdict_cell(of(item).verdict, baseline=is_baseline(item))),
     )
+
+
+def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """Return the items in groups of the same key, in the order in which the first of each came."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
@@ -91,7 +118,7 @@ def changes_only(names: Iterable[str], before: str) -> Iterator[str]:
 
 def notes(sentences: Iterable[str]) -> tuple[Block, ...]:
     """Return a paragraph for each sentence that a reader should not miss."""
-    return tuple(Paragraph(sentence, label="note") for sentence in sentences)
+    return tuple(labelled("note", sentence) for sentence in sentences)
 
 
 def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
@@ -99,24 +126,25 @@ def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
     filled = [(name, stats) for name, stats in rows if stats is not None]
     if not filled:
         return ()
-    columns = (
-        Column("statistics"),
-        *(Column(name, "right") for name in ("mean", "std", "min", "max")),
-        *(Column(name, "right", drop=drop) for name, drop in (("NaN", 1), ("inf", 2), ("masked", 3))),
-    )
+
+    def finite(number: float) -> str:
+        """Return a number; nothing where no element is finite, and there is nothing to take the mean of."""
+        return "" if isnan(number) else text.statistic(number)
+
+    def counted(number: int, tone: Tone) -> Cell:
+        return Cell(text.count(number), tone if number else "muted")
+
     return (
         table(
-            columns,
-            (
-                (
-                    Cell(name),
-                    # Where no element is finite there is nothing to take the mean of.
-                    *("" if isnan(n) else text.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max)),
-                    *(Cell(text.count(n), "bad" if n else "muted") for n in (stats.nan, stats.inf)),
-                    Cell(text.count(stats.masked), "" if stats.masked else "muted"),
-                )
-                for name, stats in filled
-            ),
+            filled,
+            (Column("statistics"), lambda row: row[0]),
+            (Column("mean", "right"), lambda row: finite(row[1].mean)),
+            (Column("std", "right"), lambda row: finite(row[1].std)),
+            (Column("min", "right"), lambda row: finite(row[1].min)),
+            (Column("max", "right"), lambda row: finite(row[1].max)),
+            (Column("NaN", "right", drop=1), lambda row: counted(row[1].nan, "bad")),
+            (Column("inf", "right", drop=2), lambda row: counted(row[1].inf, "bad")),
+            (Column("masked", "right", drop=3), lambda row: counted(row[1].masked, "")),
         ),
     )
 

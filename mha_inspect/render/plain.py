@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..text import cells
-from .page import Block, Facts, Page, Paragraph, Table, Verbatim
+from .page import Block, Facts, Page, Paragraph, Table, apart
 
 _GAP = "  "
 
@@ -27,15 +27,10 @@ def _page(page: Page) -> Iterator[str]:
             yield _titled(section.title, section.detail)
         previous: Block | None = None
         for block in section.blocks:
-            if previous is not None and _apart(previous, block):
+            if previous is not None and apart(previous, block):
                 yield ""
             yield from _block(block)
             previous = block
-
-
-def _apart(before: Block, block: Block) -> bool:
-    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
-    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
 
 
 def _titled(title: str, detail: str) -> str:
@@ -50,7 +45,7 @@ def _block(block: Block) -> Iterator[str]:
         for label, text in block.items:
             yield _pad(label, width, "left") + _GAP + text
     elif isinstance(block, Paragraph):
-        yield f"{block.label}{_GAP}{block.text}" if block.label else block.text
+        yield block.text
     else:
         yield _GAP.join(part for part in (block.title, block.shape, block.axes) if part)
         yield from block.text.split("\n")

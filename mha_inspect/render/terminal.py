@@ -22,7 +22,7 @@ from rich.text import Text
 
 from . import templates
 from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
-from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
+from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
@@ -138,15 +138,12 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
         yield _title(section.title, section.detail), prose
     before: Block | None = None
     for block in section.blocks:
-        apart = isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
-        if apart and (before is not None or section.title):
+        if apart(before, block) and (before is not None or section.title):
             yield Text(), width
         if isinstance(block, Table):
             yield from ((item, width) for item in _table(block, width))
         elif isinstance(block, Facts):
-            yield _labelled([(label, text, "") for label, text in block.items]), prose
-        elif isinstance(block, Paragraph) and block.label:
-            yield _labelled([(block.label, block.text, block.tone)]), prose
+            yield _labelled(block), prose
         elif isinstance(block, Paragraph):
             yield Text(block.text, STYLES[block.tone], overflow="fold"), prose
         else:
@@ -154,13 +151,13 @@ def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int
         before = block
 
 
-def _labelled(lines: list[tuple[str, str, Tone]]) -> RenderableType:
+def _labelled(facts: Facts) -> RenderableType:
     """Return labels, and beside them sentences that wrap under themselves."""
     grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(overflow="fold", no_wrap=False)
     grid.add_column(overflow="fold", ratio=1)
-    for label, text, tone in lines:
-        grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES[tone]))
+    for label, text in facts.items:
+        grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES[facts.tone]))
     return grid
 
 

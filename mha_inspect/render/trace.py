@@ -10,6 +10,7 @@ from .. import text
 from ..reports.trace import (
     Attention,
     MaskedRow,
+    Memory,
     Operand,
     OpLine,
     Path,
@@ -22,24 +23,13 @@ from ..reports.trace import (
 )
 from .failure import failure_sections
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import changes_only, contents, layer_page, notes, shape_cell, statistics
+from .parts import changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
 
 OPENED = "*"
 """Behind the name of a stage that the plain run hides."""
 LEGEND = f"{OPENED} inside a kernel of torch, opened where it ran"
 SHAPE_ONLY = "°"
 SHAPE_LEGEND = f"{SHAPE_ONLY} its shape alone is known: it was never made, for it has too many numbers"
-
-STAGE_COLUMNS = (
-    Column("stage", tone="strong"),
-    Column("shape", tone="shape"),
-    Column("axes", tone="axes"),
-    Column("computed", wrap=26, into="axes"),
-    Column("dtype", optional=True),
-    Column("bytes", "right", "muted", drop=2),
-    Column("FLOPs", "right", "muted", drop=3),
-    Column("memory", tone="muted", into="axes", optional=True),
-)
 
 
 def trace_page(trace: Trace) -> Page:
@@ -68,8 +58,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
     if trace.ops is not None:
         yield Section((_ops(trace.ops),), "operations", text.count(len(trace.ops)))
-    if trace.notes:
-        yield Section(notes(trace.notes))
+    yield Section(notes(trace.notes))
     if trace.failure is None:
         yield Section((_proof(trace.proof),))
     else:
@@ -136,14 +125,14 @@ def _is_sequence_first(names: Sequence[str]) -> bool:
 def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
     """Return attentions to show in full, each with the numbers of those that it stands for."""
     chosen = trace.chosen or range(1, len(trace.attentions) + 1)
-    groups: dict[object, list[int]] = {}
-    for number in chosen:
+
+    def kind(number: int) -> object:
         attention = trace.attentions[number - 1]
-        content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
         # Statistics and values are each attention's own.
-        own: object = number if content or trace.chosen is not None else _form(attention)
-        groups.setdefault(own, []).append(number)
-    return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in groups.values()]
+        content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
+        return number if content or trace.chosen is not None else _form(attention)
+
+    return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in grouped(chosen, kind)]
 
 
 def _form(attention: Attention) -> object:
@@ -171,34 +160,18 @@ def _stage(attention: Attention, name: str) -> Stage | None:
 
 def _summary(attentions: tuple[Attention, ...]) -> Table:
     """Return a table with one row an attention."""
-    columns = (
-        Column("#", "right", "muted"),
-        Column("module", tone="strong"),
-        Column("kind", drop=4, optional=True),
-        Column("num_heads", "right"),
-        Column("head_dim", "right", drop=1),
-        Column("scores", tone="shape"),
-        Column("axes", tone="axes", drop=3),
-        Column("scale", drop=2),
-        Column("notes", wrap=24, into="module", optional=True),
+    return table(
+        [(n, one, _stage(one, "scores") or _stage(one, "weights")) for n, one in enumerate(attentions, 1)],
+        (Column("#", "right", "muted"), lambda row: row[0]),
+        (Column("module", tone="strong"), lambda row: _place(row[1]) or "(the layer itself)"),
+        (Column("kind", drop=4, optional=True), lambda row: ", ".join(row[1].kind)),
+        (Column("num_heads", "right"), lambda row: _heads(row[1])),
+        (Column("head_dim", "right", drop=1), lambda row: row[1].head_dim),
+        (Column("scores", tone="shape"), lambda row: shape_cell(row[2].shape, row[2].axes) if row[2] else ""),
+        (Column("axes", tone="axes", drop=3), lambda row: row[2].axes if row[2] else ""),
+        (Column("scale", drop=2), lambda row: text.scale(row[1].scale, row[1].head_dim)),
+        (Column("notes", wrap=24, into="module", optional=True), lambda row: " ".join(row[1].notes)),
     )
-    rows = []
-    for number, attention in enumerate(attentions, 1):
-        scores = _stage(attention, "scores") or _stage(attention, "weights")
-        rows.append(
-            (
-                str(number),
-                _place(attention) or "(the layer itself)",
-                ", ".join(attention.kind),
-                _heads(attention),
-                str(attention.head_dim),
-                shape_cell(scores.shape, scores.axes) if scores else "",
-                scores.axes if scores else "",
-                text.scale(attention.scale, attention.head_dim),
-                " ".join(attention.notes),
-            )
-        )
-    return table(columns, rows)
 
 
 def _place(attention: Attention) -> str:
@@ -236,35 +209,34 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
     legends = {OPENED: LEGEND, SHAPE_ONLY: SHAPE_LEGEND}
     dtypes = changes_only((stage.dtype for stage in stages), dtype)
     return table(
-        STAGE_COLUMNS,
-        (
-            (
-                Cell(stage.name, mark=_mark(stage)),
-                shape_cell(stage.shape, stage.axes),
-                stage.axes,
-                stage.formula,
-                changed,
-                text.byte_size(stage.nbytes),
-                text.flops(stage.flops),
-                stage.memory if stage.memory in ("view", "copy") else "",
-            )
-            for stage, changed in zip(stages, dtypes, strict=True)
-        ),
+        stages,
+        (Column("stage", tone="strong"), lambda stage: Cell(stage.name, mark=_mark(stage))),
+        (Column("shape", tone="shape"), lambda stage: shape_cell(stage.shape, stage.axes)),
+        (Column("axes", tone="axes"), lambda stage: stage.axes),
+        (Column("computed", wrap=26, into="axes"), lambda stage: stage.formula),
+        (Column("dtype", optional=True), lambda _: next(dtypes)),
+        (Column("bytes", "right", "muted", drop=2), lambda stage: text.byte_size(stage.nbytes)),
+        (Column("FLOPs", "right", "muted", drop=3), lambda stage: text.flops(stage.flops)),
+        (Column("memory", tone="muted", into="axes", optional=True), lambda stage: _moved(stage.memory)),
         legend="; ".join(text for sign, text in legends.items() if any(sign in _mark(stage) for stage in stages)),
     )
 
 
+def _moved(memory: Memory) -> str:
+    """Return how a tensor came by its memory, where that is worth a word."""
+    return memory if memory in ("view", "copy") else ""
+
+
 def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
-    columns = (
-        Column("name", tone="strong"),
-        Column("shape", tone="shape"),
-        Column("axes", tone="axes"),
-        Column("dtype", optional=True),
-    )
     dtypes = changes_only((r.dtype for r in returned), dtype)
-    rows = ((r.name, shape_cell(r.shape, r.axes), r.axes, changed) for r, changed in zip(returned, dtypes, strict=True))
     return (
-        table(columns, rows),
+        table(
+            returned,
+            (Column("name", tone="strong"), lambda own: own.name),
+            (Column("shape", tone="shape"), lambda own: shape_cell(own.shape, own.axes)),
+            (Column("axes", tone="axes"), lambda own: own.axes),
+            (Column("dtype", optional=True), lambda _: next(dtypes)),
+        ),
         *statistics((r.name, r.stats) for r in returned),
         *contents((r.name, r.shape, r.axes, r.values) for r in returned),
     )
@@ -272,27 +244,18 @@ def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
 
 def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
     """Return a table in which rows that fare alike stand in one line."""
-    alike: dict[tuple[int, str, str, str], list[int]] = {}
-    for row in rows:
-        alike.setdefault((row.batch, row.stage, row.opened, row.plain), []).append(row.query)
-    columns = (
-        Column("batch", "right"),
-        Column("query", "right", wrap=8),
-        Column("first seen in"),
-        Column("opened run"),
-        Column("plain run"),
-    )
 
     def fate(name: str) -> Cell:
         return Cell("NaN" if name == "nan" else name, "bad" if name == "nan" else "")
 
     return (
         table(
-            columns,
-            (
-                (str(batch), text.spans(queries), stage or "no stage", fate(opened), fate(plain))
-                for (batch, stage, opened, plain), queries in alike.items()
-            ),
+            grouped(rows, lambda row: replace(row, query=0)),
+            (Column("batch", "right"), lambda own: own[0].batch),
+            (Column("query", "right", wrap=8), lambda own: text.spans(row.query for row in own)),
+            (Column("first seen in"), lambda own: own[0].stage or "no stage"),
+            (Column("opened run"), lambda own: fate(own[0].opened)),
+            (Column("plain run"), lambda own: fate(own[0].plain)),
         ),
     )
 
@@ -302,35 +265,21 @@ def _operands(operands: tuple[Operand, ...]) -> str:
 
 
 def _ops(ops: tuple[OpLine, ...]) -> Table:
-    columns = (
-        Column("#", "right", "muted"),
-        Column("operation", tone="strong"),
-        Column("inputs", wrap=18),
-        Column("outputs", wrap=18, into="inputs"),
-        Column("axes", tone="axes", drop=3, wrap=18, optional=True),
-        Column("settings", tone="muted", drop=4, wrap=14, optional=True),
-        Column("memory", tone="muted", drop=1, optional=True),
-        Column("stage", into="operation", optional=True),
-        Column("source", tone="muted", into="operation"),
-        Column("module", tone="muted", drop=2, optional=True),
-    )
     return table(
-        columns,
+        ops,
+        (Column("#", "right", "muted"), lambda op: op.index),
+        (Column("operation", tone="strong"), lambda op: op.name),
+        (Column("inputs", wrap=18), lambda op: _operands(op.inputs)),
+        (Column("outputs", wrap=18, into="inputs"), lambda op: _operands(op.outputs)),
         (
-            (
-                str(op.index),
-                op.name,
-                _operands(op.inputs),
-                _operands(op.outputs),
-                ", ".join(operand.axes for operand in op.outputs if operand.axes),
-                op.settings,
-                op.memory if op.memory in ("view", "copy") else "",
-                op.stage,
-                op.source,
-                op.module,
-            )
-            for op in ops
+            Column("axes", tone="axes", drop=3, wrap=18, optional=True),
+            lambda op: ", ".join(operand.axes for operand in op.outputs if operand.axes),
         ),
+        (Column("settings", tone="muted", drop=4, wrap=14, optional=True), lambda op: op.settings),
+        (Column("memory", tone="muted", drop=1, optional=True), lambda op: _moved(op.memory)),
+        (Column("stage", into="operation", optional=True), lambda op: op.stage),
+        (Column("source", tone="muted", into="operation"), lambda op: op.source),
+        (Column("module", tone="muted", drop=2, optional=True), lambda op: op.module),
     )
 
 
@@ -356,21 +305,12 @@ _FORMS = {
     "scores": "queries meet keys, then values",
     "state": "keys meet values, then queries (linear attention)",
 }
-_PRODUCT_COLUMNS = (
-    Column("step", tone="strong"),
-    Column("shape", tone="shape"),
-    Column("axes", tone="axes", wrap=12),
-    Column("operation", tone="muted", into="axes"),
-    Column("source", tone="muted", into="axes"),
-)
 
 
 def _products(pairs: tuple[ProductPair, ...]) -> Iterator[Section]:
     """Yield each kind of pair once, with the modules in which it is."""
-    alike: dict[ProductPair, list[ProductPair]] = {}
-    for pair in pairs:
-        alike.setdefault(replace(pair, module="", count=0), []).append(pair)
-    for group in list(alike.values())[:MOST_SHOWN]:
+    alike = grouped(pairs, lambda pair: replace(pair, module="", count=0))
+    for group in alike[:MOST_SHOWN]:
         yield _product_pair(group)
     if len(alike) > MOST_SHOWN:
         rest = len(alike) - MOST_SHOWN
@@ -392,11 +332,19 @@ def _product_pair(group: list[ProductPair]) -> Section:
     rows = [
         *_factors(pair.first, first),
         _result(pair.first, " · ".join(first)),
-        *((step, "", "", "", "") for step in pair.between),
+        *((step, Cell(""), "", "", "") for step in pair.between),
         *_factors(pair.second, second),
         _result(pair.second, f"({' · '.join(first)}) · {second[0]}"),
     ]
-    return Section((Paragraph(text), table(_PRODUCT_COLUMNS, rows)), "products without a softmax", ", ".join(where))
+    steps = table(
+        rows,
+        (Column("step", tone="strong"), lambda row: row[0]),
+        (Column("shape", tone="shape"), lambda row: row[1]),
+        (Column("axes", tone="axes", wrap=12), lambda row: row[2]),
+        (Column("operation", tone="muted", into="axes"), lambda row: row[3]),
+        (Column("source", tone="muted", into="axes"), lambda row: row[4]),
+    )
+    return Section((Paragraph(text), steps), "products without a softmax", ", ".join(where))
 
 
 def _factor_names(product: Product, *otherwise: str) -> list[str]:
@@ -404,10 +352,10 @@ def _factor_names(product: Product, *otherwise: str) -> list[str]:
     return [factor.role or name for factor, name in zip(product.factors, otherwise, strict=False)]
 
 
-def _factors(product: Product, names: list[str]) -> Iterator[tuple[str | Cell, ...]]:
+def _factors(product: Product, names: list[str]) -> Iterator[tuple[str, Cell, str, str, str]]:
     for name, factor in zip(names, product.factors, strict=True):
         yield name, shape_cell(factor.shape, factor.axes), factor.axes, "", ""
 
 
-def _result(product: Product, name: str) -> tuple[str | Cell, ...]:
+def _result(product: Product, name: str) -> tuple[str, Cell, str, str, str]:
     return name, shape_cell(product.shape, product.axes), product.axes, product.name, product.source

@@ -10,6 +10,9 @@ SCHEMA_VERSION = 1
 """Raised when a key of the JSON output is renamed, removed or changes its meaning."""
 
 Verdict = Literal["same", "differs", "inconclusive"]
+MeasuredAgainst = Literal["float64", "half a digit"]
+"""What rounding is measured against: the same in float64, or, of what does not run in it, with every weight and input
+off by half a last digit."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common import Environment, LayerInfo, Verdict
+from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
 
 
 @dataclass(frozen=True)
@@ -245,3 +245,5 @@ class CompareHeadsReport:
     """The same after training, when both were asked for."""
     timing: Timing | None = None
     """How long each head count takes, when asked for: the one part that is another in every run."""
+    measured_against: MeasuredAgainst = "float64"
+    """What the rounding error of the baseline is measured against."""

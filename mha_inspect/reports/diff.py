@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .common import Environment, LayerInfo, Verdict
+from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
 from .trace import OpRef, Path
 
 SideName = Literal["left", "right"]
@@ -30,6 +30,8 @@ class DiffSide:
     rounding_error: float | None
     """Largest distance of the plain output from the same computation in float64; None where it is float64 itself, or
     where dropout is at work."""
+    measured_against: MeasuredAgainst = "float64"
+    """What that, and the rounding error of its stages, is measured against."""
 
 
 @dataclass(frozen=True)

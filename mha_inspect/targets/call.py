@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import ExitCode, MhaInspectError, is_out_of_memory
 from ..naming.subject import Subject
+from ..record.arguments import parts_of
 from .importing import in_one_line
 
 
@@ -63,8 +64,8 @@ class Call:
 
     def _shape(self, name: str) -> str:
         owner, _, key = name.partition(".")
-        tensor: Any = self.kwargs.get(owner, self.args[0] if self.args else None)
-        tensor = tensor[key] if key else tensor
+        given: Any = self.kwargs.get(owner, self.args[0] if self.args else None)
+        tensor = {str(own): part for own, part in parts_of(given)}[key] if key else given
         sizes = "x".join(map(str, tensor.shape))
         return f"{sizes}:{str(tensor.dtype).removeprefix('torch.')}"
 

@@ -14,7 +14,7 @@ from inspect import Parameter
 from typing import Any
 
 from ..errors import SpecError
-from ..text import did_you_mean, shown
+from ..text import did_you_mean, first_few, shown
 from .values import convert
 from .vocabulary import ALIASES, Flags, dashed, flag_of, rank_of
 
@@ -294,6 +294,5 @@ def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapp
 
 def unknown_setting(key: str, names: list[str], owner: str) -> str:
     """The message for a --set that nothing takes."""
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    listed = (", ".join(names[:12]) or "none") + more
+    listed = first_few(names, 12) or "none"
     return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"

@@ -13,7 +13,7 @@ from ..checkpoints.pickled import Unknown, Unusual
 from ..checkpoints.stored import BITS, DamagedError, StoredTensor, opened, path_name, read_exactly
 from ..errors import InputError, UnsafeFileError
 from ..record.rehearsal import rehearsed
-from ..text import MESSAGE, shortened, shown
+from ..text import MESSAGE, a_kind, shortened, shown
 from .memory import require_memory
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -71,11 +71,9 @@ def _read(value: Any, name: str) -> Tensor:
             "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
         )
     if isinstance(value, Unusual):
-        raise InputError(f"{name} is a sparse, nested or quantized tensor. Save to_dense() or dequantize() of it.")
+        raise InputError(f"{name} is {value.kind}. Save to_dense() or dequantize() of it.")
     if not isinstance(value, StoredTensor):
-        raise InputError(
-            f"{name} is a {type(value).__name__} and not a tensor. Save a tensor, or a dict of tensors by name."
-        )
+        raise InputError(f"{name} is {a_kind(value)} and not a tensor. Save a tensor, or a dict of tensors by name.")
     if value.numel == 0:
         raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
     if torch.get_default_device().type == "meta":

@@ -17,6 +17,7 @@ from ..layers.settings import check_settings, own_spec, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
+from ..text import a_kind
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer
 from .room import Room
@@ -76,11 +77,11 @@ def layers_with_heads(
 
 def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     """The same inputs into a layer with another head count."""
-    code = find_layer(base.layer).load()
+    kind = find_layer(base.layer)
     with blank():
-        module = code.build(spec, base.run.device)
+        module = kind.build(spec, base.run.device)
     if _shapes(module) != _shapes(base.module):
-        module = code.build(spec, base.run.device)
+        module = kind.build(spec, base.run.device)
     return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
 
 
@@ -107,7 +108,7 @@ def modules_with_heads(
     for count in counts:
         module = _made(make, name, count)
         if not isinstance(module, nn.Module):
-            raise SpecError(f"{name} returned a {type(module).__name__} for {count} heads, and not a torch.nn.Module.")
+            raise SpecError(f"{name} returned {a_kind(module)} for {count} heads, and not a torch.nn.Module.")
         yield count, Subject(copy_module(module), args, dict(kwargs), seed=0)
 
 

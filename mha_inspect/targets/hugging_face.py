@@ -29,15 +29,18 @@ from .hugging_face_config import (
     require_few_layers,
     setting_names,
 )
+from .hugging_face_small import small_values
 from .importing import in_one_line
 from .memory import require_memory
 from .room import of_bounded_number
+from .values import convert
 
 if TYPE_CHECKING:
     from .target import Target, TargetSpec
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
+_SMALL = "small"
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
 """How the files of tokenizers begin."""
 _NETWORK = re.compile(
@@ -63,6 +66,7 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         raise InputError("hf: names no model. Write hf:TYPE, as in hf:bert, or hf:DIRECTORY.")
     own = dict(settings)
     attention = own.pop(_ATTENTION, None)
+    small = own.pop(_SMALL, "false")
     place = Path(name)
     if place.exists():
         file = place / "config.json" if place.is_dir() else place
@@ -71,20 +75,25 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
     else:
         kind, held, folder = name, {}, None
     config_class = find_config_class(transformers, kind, text, None if folder is None else held)
+    described = f"a configuration of type {kind}"
+    if convert(_SMALL, small, bool, False, {}):
+        # Weights would not fit it.
+        (held, factor), folder = small_values(config_class, held, text), None
+        described = f"a small configuration of type {kind}, its widths divided by {factor}"
     values, left, flags = config_values(config_class, held, own, spec)
     require_few_layers({**held, **values}, text)
     config = make_config(config_class, {**held, **values}, text)
     model_class = _model_class(transformers, config, kind)
     module = _build(model_class, config, attention, folder, text, spec)
     chosen = settings_of_forward(
-        module, left, [*setting_names(config_class), _ATTENTION], f"the configuration of {kind}", {}
+        module, left, [*setting_names(config_class), _ATTENTION, _SMALL], f"the configuration of {kind}", {}
     )
     weights = f"its weights are random, from seed {spec.seed}"
     if spec.device == "meta":
         weights = "on meta it has shapes and no weights"
     elif folder is not None and _weights(folder):
         weights = "its weights are those in the directory"
-    notes = [f"{type(module).__name__} was built from a configuration of type {kind}; {weights}."]
+    notes = [f"{type(module).__name__} was built from {described}; {weights}."]
     if flags:
         notes.append(f"The configuration got {', '.join(flags)}.")
     return Target(module, text, _flat(values), tuple(notes), vars(config), chosen)
@@ -175,7 +184,7 @@ def _build(
             size + 8 * count,
             "cpu",
             f"{shown(text)} with {count:,} parameters".replace(",", " "),
-            "Fewer layers need less (--set num_hidden_layers=2); shapes need none (--device meta).",
+            f"A small one of its kind needs less (--set {_SMALL}=true); shapes need none (--device meta).",
         )
         torch.manual_seed(spec.seed)
         if folder is not None and _weights(folder):

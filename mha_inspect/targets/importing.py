@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from ..checkpoints.stored import opened
 from ..errors import InputError
-from ..text import MESSAGE, did_you_mean, message_of, shown
+from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
@@ -42,7 +42,8 @@ def split_target(text: str) -> tuple[str, str]:
     if where.endswith(".py") or (colon and (os.sep in where or "/" in where)):
         if name:
             return where, name
-        found = ", ".join(f"{where}:{n}" for n in _names_in_file(Path(where))[:6])
+        names = _names_in_file(Path(where))
+        found = ", ".join(f"{where}:{n}" for n in names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
         there = f"There are {found}." if found else f"Write {shown(where)}:Name."
         raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
@@ -74,8 +75,7 @@ def _there_is(owner: Any, name: str) -> str:
     own += [n for n, value in vars(owner).items() if isinstance(value, nn.Module)]
     if not own:
         return "There is no torch.nn.Module in it."
-    listed = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
-    return f"Modules in it: {listed}.{did_you_mean(name, own)}"
+    return f"Modules in it: {first_few(own, 8)}.{did_you_mean(name, own)}"
 
 
 def _names_in_file(path: Path) -> list[str]:

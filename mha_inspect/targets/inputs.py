@@ -20,16 +20,19 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
 from ..layers.spec import AttentionSpec, InputSpec, divisors
-from ..record.arguments import described
+from ..record.arguments import described, parts_of
 from ..record.rehearsal import rehearsed
 from ..text import did_you_mean, printable, shown
 from .call import Call
 from .constructor import signature_of
 from .drawing import Plan, draw, generator_of
 from .files import read_tensors
+from .holders import Entries, Holder, Questioned, annotated
+from .hugging_face_inputs import is_hugging_face
+from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of
 from .learned_masks import Learned, learn_masks
 from .masks import Masks, is_torchs, masks_of
-from .probe import Evidence, Layout, Probed, layout_of, probe
+from .probe import Evidence, Probed, probe
 from .target import Target
 from .values import InputShape
 from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
@@ -52,6 +55,8 @@ class Known:
     """Those that a configuration tells about."""
     layout: Layout | None = None
     masks: tuple[Learned, ...] = ()
+    holders: Mapping[str, Holder] = field(default_factory=dict)
+    """Arguments that hold tensors, and how."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ class _Maker:
         if not self.parameters and any(p.kind is Parameter.VAR_POSITIONAL for p in every.values()):
             self.parameters = {"x": Parameter("x", Parameter.POSITIONAL_ONLY)}
         self.kinds = {n: kind_of(p) for n, p in self.parameters.items()}
+        told = {n: annotated(p.annotation) for n, p in self.parameters.items()}
+        self.holders = {n: holder for n, holder in told.items() if holder is not None}
         self.spec = target.spec
         if self.spec is None and type(self.module) is nn.MultiheadAttention:
             self.spec = torch_mha.spec_of(self.module)
@@ -127,8 +134,11 @@ class _Maker:
         self.device = torch.device("cpu") if first is None else first.device
         self.generator = generator_of(asked.seed)
         self.known = asked.known or Known()
+        self.holders |= self.known.holders
         self.batch_first = self._told_layout()
         self.open: tuple[str, ...] = ()
+        self.asks: dict[str, Holder] = {}
+        self.raises = False
         self.said: list[str] = []
 
     def call(self) -> Call:
@@ -147,7 +157,7 @@ class _Maker:
         self._switch(values)
         values = self._learned(self._with_none(values))
         call = self._in_order(values)
-        drawn = tuple(name for name in self._in_their_order(plans) if name in plans)
+        drawn = tuple(name for name in self._in_their_order(plans) if plans[name].kind != "lengths")
         return replace(
             call, drawn=drawn, guessed=tuple(name for name in drawn if name not in shapes), said=tuple(self.said)
         )
@@ -160,7 +170,7 @@ class _Maker:
 
     def _named(self, said: Mapping[str, Any], flag: str) -> dict[str, Any]:
         """What was said, by the names of the forward; one without a name is the first argument's."""
-        tensors = [n for n in self.parameters if self.kinds[n] not in ("setting", "mask")] or list(self.parameters)
+        tensors = [n for n in self.parameters if self.kinds[n] not in _NO_TENSORS] or list(self.parameters)
         named = {}
         for name, value in said.items():
             if name == "" and not tensors:
@@ -243,10 +253,10 @@ class _Maker:
     # -- what is needed -----------------------------------------------------------------------------------------------
 
     def _kind(self, name: str) -> Kind:
-        """What an argument is, or what a dictionary that is one holds under a key: `batch.input_ids`."""
+        """What an argument is, or an entry of one that holds tensors: `batch.input_ids`."""
         owner, dot, key = name.partition(".")
         if dot and owner in self.parameters:
-            name = key
+            name = self.holders.get(owner, Holder()).word(key)
         elif name in self.kinds:
             return self.kinds[name]
         return kind_of(Parameter(name, Parameter.KEYWORD_ONLY)) if name.isidentifier() else "unknown"
@@ -262,7 +272,7 @@ class _Maker:
             )
         needed = [n for n in required if self.kinds[n] != "mask"]
         if not needed and not said:
-            tensors = [n for n in self.parameters if self.kinds[n] not in ("setting", "mask")]
+            tensors = [n for n in self.parameters if self.kinds[n] not in _NO_TENSORS]
             main = getattr(self.module, "main_input_name", None)
             needed = [main] if main in self.parameters else tensors[:1]
         if self.asked.inputs.key_len is not None and not self._encodes_and_decodes():
@@ -280,7 +290,7 @@ class _Maker:
 
     def _planned(self, names: list[str], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """Plans for the tensors that nobody said anything of."""
-        from .hugging_face_inputs import is_hugging_face, plans_of
+        from .hugging_face_inputs import plans_of
 
         known: dict[str, Plan] = {}
         if is_hugging_face(self.module):
@@ -295,7 +305,7 @@ class _Maker:
                     known = {}
         guessed = [name for name in names if name not in known]
         if self.open_ended and not (self.parameters or said or given or self.asked.known):
-            guessed = list(self._keys_of("", {}, {}, {}))
+            guessed = list(self._by_name())
         if self.spec is not None:
             return {name: self._first_guess(name) for name in guessed}
         if self.asked.known is not None:
@@ -323,6 +333,8 @@ class _Maker:
             return self._ids(name)
         if kind == "image":
             return self._image(None)
+        if kind == "lengths":
+            return Plan(kind, (self.asked.inputs.batch,), "int64", rows=(self.asked.inputs.seq_len,))
         return Plan(kind, (*self._batch_and_length(name), self._width(kind)), sequence=self._batched)
 
     def _ids(self, name: str, vocabulary: int | None = None) -> Plan:
@@ -357,8 +369,13 @@ class _Maker:
 
     def _probed(self, plans: dict[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan]) -> dict[str, Plan]:
         """The plans, corrected by what the module does with them."""
+        for owner in [name for name in plans if name in self.holders]:
+            plans |= self._entries(owner, {n: p for n, p in plans.items() if n != owner}, given, said, sure=True)
+            del plans[owner]
         # An argument of an unknown name that stands behind others may be let out, or is one that somebody must give.
-        extra = [n for n in list(plans) if self._kind(n) == "unknown" and (len(plans) > 1 or said or given)]
+        extra = [
+            n for n in list(plans) if self._kind(n) in ("unknown", "lengths") and (len(plans) > 1 or said or given)
+        ]
         extra = [n for n in extra if n != next(iter(self.parameters)) and "." not in n]
         certain = {n: plan for n, plan in plans.items() if n not in extra}
         attempts = [certain, plans] if extra else [plans]
@@ -370,9 +387,11 @@ class _Maker:
         best: tuple[int, dict[str, Plan], Probed] | None = None
         for attempt in attempts:
             probed = self._probe(attempt, given, said, whole=bool(extra))
-            if probed.mapping is not None:
-                rest = {n: plan for n, plan in plans.items() if n != probed.mapping}
-                return self._probed({**rest, **self._keys_of(probed.mapping, rest, given, said)}, given, said)
+            for owner in filter(None, (probed.holder, probed.maybe)):
+                rest = {n: plan for n, plan in plans.items() if n != owner}
+                held = self._entries(owner, rest, given, said, sure=owner == probed.holder)
+                if held:
+                    return self._probed({**rest, **held}, given, said)
             known = len(probed.evidence) if probed.error is not None else len(plans) + 1
             if best is None or known > best[0]:
                 best = (known, attempt, probed)
@@ -380,40 +399,70 @@ class _Maker:
                 break
         assert best is not None
         _, chosen, probed = best
+        self.raises = probed.error is not None
         firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
-        untold = [n for n in extra if n not in firm and (n in chosen or probed.error is not None)]
+        doubtful = [n for n in extra if self._kind(n) == "unknown" and n not in firm]
+        untold = [n for n in doubtful if (n in chosen or probed.error is not None)]
         if untold:
             name = untold[0]
             raise InputError(
                 f"{self._owner()} needs {name}, and nothing tells what that is. "
                 f"Give it: --input-shape {name}=2x10x512:float32 with its own sizes, or --input FILE with {name} in it."
             )
-        self.known = replace(self.known, evidence=probed.evidence)
+        self.known = replace(self.known, evidence=probed.evidence, holders=self.holders)
         return {name: self._corrected(name, plan, probed.evidence.get(name)) for name, plan in chosen.items()}
 
-    def _keys_of(
-        self, owner: str, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan]
+    def _entries(
+        self, owner: str, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], *, sure: bool
     ) -> dict[str, Plan]:
-        """Plans for what a dictionary holds that is an argument: the keys that the forward asks it for.
+        """Plans for what an argument holds: the entries that the forward asks it for.
 
-        With no `owner` it is that of all arguments by name. Raises `InputError` where it asks for none.
+        Empty where it asks for none, or, unless it is `sure` that it holds any, does not run with them. With no `owner`
+        they are the arguments by name of an open-ended forward.
+
+        Raises `InputError` where it is sure, and nothing tells what it holds.
         """
-        found: dict[str, Plan] = {}
+        holder = self.holders.get(owner, Holder())
+        found = {f"{owner}.{key}": self._first_guess(f"{owner}.{key}") for key in holder.keys}
         while len(found) < _MOST_KEYS:
-            probed = self._probe({**plans, **found}, {**given, **({owner: {}} if owner else {})}, said, whole=True)
-            missing = f"{owner}.{probed.missing}".removeprefix(".")
-            if probed.missing is None or missing in found:
+            self.asks = {owner: holder}
+            probed = self._probe({**plans, **found}, given, said, whole=True)
+            self.asks = {}
+            wanted = probed.wanted
+            keys = [] if wanted is None else [key for key in wanted.keys if f"{owner}.{key}" not in found]
+            if wanted is None or not keys:
                 break
-            found[missing] = self._first_guess(missing)
-        if not owner:
-            return found
+            kind = wanted.kind if holder.kind is Entries else holder.kind
+            holder = Holder(kind, (*holder.keys, *keys), wanted.words or holder.words)
+            self.holders[owner] = holder
+            names = [f"{owner}.{key}" for key in keys if "mask" not in holder.word(key)]
+            found |= {name: self._first_guess(name) for name in names}
+        if not sure and (not found or self._probe({**plans, **found}, given, said, whole=True).error is not None):
+            self.holders.pop(owner, None)
+            return {}
         if not found:
             raise InputError(
-                f"{self._owner()} takes a dictionary for {owner}, and nothing tells what is in it. Give each entry: "
+                f"{self._owner()} takes several tensors in {owner}, and nothing tells what is in it. Give each entry: "
                 f"--input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
             )
-        keys = ", ".join(name.partition(".")[2] for name in found)
-        self.said.append(f"{owner} is a dictionary with {keys}: that is what the forward asks it for.")
+        names = [holder.word(key) + ("" if f"{owner}.{key}" in found else " (None)") for key in holder.keys]
+        if holder.kind in (tuple, list):
+            named = f": {', '.join(names)}" if holder.words else ""
+            told = f"is a {holder.kind.__name__} of {len(names)}{named}"
+        else:
+            told = f"{'holds' if holder.kind is Entries else f'is {holder.kind.__name__} with'} {', '.join(names)}"
+        self.said.append(f"{owner} {told}, as the forward uses it.")
+        return found
+
+    def _by_name(self) -> dict[str, Plan]:
+        """Plans for what an open-ended forward asks its dictionary of arguments for."""
+        found: dict[str, Plan] = {}
+        while len(found) < _MOST_KEYS:
+            error = self._probe(found, {}, {}, whole=True).error
+            missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+            if not isinstance(missing, str) or missing in found:
+                break
+            found[missing] = self._first_guess(missing)
         return found
 
     def _probe(
@@ -476,21 +525,21 @@ class _Maker:
     def _told_layout(self) -> bool | None:
         """Whether the batch comes first, as was said or as the module says of itself.
 
-        None where another inside of it takes the sequence first, which says nothing of what goes into the whole.
+        None where what it does has to tell.
         """
-        inside = [getattr(module, "batch_first", None) for module in self.module.modules()]
-        own = next((one for one in inside[: None if is_torchs(self.module) else 1] if isinstance(one, bool)), None)
         if "batch_first" in self.asked.flags.given:
             return bool(self.asked.flags.values.get("batch_first", True))
         if self.known.layout is not None:
             return self.known.layout.batch_first
         if self.spec is not None:
             return self.spec.batch_first
-        return own if own is not None or False in inside else True
+        inside = self.module.modules() if is_torchs(self.module) else [self.module]
+        own = next((one for part in inside if isinstance(one := getattr(part, "batch_first", None), bool)), None)
+        return True if own is None and is_hugging_face(self.module) else own
 
     def _lay_out(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> None:
-        """Find by what it does whether the batch comes first, where nothing tells."""
-        if self.batch_first is not None or self.device.type == "meta":
+        """Find whether the batch comes first, where nobody said so: by the words of the forward, or by what it does."""
+        if self.batch_first is not None:
             return
         state = self.generator.get_state()
         values = {**given, **self._draw(plans, given)}
@@ -498,20 +547,32 @@ class _Maker:
         names = [
             n
             for n, v in values.items()
-            if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask")
+            if isinstance(v, Tensor) and v.dim() > 1 and self._kind(n) not in ("image", "mask", "lengths")
         ]
+        told = batch_axis_in_words(self.module, names)
+        # Another inside that takes the sequence first says nothing of what goes into the whole.
+        doubtful = any(getattr(module, "batch_first", None) is False for module in self.module.modules())
 
         def run(changed: Mapping[str, Tensor]) -> Any:
             call = self._in_order(self._with_none({**values, **changed}))
             with replace(call.of(self.module), seed=0, grad=False).apart() as own:
                 return own.plain()
 
-        layout = layout_of(run, {name: values[name] for name in names}) if names and self._batched else None
-        if layout is not None:
-            self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
-            axes = "batch seq" if layout.batch_first else "seq batch"
-            embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
-            self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
+        layout = None
+        untold = told is None and batch_axes_in_words(self.module) != {0}
+        if (untold or doubtful) and names and self._batched and not self.raises and self.device.type != "meta":
+            layout = layout_of(run, {name: values[name] for name in names})
+        if told is not None:
+            first, others_meet = told[0] == 0, layout is not None and not layout.batch_first
+            layout = Layout(first, f"{told[1]}." + ((MISTAKEN if others_meet else "") if first else f" {TURN}"))
+        if layout is None:
+            return
+        self.known, self.batch_first = replace(self.known, layout=layout), layout.batch_first
+        if layout.batch_first and not (doubtful or layout.why.endswith(MISTAKEN)):
+            return
+        axes = "batch seq" if layout.batch_first else "seq batch"
+        embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
+        self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
@@ -596,27 +657,33 @@ class _Maker:
         return {**values, **{name: None for name in needed if name not in held}}
 
     def _in_order(self, values: dict[str, Any]) -> Call:
-        folded: dict[str, Any] = {}
-        for name, value in values.items():
-            owner, dot, key = name.partition(".")
-            if dot and owner in self.parameters:
-                folded[owner] = {**(folded.get(owner) or {}), key: value}
-            elif not (value == {} and isinstance(folded.get(name), dict)):
-                folded[name] = value
+        folded = {name: value for name, value in values.items() if not self._is_entry(name)}
+        for owner in dict.fromkeys(name.partition(".")[0] for name in values if self._is_entry(name)):
+            held = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{owner}.")}
+            whole = tuple if all(map(str.isdigit, held)) else Entries
+            folded[owner] = self.holders.get(owner, Holder(whole)).filled(held)
         ordered = {name: folded[name] for name in self._in_their_order(folded) if name in self.parameters}
         ordered |= {name: value for name, value in folded.items() if name not in ordered}
         places = [n for n, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY and n in ordered]
+        words = described(ordered)
+        ordered |= {n: Questioned(holder, parts_of(ordered.get(n))) for n, holder in self.asks.items()}
         return Call(
             tuple(ordered[name] for name in places),
             {name: value for name, value in ordered.items() if name not in places},
-            described(ordered),
+            words,
             batch_first=self.batch_first is not False,
         )
+
+    def _is_entry(self, name: str) -> bool:
+        owner, dot, _ = name.partition(".")
+        return bool(dot) and owner in self.parameters
 
     def _owner(self) -> str:
         return f"{self.target.name}.forward"
 
 
+_NO_TENSORS = ("setting", "mask", "lengths")
+"""Kinds of arguments that say something of the others."""
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
 _MOST_KEYS = 16

@@ -14,10 +14,11 @@ from torch import Tensor
 from ..errors import MhaInspectError, SpecError
 from ..naming.canonical import content_of
 from ..naming.subject import Run, Subject
-from .masks import Masks, MaskSizes, padding_mask
-from .vocabulary import plain
+from .constructor import signature_of
+from .masks import Masks, MaskSizes, mask_arguments, padding_mask
+from .vocabulary import kind_of, plain
 
-Says = Literal["bars", "keeps", "adds"]
+Says = Literal["bars", "keeps", "adds", "counts"]
 
 _AXES = (
     "query key",
@@ -32,13 +33,15 @@ _AXES = (
 _VALUES: tuple[tuple[Says, torch.dtype | None], ...] = (
     ("keeps", torch.bool),
     ("bars", torch.bool),
-    ("adds", None),
     ("keeps", torch.int64),
     ("bars", torch.int64),
     ("keeps", None),
     ("bars", None),
+    ("adds", None),  # last: what is 1 - mask, or mask times a large number, bars what is -inf as well
 )
 """What True, one or a number says; None stands for the dtype of the module."""
+_COUNTS: tuple[tuple[str, tuple[Says, torch.dtype | None]], ...] = (("batch", ("counts", torch.int64)),)
+"""What the lengths of sequences say."""
 _BARRED = 1e-6
 """A weight up to which a key is not looked at."""
 _HINTS = {
@@ -69,7 +72,12 @@ class Learned:
         if not self.argument:
             return f"The forward does by itself what {self.flags[0]} asks for: no mask was given."
         one = "True" if self.dtype == torch.bool else "1"
-        means = {"keeps": f"{one} keeps a key", "bars": f"{one} bars a key", "adds": "it is added to the scores"}
+        means = {
+            "keeps": f"{one} keeps a key",
+            "bars": f"{one} bars a key",
+            "adds": "it is added to the scores",
+            "counts": "it is how many keys of a row are no padding",
+        }
         kind = str(self.dtype).removeprefix("torch.")
         return (
             f"{' and '.join(self.flags)} made {self.argument}, {kind} `{self.axes}`: {means[self.says]}, as is learned "
@@ -78,6 +86,8 @@ class Learned:
 
     def of(self, barred: Tensor) -> Tensor:
         """Return the mask that bars what is True in `batch query key`."""
+        if self.says == "counts":
+            return (~barred[:, 0]).sum(-1).to(self.dtype)
         held = barred if "batch" in self.axes else barred[:1]
         held = held if "query" in self.axes else held[:, :1]
         left = f"{'batch' if 'batch' in self.axes else '1'} {'query' if 'query' in self.axes else '1'} key"
@@ -140,12 +150,14 @@ def _learned(own: Subject, masks: Masks, flags: Sequence[str], base: list[Tensor
         MaskSizes(masks.inputs.batch, masks.heads, masks.inputs.seq_len, masks.inputs.key_len or masks.inputs.seq_len)
     ]
     axes = _AXES if "--causal" in flags else (*_AXES[5:], *_AXES[:5])
+    parameters = signature_of(own.module.forward)
     for argument, sizes in product(_arguments(own, flags[0]), every):
         try:
             barred = _barred(masks, flags, sizes)
         except MhaInspectError:  # padding of each row of another batch
             continue
-        for pattern, (says, dtype) in product(axes, _VALUES):
+        counts = kind_of(parameters[argument]) == "lengths"
+        for pattern, (says, dtype) in _COUNTS if counts else product(axes, _VALUES):
             if "query" not in pattern and "--causal" in flags:
                 continue
             one = Learned(tuple(flags), argument, pattern, says, dtype or masks.dtype, sizes, masks.inputs.seq_len)
@@ -163,12 +175,12 @@ def _pairs(seen: list[Tensor], base: list[Tensor]) -> Iterator[tuple[Tensor, Ten
 
 
 def _arguments(own: Subject, flag: str) -> list[str]:
-    """The mask arguments that are free, those first whose names are for this."""
-    import inspect
-
+    """The mask arguments that are free, those first whose names are for this. Lengths are given again."""
     good, bad = _HINTS[flag]
-    names = inspect.signature(own.module.forward).parameters
-    free = [n for n in names if ("mask" in n.casefold() or "bias" in n.casefold()) and own.kwargs.get(n) is None]
+    parameters = signature_of(own.module.forward)
+    lengths = [n for n, p in parameters.items() if kind_of(p) == "lengths"]
+    free = [n for n in mask_arguments(parameters) if own.kwargs.get(n) is None or n in lengths]
+    free = free if flag == "--padding" else [n for n in free if n not in lengths]
 
     def rank(name: str) -> int:
         word = plain(name)
@@ -223,5 +235,9 @@ def _content(seen: Run, found: Any) -> Tensor | None:
     attention, names = found
     if "weights" not in attention.stages:
         return None
+    weights = attention.stages["weights"]
+    for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
+        weights = op.output if op.output.shape == weights.shape else weights
+    attention = replace(attention, stages={**attention.stages, "weights": weights})
     content = content_of(seen, attention, names, "weights")
     return content if content is not None and content.dim() == 4 else None

@@ -70,7 +70,7 @@ def load_layer(
     resolve(run.device, spec.dtype)
     if room is not None:
         room.require(plan_layer(spec, inputs, run, layer))
-    return called_with(kind.load().build(spec, run.device), spec, inputs, run, layer, given)
+    return called_with(kind.build(spec, run.device), spec, inputs, run, layer, given)
 
 
 def called_with(
@@ -132,7 +132,7 @@ def _without_ones(own: Layer) -> Callable[[nn.Module], Layer] | None:
         there = replace(own.run, device=str(weight.device))
         if own_ones:
             small = _small(small)
-            module = find_layer(own.layer).load().build(small, there.device)
+            module = find_layer(own.layer).build(small, there.device)
         blank = torch.zeros(1, 1, dtype=torch.bool) if own.inputs.causal else None
         blank = blank if own.inputs.attn_mask is None else read_tensor(own.inputs.attn_mask)
         made = called_with(module, small, asked, there, own.layer, blank=blank)
@@ -173,7 +173,7 @@ def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
         torch.device(run.device),
         extent,
         rough_need_of_layer(spec, replace(inputs, batch=extent.rows, seq_len=extent.length, padding=())),
-        held=lambda: held_bytes(kind.load().build(spec, "meta")),
+        held=lambda: held_bytes(kind.build(spec, "meta")),
         seq_len=0 if given else inputs.seq_len,
         smaller="Try a smaller batch or embed_dim.",
     )

@@ -249,7 +249,7 @@ def masks_of(
         own = next(name for name, parameter in parameters.items() if kind_of(parameter) == "mask")
         return {own: in_style(mask, asked.style, query.dtype, asked.owner)}, ()
     of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
-    taken = [name for word, name in names.items() if "mask" in word or word in (*_OF_SCORES, *_CAUSAL)]
+    taken = [*mask_arguments(parameters), *(name for word, name in names.items() if word in _CAUSAL)]
     for flag, is_asked, is_taken in (
         ("--attn-mask", inputs.attn_mask is not None, of_scores is not None),
         ("--causal", inputs.causal, bool(taken)),
@@ -279,6 +279,12 @@ def masks_of(
         made[names["attentionmask"]] = (~padded).long()
     left = {"--causal": is_open, "--padding": bool(inputs.padding) and not is_padded}
     return made, tuple(flag for flag, is_left in left.items() if is_left)
+
+
+def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Return the arguments that may take a mask: by their names, or, where none has such a one, which may be None."""
+    named = [n for n, p in parameters.items() if kind_of(p) in ("mask", "lengths") or "bias" in plain(n)]
+    return named or [n for n, p in parameters.items() if p.default is None and kind_of(p) == "unknown"]
 
 
 def is_torchs(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..record.arguments import parts_of, with_parts
 from .call import Call
 from .constructor import signature_of
 from .vocabulary import Kind, kind_of
@@ -38,9 +39,9 @@ def arguments_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]
         if isinstance(value, Tensor)
     }
     for owner, held in named.items():
-        for key, value in held.items() if isinstance(held, dict) else ():
+        for key, value in parts_of(held):
             if isinstance(value, Tensor):
-                by_name = Parameter(key, Parameter.KEYWORD_ONLY) if key.isidentifier() else unknown
+                by_name = Parameter(key, Parameter.KEYWORD_ONLY) if str(key).isidentifier() else unknown
                 found[f"{owner}.{key}"] = kind_of(by_name), value
     return found
 
@@ -81,8 +82,8 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
     places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
     args = tuple(changed.get(name, value) for name, value in zip(places, call.args, strict=False))
     kwargs = {
-        name: {key: changed.get(f"{name}.{key}", held) for key, held in value.items()}
-        if type(value) is dict
+        name: with_parts(value, [changed.get(f"{name}.{key}", held) for key, held in parts_of(value)])
+        if parts_of(value)
         else changed.get(name, value)
         for name, value in call.kwargs.items()
     }

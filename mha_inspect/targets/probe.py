@@ -2,11 +2,11 @@
 
 A matrix that multiplies an argument tells its width, an embedding that it holds token ids, a convolution that it is
 an image. Where the width is not what was tried, the run goes on with one that fits, so that one run tells of all.
-Which axis is the batch is seen by changing one row of it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import is_out_of_memory
 from ..naming.subject import Subject
-from ..record.arguments import tensors_in
+from .holders import Holder, WantedError, unpacked_into
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,16 @@ class Probed:
     evidence: Mapping[str, Evidence]
     error: Exception | None
     """What ended the run, where it did not end by itself."""
-    mapping: str | None = None
-    """The argument that was used as a dictionary."""
-
-    @property
-    def missing(self) -> str | None:
-        """The key that a dictionary was asked for and does not have."""
-        is_key = isinstance(self.error, KeyError) and bool(self.error.args) and isinstance(self.error.args[0], str)
-        return self.error.args[0] if is_key and self.error else None
+    holder: str | None = None
+    """The argument that was used as something that holds tensors."""
+    maybe: str | None = None
+    """One of which places were asked for, as of a tuple: a tensor has them too."""
+    wanted: Holder | None = None
+    """What was asked of an argument that does not hold it."""
 
 
 class _EnoughError(BaseException):
     """Every argument is known: the rest of the run tells nothing more."""
-
-
-class _Entries(dict[str, Any]):
-    """A dictionary that says what it was asked for."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The entry, as a forward asks for one that it may do without: of a mask that is so."""
-        return default if key not in self and ("mask" in key or default is not None) else self[key]
 
 
 _ELEMENTWISE = frozenset(
@@ -70,8 +60,6 @@ _MOVES = _ELEMENTWISE | {
 }  # fmt: skip
 """Functions that leave the width of a tensor what it is."""
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
-_OF_MAPPINGS = frozenset({"get", "keys", "items", "values"})
-"""Methods of a dictionary that no tensor has."""
 
 
 def probe(
@@ -92,21 +80,23 @@ def probe(
         whole: whether to run to the end also when all of them are known.
     """
     watch = _Watch(named, whole=whole)
-    kwargs = {name: _Entries(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
     error: Exception | None = None
+    wanted: Holder | None = None
     try:
         with torch.no_grad(), Subject(module, (), {}).apart() as own, watch:
             own.module(*args, **kwargs)
     except _EnoughError:
         pass
+    except WantedError as asked:
+        wanted = asked.holder
     except Exception as raised:
         if is_out_of_memory(raised):
             raise
         error = raised
-    mapping = watch.mapping
-    if isinstance(error, AttributeError) and error.name in _OF_MAPPINGS:
-        mapping = next((name for name, tensor in named.items() if tensor is error.obj), None)
-    return Probed(watch.evidence, error, mapping)
+    holder = watch.holder
+    if isinstance(error, AttributeError) and isinstance(error.obj, Tensor) and not hasattr(Tensor, error.name or ""):
+        holder = next((name for name, tensor in named.items() if tensor is error.obj), None)
+    return Probed(watch.evidence, error, holder, watch.maybe, wanted)
 
 
 class _Watch(TorchFunctionMode):
@@ -115,7 +105,9 @@ class _Watch(TorchFunctionMode):
     def __init__(self, named: Mapping[str, Tensor], *, whole: bool) -> None:
         super().__init__()
         self.evidence: dict[str, Evidence] = {}
-        self.mapping: str | None = None
+        self.holder: str | None = None
+        self.maybe: str | None = None
+        self._whose = {id(tensor): name for name, tensor in named.items()}
         self._open = set(named)
         self._whole = whole
         self._alive: list[Tensor] = list(named.values())
@@ -137,14 +129,26 @@ class _Watch(TorchFunctionMode):
         ours = next((value for value in flat if id(value) in self._known), None)
         if ours is None:
             return func(*args, **kwargs)
-        if name == "__getitem__" and len(args) > 1 and isinstance(args[1], str):
-            self.mapping = self._known[id(ours)][0]
-            raise _EnoughError
+        if id(ours) in self._whose:
+            self._hold(name, self._whose[id(ours)], args)
         args, kwargs = self._look(name, args, kwargs, ours)
         result = func(*args, **kwargs)
         if name in _MOVES:
             self._follow(ours, result)
         return result
+
+    def _hold(self, func: str, name: str, args: tuple[Any, ...]) -> None:
+        """See whether an argument is used as something that holds tensors."""
+        key = args[1] if func == "__getitem__" and len(args) > 1 else None
+        caller = sys._getframe(2)  # what called torch's function
+        if func == "unbind" and caller.f_code is Tensor.__iter__.__code__ and caller.f_back is not None:
+            # A loop may go over the rows of a batch, or over a list: there the name tells.
+            key = "" if unpacked_into(caller.f_back) else 0 if name.endswith("s") or "list" in name else None
+        if isinstance(key, str):
+            self.holder = name
+            raise _EnoughError
+        if type(key) is int:
+            self.maybe = name
 
     def _follow(self, source: Tensor, result: Any) -> None:
         known, place = self._known[id(source)]
@@ -250,103 +254,3 @@ def _replaced(
         return other if value is ours else value
 
     return tuple(swap(value) for value in args), {name: swap(value) for name, value in kwargs.items()}
-
-
-# -- which axis is the batch -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Whether the batch comes first in what goes in, and how that is known."""
-
-    batch_first: bool
-    why: str
-    """The end of a sentence."""
-
-
-_NEAR = 1e-4
-"""Outputs that are as near as this, beside the largest, are the same."""
-
-
-def layout_of(run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor]) -> Layout | None:
-    """Tell which of the first two axes of the inputs is the batch, from how the output follows them at small sizes.
-
-    Args:
-        run: runs the forward with other inputs.
-        tensors: the inputs, batch first where nobody said how they are laid out.
-
-    None where the forward does not take such inputs, or its output follows neither axis.
-    """
-    first, second = next(iter(tensors.values())).shape[:2]
-    # Some take one length alone.
-    tries = dict.fromkeys(((3, 5), (3, second), (second, 3), (first, 3)))
-    return next(filter(None, (_layout_at(run, tensors, sizes) for sizes in tries if sizes[0] != sizes[1])), None)
-
-
-def _layout_at(
-    run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor], sizes: tuple[int, int]
-) -> Layout | None:
-    generator = torch.Generator("cpu").manual_seed(0)
-    inputs = {name: _like(tensor, sizes, generator) for name, tensor in tensors.items()}
-    try:
-        output = _output(run(inputs))
-        places = [[at for at, one in enumerate(output.shape[: max(1, output.dim() - 1)]) if one == n] for n in sizes]
-        if [len(place) for place in places] in ([1, 0], [0, 1]):
-            first = bool(places[0])
-            kept, gone = ("first", "second") if first else ("second", "first")
-            return Layout(first, f"the output keeps its {kept} axis, and not its {gone}.")
-        if [len(place) for place in places] != [1, 1]:
-            return None
-        limit = _NEAR * float(output.abs().max())
-
-        def leaks(axis: int) -> bool:
-            """Whether what stands at one place of an axis moves outputs at others."""
-            changed = _output(run({name: _changed(tensor, axis) for name, tensor in inputs.items()}))
-            rest = (changed - output).abs().narrow(places[axis][0], 0, sizes[axis] - 1)
-            return bool((rest > limit).any())
-
-        def counts(axis: int) -> bool:
-            """Whether it matters at which place of an axis something stands."""
-            turned = _output(run({name: tensor.flip(axis) for name, tensor in inputs.items()}))
-            return bool(((turned.flip(places[axis][0]) - output).abs() > limit).any())
-
-        moves, matters = (leaks(0), leaks(1)), (counts(0), counts(1))
-    except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
-        return None
-    mistaken = (
-        " A change in one row of the batch moves other rows all the same: is batch_first=True missing? --seq-first "
-        "lays it out the other way."
-    )
-    if matters[0] != matters[1]:
-        axis = "second" if matters[1] else "first"
-        why = f"it matters where a token stands along its {axis} axis alone."
-        return Layout(matters[1], why + (mistaken if matters[1] and moves == (True, False) else ""))
-    if moves == (True, False):
-        if not any(tensor.is_floating_point() for tensor in tensors.values()):
-            return Layout(True, f"so token ids come.{mistaken}")
-        way = "--batch-first lays it out the other way."
-        return Layout(False, f"what stands along its first axis meets, as a sequence does. {way}")
-    return Layout(True, "what stands along its second axis meets, as a sequence does.") if moves[1] else None
-
-
-def _output(returned: Any) -> Tensor:
-    """The first tensor of numbers that a forward returned, in float64."""
-    return next(t for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()).detach().double()
-
-
-def _like(tensor: Tensor, sizes: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """A tensor of the same kind with other sizes in its first two axes."""
-    shape = (*sizes, *tensor.shape[2:])
-    if tensor.is_floating_point():
-        drawn = torch.randn(shape, generator=generator)
-    else:
-        drawn = torch.randint(0, int(tensor.max()) + 1, shape, generator=generator)
-    return drawn.to(device=tensor.device, dtype=tensor.dtype)
-
-
-def _changed(tensor: Tensor, axis: int) -> Tensor:
-    """The same with something else at the last place of an axis."""
-    other = tensor.clone()
-    last = other.select(axis, -1)
-    last.copy_(0.5 - last if tensor.is_floating_point() else (last + 1) % (int(tensor.max()) + 1))
-    return other

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..naming.subject import Subject
-from ..record.arguments import described
-from ..text import did_you_mean, shown
+from ..record.arguments import described, with_copies
+from ..text import did_you_mean, first_few, shown
 from .call import Call
 from .constructor import signature_of
 from .target import Target
@@ -33,10 +33,8 @@ def find_part(target: Target, path: str) -> nn.Module:
     """
     paths: dict[str, nn.Module] = {name: module for name, module in target.module.named_modules() if name}
     if path not in paths:
-        # Of a long list the first few say how paths are written.
-        listed = ", ".join(list(paths)[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-        near = did_you_mean(path, paths)
-        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed or 'none'}.{near}")
+        listed = first_few(list(paths), 4) or "none"  # of a long list these say how paths are written
+        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{did_you_mean(path, paths)}")
     return paths[path]
 
 
@@ -82,16 +80,16 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     nameless = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values())
     named = {} if nameless else dict(zip(in_order, args, strict=False))
     given = {**named, **kwargs}
-    copies: dict[int, Tensor] = {}
     kept = {
-        name: _copied(value, copies)
+        name: value
         for name, value in given.items()
         if _is_plain(value) or name not in parameters or parameters[name].default is not None
     }
+    places, kept = with_copies((args if nameless else (), kept))
     tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor)}
     unknown = Parameter("x", Parameter.POSITIONAL_ONLY)
     return Call(
-        tuple(_copied(value, copies) for value in args) if nameless else (),
+        places,
         kept,
         described({name: value for name, value in kept.items() if value is not None}),
         drawn=tuple(n for n in tensors if kind_of(parameters.get(n, unknown)) not in ("mask", "setting")),
@@ -107,17 +105,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return isinstance(value, (Tensor, *_PLAIN))
-
-
-def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
-    """A value with copies of its tensors; a tensor that is there twice stays one."""
-    if isinstance(value, Tensor):
-        return copies.setdefault(id(value), value.detach().clone())
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item, copies) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item, copies) for key, item in value.items()}
-    return value
 
 
 def with_arguments_of(target: Target, call: Call) -> Target:

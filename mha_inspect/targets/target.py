@@ -17,7 +17,7 @@ from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is
 from ..layers.catalog import MaskStyle
 from ..layers.spec import AttentionSpec
 from ..naming.subject import seed_everything
-from ..text import shown
+from ..text import a_kind, shown
 from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
 from .device import resolve
 from .importing import in_one_line, load_object
@@ -138,7 +138,7 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         bound = other
     if not isinstance(module, nn.Module):
         raise InputError(
-            f"{name}() returned {_article(type(module).__name__)}, and not a torch.nn.Module: a target is a class of "
+            f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
             "modules, a function that returns one, or a module."
         )
     forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
@@ -272,8 +272,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (type, torch.dtype)):
         return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.__name__
-    return f"a {type(value).__name__}"
-
-
-def _article(word: str) -> str:
-    return f"{'an' if word[:1] in 'AEIOUaeiou' else 'a'} {word}"
+    return a_kind(value)

@@ -92,7 +92,7 @@ class Flags:
         return {"bias": True, "dropout": 0.0, "batch_first": True, "seq_len": 12}.get(flag, False)
 
 
-Kind = Literal["query", "key", "value", "hidden", "other", "ids", "image", "mask", "setting", "unknown"]
+Kind = Literal["query", "key", "value", "hidden", "other", "ids", "image", "mask", "lengths", "setting", "unknown"]
 """`other` is a second sequence: a context, a memory, what the encoder gave."""
 
 
@@ -129,6 +129,8 @@ def kind_of(parameter: Parameter) -> Kind:
     if _is_plain(parameter.annotation) or isinstance(parameter.default, (bool, int, float, str)):
         return "setting"
     known = plain(name)
+    if known.endswith(("lens", "lengths")) or known == "validlen":
+        return "lengths"
     return next((kind for kind, names in _KINDS.items() if known in names), "unknown")
 
 

@@ -186,6 +186,32 @@ def test_the_module_is_left_as_it_was() -> None:
     assert repr(report) == repr(mha_inspect.check(module, x))
 
 
+class ToScript(nn.Module):
+    """Attention that torch.jit can compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def split(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        return x.view(b, n, 2, 4).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        made = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+        return made.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_is_scripted_is_checked_and_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    module = torch.jit.script(ToScript())
+    report = mha_inspect.check(module, torch.randn(2, 5, 8))
+    assert module.training
+    assert {"batch", "mixing", "training"} <= {held.check for held in report.held}
+
+
 def test_one_recording_is_enough_for_what_it_shows() -> None:
     torch.manual_seed(0)
     report = mha_inspect.check(
@@ -213,6 +239,8 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
         Right(False).to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
     )
     reasons = {out.check: out.reason for out in report.left_out}
+    assert "gets a gradient" in reasons["parameters"]
+    assert "every projection is read, once" in [one.sentence for one in report.held]
     assert "meta" in reasons["heads"]
     assert {held.check for held in report.held} == {"scale", "parameters"}
     assert report.runs == 1
@@ -290,6 +318,27 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     assert (code, "NAME=keep or NAME=ignore" in err) == (2, True)
     code, _, err = invoke("check", target, "--only", "head")
     assert (code, "head is no check" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--window 0", "window 0 is too small"),
+        ("--window -1", "window -1 is too small"),
+        ("--batch-axis 7", "batch_axis 7 is not known: 0, 1"),
+        ("--batch-axis -1", "batch_axis -1 is not known: 0, 1"),
+        ("--only heads --skip heads", "leave no check to make"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Callable[..., Any]) -> None:
+    code, out, err = invoke("check", *line.split())
+    assert (code, out, told in err) == (2, "", True), err
+
+
+@pytest.mark.parametrize("said", [{"padding_side": "middle"}, {"padding_true": "kept"}, {"scale": "1/8"}])
+def test_words_that_are_not_known_cannot_be_meant(said: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(said))} .* is not known"):
+        Intent(**said)
 
 
 def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:

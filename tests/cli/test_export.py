@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mha_inspect.cli import export
-from mha_inspect.cli.export import Target
 from mha_inspect.errors import ExportError
+from mha_inspect.render import export
+from mha_inspect.render.export import Destination
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX files")
 # Large enough to be more than one buffer of any size.
@@ -22,10 +22,10 @@ WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path
 from mha_inspect.errors import ExportError
-from mha_inspect.cli.export import Target
+from mha_inspect.render.export import Destination
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
-    Target.of(Path(sys.argv[1])).write("x" * 100_000)
+    Destination.of(Path(sys.argv[1])).write("x" * 100_000)
 except ExportError as error:
     sys.exit(f"refused: {error}")
 """
@@ -40,11 +40,11 @@ def files(folder: Path) -> set[str]:
     [("a.txt", "plain"), ("a.json", "json"), ("a.svg", "svg"), ("a.html", "html"), ("a.b.JSON", "json")],
 )
 def test_the_ending_says_the_format(tmp_path, name, format):
-    assert Target.of(tmp_path / name).format == format
+    assert Destination.of(tmp_path / name).format == format
 
 
 def test_the_file_holds_the_text_and_nothing_else_is_left(tmp_path):
-    Target.of(tmp_path / "a.txt").write(TEXT)
+    Destination.of(tmp_path / "a.txt").write(TEXT)
     assert (tmp_path / "a.txt").read_text(encoding="utf-8") == TEXT
     assert files(tmp_path) == {"a.txt"}
 
@@ -53,7 +53,7 @@ def test_the_file_holds_the_text_and_nothing_else_is_left(tmp_path):
 def test_a_new_file_gets_the_users_umask(tmp_path):
     before = os.umask(0o027)
     try:
-        Target.of(tmp_path / "a.txt").write(TEXT)
+        Destination.of(tmp_path / "a.txt").write(TEXT)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o640
@@ -64,7 +64,7 @@ def test_an_existing_file_keeps_its_mode(tmp_path):
     target = tmp_path / "a.txt"
     target.write_text("before")
     target.chmod(0o604)
-    Target.of(target).write(TEXT)
+    Destination.of(target).write(TEXT)
     assert target.read_text(encoding="utf-8") == TEXT
     assert stat.S_IMODE(target.stat().st_mode) == 0o604
 
@@ -78,7 +78,7 @@ def test_a_link_stays_a_link(tmp_path, there):
         real.write_text("before")
     link = tmp_path / "link.txt"
     link.symlink_to(real)
-    Target.of(link).write(TEXT)
+    Destination.of(link).write(TEXT)
     assert link.is_symlink()
     assert real.read_text(encoding="utf-8") == TEXT
     assert files(tmp_path / "real") == {"a.txt"}
@@ -111,7 +111,7 @@ def test_a_failure_at_any_step_keeps_what_was_there(tmp_path, monkeypatch, step)
 
     target = tmp_path / "a.txt"
     target.write_text("before")
-    checked = Target.of(target)
+    checked = Destination.of(target)
     monkeypatch.setattr(export.os, step, fail)
     with pytest.raises(ExportError, match="No space left on device"):
         checked.write(TEXT)
@@ -126,7 +126,7 @@ def test_a_device_is_written_to_and_never_replaced(tmp_path):
     link = tmp_path / "a.txt"
     link.symlink_to("/dev/full")
     with pytest.raises(ExportError, match="No space left on device"):
-        Target.of(link).write(TEXT)
+        Destination.of(link).write(TEXT)
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
@@ -166,5 +166,5 @@ def test_a_place_where_one_may_not_write(tmp_path, protected):
     else:
         folder.chmod(0o500)
     with pytest.raises(ExportError, match="you may not write"):
-        Target.of(target)
+        Destination.of(target)
     folder.chmod(0o700)

@@ -51,7 +51,7 @@ def test_short_and_long_help_are_one_page(invoke, command):
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"FORCE_COLOR": "0"}, {"TERM": "dumb"}])
 def test_help_on_a_terminal_is_bold_only_where_that_is_wanted(invoke, command, variables, monkeypatch):
-    monkeypatch.setattr("mha_inspect.cli.screen.is_terminal", lambda stream: True)
+    monkeypatch.setattr("mha_inspect.render.screen.is_terminal", lambda stream: True)
     for name, value in {"TERM": "xterm", **variables}.items():
         monkeypatch.setenv(name, value)
     shown = invoke(command, "--help").out

@@ -16,6 +16,14 @@ from mha_inspect.__main__ import run
         (["trace", "--verbose"], "trace has no option --verbose. All of them: mha-inspect trace --help"),
         (["trace", "nosuchpackage.layers:Attention"], "install its package, or give the file"),
         (["trace", "modle.py:Attention"], "modle.py is not there. Did you mean model.py?"),
+        (["trace", "--d-model", "64"], "trace has no option --d-model. Did you mean --embed-dim?"),
+        (["params", "--nhead", "4"], "params has no option --nhead. Did you mean --num-heads?"),
+        (["trace", "--heads", "4"], "belongs to `mha-inspect compare-heads`. Did you mean --num-heads?"),
+        (["trace", "--seq", "4"], "trace has no option --seq. Did you mean --seq-len?"),
+        (["trace", "a.py:A", "b.py:B"], "trace has no use for b.py:B beside another target. Two: mha-inspect diff"),
+        (["trace", "a.py:A", "--set"], "write it as --set NAME=VALUE; `mha-inspect COMMAND"),
+        (["compare-heads", "--heads", "0"], "heads 0 is not a number of heads: each must be 1 or more."),
+        (["params", "notes.txt"], "notes.txt is a file of no kind that can be looked into"),
     ],
 )
 def test_a_message_says_what_to_do(
@@ -26,6 +34,7 @@ def test_a_message_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "model.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     assert run(typed) == 2
     assert said in " ".join(capsys.readouterr().err.split())

@@ -115,7 +115,7 @@ WRITES = """
 import os, sys, time
 from pathlib import Path
 from mha_inspect.cli.process import leave_on_interrupt
-from mha_inspect.cli import export
+from mha_inspect.render import export
 if sys.argv[2] == "named":
     export.os.O_TMPFILE = 0  # a system that has no files without a name
 def wait(*_):
@@ -123,7 +123,7 @@ def wait(*_):
     time.sleep(60)
 export.os.fsync = wait
 with leave_on_interrupt():
-    export.Target.of(Path(sys.argv[1])).write("x" * 100_000)
+    export.Destination.of(Path(sys.argv[1])).write("x" * 100_000)
 """
 
 

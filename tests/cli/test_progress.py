@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from mha_inspect.cli import process, screen
+from mha_inspect.cli import process
+from mha_inspect.render import screen
 
 
 class Terminal(io.StringIO):

@@ -67,6 +67,25 @@ def test_no_torch_and_no_rich(environment, line, env):
     assert modules & {"torch", "numpy", "rich", "pydantic", "einops"} == set()
 
 
+SMALL = "--embed-dim 8 --num-heads 2"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"trace {SMALL} --values",
+        f"params {SMALL} --per-head",
+        f"diff torch per-head {SMALL}",
+        f"check {SMALL}",
+        "compare-heads --embed-dim 8 --heads 1,2 --steps 1 --focus",
+    ],
+)
+def test_symbolic_shapes_which_take_a_second_are_not_imported(environment, line):
+    modules = imported(*line.split(), env=environment())
+    assert "torch" in modules
+    assert not modules & {"sympy", "torch._dynamo"}
+
+
 def test_without_a_picture_nothing_of_it_is_imported(environment):
     modules = imported("trace", "--embed-dim", "8", "--num-heads", "2", env=environment())
     assert "torch" in modules

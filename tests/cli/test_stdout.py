@@ -10,8 +10,9 @@ import subprocess
 
 import pytest
 
-from mha_inspect.cli import output, screen
+from mha_inspect.cli import output
 from mha_inspect.errors import ExportError
+from mha_inspect.render import screen
 
 
 class Stream(io.StringIO):

@@ -90,7 +90,7 @@ def test_windows_that_overlap() -> None:
         assert attention.found.stages[stage].shape == weights.shape
     torch.testing.assert_close(attention.value("masked_scores").softmax(-1)[:, :13], weights[:, :13])
     axes = attention.axes()
-    assert (axes["query"], axes["q_heads"]) == ("16 batch embed", "(batch heads) windows query head_dim")
+    assert (axes["query"], axes["q_heads"]) == ("positions batch embed", "(batch heads) windows query head_dim")
     assert (attention.names.num_heads, attention.names.head_dim) == (3, 10)
 
 
@@ -104,7 +104,7 @@ def test_a_sequence_that_is_padded_to_whole_windows(radius: int) -> None:
     assert_one_size_a_name(attention)
     axes = attention.axes()
     windows = "windows" if radius < 13 else "1"
-    assert (axes["query"], axes["weights"]) == ("batch 13 embed", f"batch {windows} heads query key")
+    assert (axes["query"], axes["weights"]) == ("batch positions embed", f"batch {windows} heads query key")
     torch.testing.assert_close(attention.value("weights"), returned[0])
     q, k, weights = (attention.value(stage) for stage in ("q_heads", "k_heads", "scores"))
     torch.testing.assert_close(torch.einsum("bwqhd,bwkhd->bwhqk", q, k), weights)

@@ -3,86 +3,77 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from typing import Any
 
 from hypothesis import strategies as st
+from typer.main import get_command
 
-from mha_inspect.cli.app import COMMANDS
+from mha_inspect.cli.app import COMMANDS, app
 from mha_inspect.layers.catalog import LAYERS
 
 from .contract import in_time, require_answer
 from .files import WHOLE
 
-SMALL = st.sampled_from(["1", "2", "3", "4", "6", "8", "12"])
+SMALL = ["1", "2", "3", "4", "6", "8", "12"]
 STRANGE = st.one_of(
     st.sampled_from(["0", "-1", "1e3", "nan", "inf", "", " ", "1,2", "1,,2", ",", "0x10", "٣", "1_0", "true", "None"]),
     st.sampled_from(["2147483648", "4294967296", "9223372036854775808", "1099511627776", "9" * 400, "a" * 5000]),
     st.sampled_from(["\x1b[31m", "\u202e", "é" * 300, "e" + "\u0301" * 3000, "a\nb", "--", "-", "=", "torch"]),
     st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=8),
 )
-SIZES = ["--embed-dim", "--num-heads", "--num-kv-heads", "--head-dim", "--kdim", "--vdim", "--batch", "--seq-len"]
-SIZES += ["--key-len", "--padding", "--dropout", "--seed", "--precision", "--edge-items", "--heads"]
-SWITCHES = [
-    "--rope",
-    "--no-bias",
-    "--add-bias-kv",
-    "--add-zero-attn",
-    "--seq-first",
-    "--train",
-    "--unbatched",
-    "--causal",
-]
-SWITCHES += [
-    "--grad",
-    "--no-need-weights",
-    "--per-head-weights",
-    "--ops",
-    "--stats",
-    "--values",
-    "--per-head",
-    "--focus",
-]
-SWITCHES += ["--causal", "--focus", "--pairwise", "--gradients", "--help", "--version", "-h", "-V", "-q", "--json"]
-SWITCHES += ["--picture", "--list"]
 WORDS = {
     "--layer": [*LAYERS, "tensor", ""],
     "--dtype": ["float64", "bfloat16", "float16", "int8"],
     "--device": ["cpu", "meta", "cuda", "mps", "cuda:9", "xla"],
     "--format": ["plain", "table", "json", "svg"],
-    "--color": ["auto", "never", "sometimes"],
-    "--fail-if": ["differs", "same", "x"],
-    "--set": ["x=1", "=", "depth", "a.b=2"],
-    "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999"],
-    "--module": ["", "layers.0"],
-    "--attention": ["0", "9"],
+    "--set": ["x=1", "=", "depth", "a.b=2", "dim_feedforward=7", "dropout=2", "batch_first=True", "dtype=int8"],
+    "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999", "src=3x2x12", "query=2x3x12:float64"],
+    "--module": ["", "layers.0", "self_attn"],
+    "--picture": ["weights", "scores", "q_heads", "output"],
+    "--head": ["0", "0,1", "0-9", "1-0"],
+    "--tokens": ["a,b,c", "nothing.txt", ","],
+    "--text": ["a b c", ""],
     "--like": ["torch", "torch.nn:MultiheadAttention", "hf:", "x.pt"],
-    "--left-set": ["bias=False", "dtype=bfloat16", "="],
-    "--reference": ["torch.nn:Linear", ""],
-    "--window": ["3", "0"],
+    "--left-set": ["bias=False", "dtype=bfloat16", "=", "num_heads=2", "seed=1"],
+    "--right-set": ["bias=False", "dtype=bfloat16", "=", "num_heads=2", "seed=1"],
+    "--left-module": ["", "self_attn"],
+    "--right-module": ["", "self_attn"],
+    "--reference": ["torch.nn:Linear", "torch.nn:MultiheadAttention", ""],
+    "--mask": ["key_padding_mask=ignore", "src_key_padding_mask=keep", "attn_mask", "x=keep", "=keep", "query"],
+    "--cache": ["query", "key", "memory", "x"],
+    "--only": ["heads", "causal", "batch", "x"],
+    "--skip": ["heads", "causal", "batch", "x"],
+    "--padding": ["1", "1,2", "3"],
+    "--heads": ["1,2", "1,2,3,4", "2"],
 }
+"""Values for the options whose help has no list of them."""
 FILES = ["/dev/null", "/dev/zero", "/", ".", "nothing.pt", "x" * 300 + ".pt", "/" + "y/" * 3000 + "a.npy", "a.txt"]
 FILES += ["", "/proc/self/mem", "\x1b[0m.pt", "/etc/shadow/x.json"]
 TARGETS = [
-    "torch.nn:MultiheadAttention",
-    "torch.nn:Linear",
-    "torch:zzz",
-    "no.such:Thing",
-    "x.py",
-    "x.py:A",
-    ":",
-    "a:b:c",
-]
-TARGETS += [
-    "/dev/zero.py:X",
-    "x" * 4000 + ":Y",
-    "os:_exit",
-    "torch.nn:Module",
-    "hf:",
-    "hf:/",
-    "a" * 300 + ".py:X",
-    "sys:exit",
+    *("torch.nn:MultiheadAttention", "torch.nn:TransformerEncoderLayer", "torch.nn:TransformerDecoderLayer") * 3,
+    *("torch.nn:Transformer", "torch.nn:Linear", "torch.nn:Module", "torch.nn:LazyLinear", "torch.nn:GRU", "torch"),
+    *("torch:zzz", "no.such:Thing", "x.py", "x.py:A", ":", "a:b:c", "/dev/zero.py:X", "x" * 4000 + ":Y", "os:_exit"),
+    *("hf:", "hf:/", "a" * 300 + ".py:X", "sys:exit"),
     *("whole.pt", "whole.safetensors", ".", "/dev/zero.pt", "x" * 300 + ".bin", "nothing.safetensors.index.json"),
-    "torch",
 ]
+
+
+@cache
+def options_of(command: str) -> list[tuple[list[str], list[str] | None]]:
+    """The spellings of each option of a command, and values that it knows; None where it takes none."""
+    program: Any = get_command(app)
+    found = [(["--help", "-h"], None)]
+    for parameter in program.get_command(None, command).params:
+        if parameter.param_type_name != "option":
+            continue
+        names = [*parameter.opts, *parameter.secondary_opts]
+        known = next((WORDS[name] for name in names if name in WORDS), None)
+        if known is None:
+            metavar = parameter.metavar or ""
+            known = {"N": SMALL, "FILE": FILES}.get(metavar, metavar.split("|"))
+        found.append((names, None if parameter.is_flag else known))
+    return found
 
 
 @st.composite
@@ -91,24 +82,21 @@ def lines(draw: st.DrawFn) -> list[str]:
     command = draw(st.sampled_from([*COMMANDS, *COMMANDS, "trce", ""]))
     line = [command]
     if command != "layers" and draw(st.integers(0, 9)):
-        line += ["--embed-dim", "12", "--seq-len", "3", *(["--heads", "1,2"] if command == "compare-heads" else [])]
-    for _ in range(draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
+        line += ["--embed-dim", "12", "--num-heads", "2", "--seq-len", "3"]
+        line += ["--heads", "1,2"] if command == "compare-heads" else []
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2] if command == "diff" else [0, 0, 0, 1, 1, 2]))):
         line.append(draw(st.sampled_from(TARGETS)))
+    others = st.sampled_from(list(COMMANDS))
     for _ in range(draw(st.integers(0, 6))):
-        kind = draw(st.sampled_from(["size", "size", "size", "switch", "switch", "word", "file", "strange"]))
-        if kind == "size" and command == "compare-heads" and draw(st.integers(0, 5)) == 0:
-            line += ["--steps", draw(SMALL)]  # a billion of them is no mistake, but takes its time
-        elif kind == "size":
-            line += [draw(st.sampled_from(SIZES)), draw(st.one_of(SMALL, SMALL, SMALL, STRANGE))]
-        elif kind == "switch":
-            line.append(draw(st.sampled_from(SWITCHES)))
-        elif kind == "word":
-            flag = draw(st.sampled_from(sorted(WORDS)))
-            line += [flag, draw(st.sampled_from(WORDS[flag]) | STRANGE)]
-        elif kind == "file":
-            line += [draw(st.sampled_from(["--input", "--attn-mask", "--export"])), draw(st.sampled_from(FILES))]
-        else:
+        if not draw(st.integers(0, 15)):
             line.append(draw(STRANGE))
+            continue
+        own = command in COMMANDS and draw(st.integers(0, 9))
+        names, known = draw(st.sampled_from(options_of(command if own else draw(others))))
+        line.append(draw(st.sampled_from(names)))
+        if known is not None:
+            strange = line[-1] != "--steps" and not draw(st.integers(0, 4))  # a billion steps take their time
+            line.append(draw(STRANGE if strange else st.sampled_from(known)))
     return line
 
 

@@ -42,7 +42,7 @@ class Bench:
         return spec_for(find_layer(name), **settings)
 
     def build(self, name: str, **settings: Any) -> nn.Module:
-        return find_layer(name).load().build(self.spec(name, **settings))
+        return find_layer(name).build(self.spec(name, **settings))
 
     def inputs(self, spec: AttentionSpec | None = None, mask: Tensor | None = None, **settings: Any) -> Inputs:
         batch = {} if settings.get("unbatched") else {"batch": BATCH}
@@ -51,7 +51,7 @@ class Bench:
             torch.save(mask, self.folder / "mask.pt")
             asked = replace(asked, attn_mask=self.folder / "mask.pt", causal=False)
         spec = spec or self.spec()
-        torchs = find_layer("torch").load().build(replace(spec, num_kv_heads=None, rope=False))
+        torchs = find_layer("torch").build(replace(spec, num_kv_heads=None, rope=False))
         return Inputs(spec, asked, called_with(torchs, spec, asked, RunSpec(), "torch").tensors)
 
     def run(self, name: str, layer: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:

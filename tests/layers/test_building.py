@@ -17,10 +17,10 @@ from ..recorded import record
 def test_a_blank_layer_takes_all_of_another_ones_numbers(layer):
     kind = LAYERS[layer]
     spec = spec_for(kind, embed_dim=12, num_heads=3)
-    recording, drawn = record(lambda: kind.load().build(spec))
+    recording, drawn = record(lambda: kind.build(spec))
     assert _drawn(recording)
     with blank():
-        recording, module = record(lambda: kind.load().build(spec))
+        recording, module = record(lambda: kind.build(spec))
     assert not _drawn(recording)
     module.load_state_dict(drawn.state_dict())
     assert all(map(same_bits, module.parameters(), drawn.parameters()))

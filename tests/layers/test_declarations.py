@@ -98,7 +98,7 @@ def test_a_seed_gives_the_same_layer_and_leaves_the_generator_alone(bench, name)
 @pytest.mark.parametrize("name", OURS)
 def test_on_meta_the_shapes_are_the_same(bench, name):
     kind = find_layer(name)
-    meta = kind.load().build(bench.spec(name), "meta")
+    meta = kind.build(bench.spec(name), "meta")
     assert all(parameter.is_meta for parameter in meta.parameters())
     shapes = {key: parameter.shape for key, parameter in meta.named_parameters()}
     assert shapes == {key: parameter.shape for key, parameter in bench.build(name).named_parameters()}
@@ -154,7 +154,7 @@ def test_what_is_taken_is_heard(bench, name, setting):
         spec = bench.spec(name, embed_dim=32, num_heads=4, training=setting == "dropout", **sizes)
         inputs = InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched")
         need_weights = not (asked and setting == "need_weights")
-        own = called_with(kind.load().build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
+        own = called_with(kind.build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
         output, weights = own.plain()
         return [output] if weights is None else [output, weights]
 

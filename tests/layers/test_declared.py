@@ -43,7 +43,7 @@ def build(name: str, heads: int, head_dim: int, kv_heads: int | None = None, **m
         sizes["head_dim"] = head_dim
     if "num_kv_heads" in kind.takes:
         sizes["num_kv_heads"] = kv_heads
-    return kind.load().build(spec_for(kind, **sizes))
+    return kind.build(spec_for(kind, **sizes))
 
 
 FULL = ["torch", "split-heads", "fold-heads", "per-head", "grouped-query", "wide"]

@@ -105,7 +105,7 @@ def test_a_head_of_narrow_sees_its_slice_and_no_other(bench):
 
 
 def test_wide_is_as_wide_as_the_embedding_when_no_head_dim_was_given():
-    layer = find_layer("wide").load().build(AttentionSpec(embed_dim=10, num_heads=2))
+    layer = find_layer("wide").build(AttentionSpec(embed_dim=10, num_heads=2))
     assert layer.toqueries.weight.shape == (20, 10)
 
 

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.layers import torch_mha
+from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.targets.load import called_with
 
+TORCH = LAYERS["torch"]
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)
 
 
 def test_is_what_torch_builds_under_the_same_seed() -> None:
     torch.manual_seed(5)
     expected = nn.MultiheadAttention(12, 2, batch_first=True).state_dict()
-    built = torch_mha.build(SPEC).state_dict()
+    built = TORCH.build(SPEC).state_dict()
     assert list(built) == list(expected)
     assert all(torch.equal(built[name], expected[name]) for name in expected)
 
@@ -27,40 +28,40 @@ def test_is_what_torch_builds_under_the_same_seed() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 4, 6, 12])
 def test_parameters_are_the_same_for_every_head_count(heads: int) -> None:
     spec = replace(SPEC, kdim=7, vdim=11, add_bias_kv=True)
-    one, other = (torch_mha.build(each).state_dict() for each in (spec, replace(spec, num_heads=heads)))
+    one, other = (TORCH.build(each).state_dict() for each in (spec, replace(spec, num_heads=heads)))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_another_seed_gives_other_parameters() -> None:
-    assert not torch.equal(torch_mha.build(SPEC).in_proj_weight, torch_mha.build(replace(SPEC, seed=6)).in_proj_weight)
+    assert not torch.equal(TORCH.build(SPEC).in_proj_weight, TORCH.build(replace(SPEC, seed=6)).in_proj_weight)
 
 
 def test_global_state_is_left_alone() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         state = torch.get_rng_state()
-        built = torch_mha.build(SPEC)
+        built = TORCH.build(SPEC)
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(built.in_proj_weight, torch_mha.build(SPEC).in_proj_weight)
+    assert torch.equal(built.in_proj_weight, TORCH.build(SPEC).in_proj_weight)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 def test_every_dtype_rounds_the_same_numbers(dtype: str) -> None:
-    built = torch_mha.build(replace(SPEC, dtype=dtype)).in_proj_weight  # type: ignore[arg-type]
+    built = TORCH.build(replace(SPEC, dtype=dtype)).in_proj_weight  # type: ignore[arg-type]
     assert built.dtype == getattr(torch, dtype)
-    assert torch.equal(built, torch_mha.build(SPEC).in_proj_weight.to(built.dtype))
+    assert torch.equal(built, TORCH.build(SPEC).in_proj_weight.to(built.dtype))
 
 
 def test_mode_follows_the_spec() -> None:
-    assert not torch_mha.build(SPEC).training
-    assert torch_mha.build(replace(SPEC, training=True, dropout=0.3)).training
+    assert not TORCH.build(SPEC).training
+    assert TORCH.build(replace(SPEC, training=True, dropout=0.3)).training
 
 
 def test_on_meta_nothing_is_allocated() -> None:
-    layer = torch_mha.build(AttentionSpec(embed_dim=2**20, num_heads=128), "meta")
+    layer = TORCH.build(AttentionSpec(embed_dim=2**20, num_heads=128), "meta")
     assert layer.in_proj_weight.is_meta
     assert layer.in_proj_weight.shape == (3 * 2**20, 2**20)
 
@@ -76,7 +77,7 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
     if additive:
         torch.save(torch.zeros(5, 5).masked_fill(causal, float("-inf")), tmp_path / "mask.pt")
         inputs = replace(inputs, causal=False, attn_mask=tmp_path / "mask.pt")
-    layer = torch_mha.build(SPEC)
+    layer = TORCH.build(SPEC)
     own = called_with(layer, SPEC, inputs, RunSpec(average_weights=False), "torch")
     output, weights = own.plain()
     expected, expected_weights = layer(*own.tensors, attn_mask=both.repeat_interleave(2, 0), average_attn_weights=False)
@@ -87,6 +88,6 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
 
 
 def test_weights_are_returned_as_the_run_asks() -> None:
-    inputs, layer = InputSpec(batch=3, seq_len=5), torch_mha.build(SPEC)
+    inputs, layer = InputSpec(batch=3, seq_len=5), TORCH.build(SPEC)
     assert called_with(layer, SPEC, inputs, RunSpec(need_weights=False), "torch").plain()[1] is None
     assert called_with(layer, SPEC, inputs, RunSpec(), "torch").plain()[1].shape == (3, 5, 5)

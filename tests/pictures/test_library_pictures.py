@@ -180,7 +180,7 @@ def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_pa
 
 
 def test_where_shapes_alone_are_known_it_says_so(monkeypatch):
-    from mha_inspect.pictures.stages import stage_picture
+    from mha_inspect.pictures.stages import Attended
 
     with pytest.raises(SpecError, match="its shape alone is known"):
-        stage_picture({"weights": torch.empty(1, 2, 3, 3, device="meta")}, "weights", 2)
+        Attended("", 2, 2, lambda: {"weights": torch.empty(1, 2, 3, 3, device="meta")}).picture("weights")

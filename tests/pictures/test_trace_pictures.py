@@ -140,17 +140,18 @@ def test_one_token():
 @pytest.mark.parametrize("mask", [-float("inf"), -1e4, torch.finfo(torch.float32).min])
 def test_masked_is_told_apart_from_zero(mask):
     """However the mask is written; a weight that is zero of itself is a number."""
-    from mha_inspect.pictures.stages import stage_picture
+    from mha_inspect.pictures.stages import Attended
 
     scores = torch.tensor([[[[0.0, 500.0, 3.0], [1.0, 2.0, 3.0]]]])
     barred = torch.tensor([[False, False, True], [True, True, True]])
     masked = scores + torch.zeros(2, 3).masked_fill(barred, mask)
     contents = {"scores": scores, "masked_scores": masked, "weights": masked.softmax(-1)}
-    drawn = stage_picture(contents, "weights", 1).values[0]
+    own = Attended("", 1, 1, lambda: contents)
+    drawn = own.picture("weights").values[0]
     assert drawn[0].tolist() == [0, 1, -float("inf")]
     # A row without keys has NaN, or weights all the same where the mask is finite.
     assert not (drawn[1] == -float("inf")).any()
-    assert (stage_picture(contents, "masked_scores", 1).values[0] == -float("inf")).tolist() == barred.tolist()
-    assert not (stage_picture(contents, "scores", 1).values == -float("inf")).any()
+    assert (own.picture("masked_scores").values[0] == -float("inf")).tolist() == barred.tolist()
+    assert not (own.picture("scores").values == -float("inf")).any()
     del contents["scores"]
-    assert stage_picture(contents, "weights", 1).values[0][0].tolist() == [0, 1, -float("inf")]
+    assert own.picture("weights").values[0][0].tolist() == [0, 1, -float("inf")]

@@ -35,6 +35,38 @@ class Adds(Attention):
         return self.attended(x, lambda s: s if attn_bias is None else s + attn_bias)
 
 
+class Subtracts(Attention):
+    """Takes 1 minus its mask times a large number: -inf would bar as well, and is not what it means."""
+
+    def forward(self, x, mask=None):
+        return self.attended(x, lambda s: s if mask is None else s + (1 - mask) * -1e4)
+
+
+class Multiplies(Attention):
+    """Takes its mask after the softmax, and divides by what is left."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.parts(x)
+        weights = (q @ k.mT / 2).softmax(-1)
+        weights = weights if mask is None else weights * mask
+        return (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
+
+
+class Lengths(Attention):
+    """Is told how long each sequence is."""
+
+    def forward(self, x, seq_lens):
+        barred = torch.arange(x.shape[1]) >= seq_lens[:, None, None, None]
+        return self.attended(x, lambda s: s.masked_fill(barred, float("-inf")))
+
+
+class Visible(Attention):
+    """Has a name of its own for its mask."""
+
+    def forward(self, x, visible=None):
+        return self.attended(x, lambda s: s if visible is None else s.masked_fill(~visible, float("-inf")))
+
+
 class Needed(Attention):
     """Cannot do without, and takes `batch query key`."""
 
@@ -112,6 +144,41 @@ class Places(nn.Module):
         places = self.places(torch.arange(x.shape[self.axis]))
         x = x + (places if self.axis == 1 else places[:, None])
         return self.attention(x, x, x)[0]
+
+
+class Words(nn.Module):
+    """Says by its own words which axis is which, and attends along the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length, bsz, _ = x.shape
+        output: torch.Tensor = self.attention(x, x, x)[0]
+        return output.view(length, bsz, 12)
+
+
+class Mixed(Words):
+    """Says that the batch comes first, and attends along it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bsz, length, _ = x.shape
+        output: torch.Tensor = self.attention(x, x, x)[0]
+        return output.view(bsz, length, 12)
+
+
+class Silent(nn.Module):
+    """Attends along one axis, and has no word for it."""
+
+    def __init__(self, axis: int = 0) -> None:
+        super().__init__()
+        self.axis, self.linear = axis, nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.linear(x).transpose(0, self.axis).transpose(0, 1)
+        mixed = (turned @ turned.mT).softmax(-1) @ turned
+        return mixed.transpose(0, 1).transpose(0, self.axis)
 
 
 class Pools(nn.Module):

@@ -39,10 +39,10 @@ def moved(target: Target, call: Call, token: int) -> torch.Tensor:
         x = call.kwargs["x"].clone()
         x[0, token] += 1.0
         after = module(**{**call.kwargs, "x": x})
-    return (before != after).any(-1)
+    return ((before - after).abs() > 1e-5).any(-1)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Needed", "Both"])
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Subtracts", "Multiplies", "Visible", "Needed", "Both"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) -> None:
     target, call = made(name, batch=batch, causal=True)
@@ -50,7 +50,9 @@ def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) ->
         assert moved(target, call, token)[0].tolist() == [False] * token + [True] * (5 - token)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Needed", "KeepsKeys", "BarsKeys", "Both"])
+@pytest.mark.parametrize(
+    "name", ["Keeps", "Bars", "Adds", "Multiplies", "Lengths", "Needed", "KeepsKeys", "BarsKeys", "Both"]
+)
 def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
     target, call = made(name, padding=(2, 1))
     assert moved(target, call, 2)[0].all()
@@ -66,6 +68,25 @@ def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> No
     assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
     assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
     assert len(call.said) == arguments
+
+
+def test_lengths_are_those_of_the_sequences_without_their_padding() -> None:
+    _, call = made("Lengths")
+    assert call.kwargs["seq_lens"].tolist() == [5, 5]
+    assert call.drawn == ("x",)
+    _, call = made("Lengths", padding=(2, 1))
+    assert call.kwargs["seq_lens"].tolist() == [3, 4]
+    assert call.said[0].startswith(
+        "--padding made seq_lens, int64 `batch`: it is how many keys of a row are no padding"
+    )
+    with pytest.raises(SpecError, match="does not show what its mask means, so --causal"):
+        made("Lengths", causal=True)
+
+
+def test_what_bars_by_minus_infinity_too_is_told_as_it_is_meant() -> None:
+    _, call = made("Subtracts", causal=True)
+    assert call.said == ("--causal made mask, int64 `query key`: 1 keeps a key, as is learned from the weights.",)
+    assert torch.equal(call.kwargs["mask"], (~CAUSAL).long())
 
 
 def test_what_was_learned_is_said_and_holds_at_other_sizes() -> None:
@@ -110,6 +131,9 @@ def test_torchs_transformer_masks_its_decoder() -> None:
         ("Pools", {"axis": "1"}, (2, 5, 12), "the output keeps its first axis"),
         ("Pools", {"axis": "0"}, (5, 2, 12), "x is `seq batch embed`: the output keeps its second axis"),
         ("Wraps", {}, (5, 2, 12), "what stands along its first axis meets"),
+        ("Words", {}, (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. --batch-first"),
+        ("Mixed", {}, (2, 5, 12), "unpacks x.shape as bsz, length. .* is batch_first=True missing?"),
+        ("Silent", {}, (5, 2, 12), "x is `seq batch embed`: what stands along its first axis meets"),
     ],
 )
 def test_the_layout_is_what_the_forward_does(name: str, settings: dict[str, str], shape: tuple[int, ...], said: str):
@@ -117,6 +141,12 @@ def test_the_layout_is_what_the_forward_does(name: str, settings: dict[str, str]
     assert tuple(next(iter(call.kwargs.values())).shape) == shape
     assert len(call.said) == 1
     assert re.search(said, call.said[0])
+
+
+def test_that_the_batch_comes_first_is_not_worth_a_word() -> None:
+    _, call = made("Silent", {"axis": "1"})
+    assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
+    assert call.said == ()
 
 
 def test_a_layout_that_is_given_is_taken() -> None:
@@ -133,7 +163,7 @@ def test_a_dictionary_holds_what_the_forward_asks_it_for() -> None:
         "extra_embeds": (2, 5, 12),
     }
     assert int(held["input_ids"].max()) < 29
-    assert call.said == ("batch is a dictionary with input_ids, extra_embeds: that is what the forward asks it for.",)
+    assert call.said == ("batch holds input_ids, extra_embeds, as the forward uses it.",)
     target.module(held)
     _, call = made("Dictionary", shapes=("batch.input_ids=3x7:int64", "batch.extra_embeds=3x7x12"))
     assert {name: tuple(tensor.shape) for name, tensor in call.kwargs["batch"].items()} == {
@@ -181,7 +211,7 @@ def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
 def test_nothing_is_run_again_that_was_known() -> None:
     target, call = made("Calls", batch=1)
     first = type(target.module).calls
-    assert first == 1  # on a copy, up to the first product
+    assert first == 4  # on copies: up to the first product, and three of 15 tokens to see which axis is the batch
     assert call.without_ones is not None
     call.without_ones(target.module)
     assert type(target.module).calls == first

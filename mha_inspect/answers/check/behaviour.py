@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
-from .bench import Bench, NotPossibleError, RaisedError, difference, modules_of
-from .sight import sights
+from .arguments import Source, batch_axis_of
+from .bench import Bench, NotPossibleError, RaisedError, difference
+from .facts import scale_words
 
 _OTHER_KERNELS = 20.0
 """Train may take other kernels than eval, which round otherwise: so many times what counts within one."""
@@ -21,47 +21,28 @@ _OTHER_KERNELS = 20.0
 def inputs(bench: Bench) -> Iterator[Finding]:
     """Yield arguments that the forward wrote into."""
     _ = bench.seen
-    before = dict(tensors_in(argument_names(bench.module, *bench.arguments({}))))
+    before = dict(tensors_in(argument_names(bench.module, *bench.given.of_call({}))))
     told = set()
     for known, tensor in tensors_in(argument_names(bench.module, *bench.after)):
-        if tensor.shape == before[known].shape and not torch.equal(tensor.nan_to_num(), before[known].nan_to_num()):
-            if id(tensor) in told or known.split(".")[0] == bench.intent.cache:
-                continue
-            told.add(id(tensor))
-            yield Finding(
-                "inputs",
-                f"The forward writes into its argument {known}.",
-                f"{int((tensor != before[known]).sum())} of {tensor.numel()} numbers are others after the run.",
-                sure=tensor.is_floating_point() and "mask" not in known and "cache" not in known,
-                source=_written(bench, known),
-                fix="write into a copy: x = x + ..., not x += ....",
-            )
+        if tensor.shape != before[known].shape or torch.equal(tensor.nan_to_num(), before[known].nan_to_num()):
+            continue
+        if id(tensor) in told or known.split(".")[0] == bench.intent.cache:
+            continue
+        told.add(id(tensor))
+        recording = bench.seen.recording
+        storages = {named.tensor.storage for named in recording.inputs if named.name == known}
+        yield Finding(
+            "inputs",
+            f"The forward writes into its argument {known}.",
+            f"{int((tensor != before[known]).sum())} of {tensor.numel()} numbers are others after the run.",
+            sure=tensor.is_floating_point() and "mask" not in known and "cache" not in known,
+            source=next((op.source for op in _writes(bench) if op.inputs[0].storage in storages), ""),
+            fix="write into a copy: x = x + ..., not x += ....",
+        )
 
 
-def _written(bench: Bench, name: str) -> str:
-    """The line that writes into an argument."""
-    storages = {named.tensor.storage for named in bench.seen.recording.inputs if named.name == name}
-    ops = bench.seen.recording.ops
-    return next((op.source for op in ops if op.kind == "write" and op.inputs and op.inputs[0].storage in storages), "")
-
-
-def _with_more_rows(bench: Bench) -> Bench | None:
-    """The same with two rows, where there is one; None where it cannot be run so."""
-    source = bench.sources[0]
-    axis = source.batch
-    if axis is None:
-        return None
-    changes = {}
-    for name, value in bench.values.items():
-        if isinstance(value, Tensor) and value.dim() > axis and value.dim() > 1 and value.shape[axis] == 1:
-            changes[name] = torch.cat([value, value], dim=axis)
-    try:
-        args, kwargs = bench.arguments(changes)
-        wider = Bench(replace(bench.own, args=args, kwargs=kwargs, without_ones=None), bench.intent)
-        wider.plain_output()
-    except (RaisedError, NotPossibleError):
-        return None
-    return wider
+def _writes(bench: Bench) -> Iterator[Op]:
+    return (op for op in bench.seen.recording.ops if op.kind == "write" and op.inputs)
 
 
 def batch(bench: Bench) -> Iterator[Finding]:
@@ -74,72 +55,77 @@ def batch(bench: Bench) -> Iterator[Finding]:
     if bench.output.dim() <= source.batch or bench.output.shape[source.batch] != source.rows:
         raise NotPossibleError("the output has no place for each row of the batch")
     if source.rows < 2:
-        wider = _with_more_rows(bench)
-        if wider is None:
-            raise NotPossibleError("there is one row, and the module does not run with two: give a batch of 2")
-        first = wider.sources[0]
-        made = wider.run(wider.other_tokens(first, first.at(0, 0)))
-        bench.runs += wider.runs
-        yield from _leaks(bench, {0: wider.moved(made, wider.plain_output())}, source.names)
+        yield from _leaks(bench, {0: _moved_of_two(bench, source.batch)}, source)
         return
-    found = bench.reach
-    leaked = False
-    for finding in _leaks(bench, found, source.names):
-        leaked = True
-        yield finding
-    for place, moved in bench.reach_of_others.items() if not leaked else ():
+    found = list(_leaks(bench, bench.reach, source))
+    yield from found
+    for place, moved in bench.reach_of_others.items() if not found else ():
         other = bench.sources[place]
-        yield from _leaks(bench, {other.length // 2: moved}, other.names)
+        yield from _leaks(bench, {other.length // 2: moved}, other)
 
 
-def _leaks(bench: Bench, reach: dict[int, Tensor], names: tuple[str, ...]) -> Iterator[Finding]:
-    leaks = {place: moved for place, moved in reach.items() if moved.shape[0] > 1 and bool((moved[1:] > 0).any())}
+def _moved_of_two(bench: Bench, axis: int) -> Tensor:
+    """What moves when the one row is given twice, and the first token of the first is another.
+
+    Raises `NotPossibleError` where it does not run so.
+    """
+    changes = {
+        name: torch.cat([value, value], dim=axis)
+        for name, value in bench.values.items()
+        if isinstance(value, Tensor) and value.dim() > max(axis, 1) and value.shape[axis] == 1
+    }
+    wider = bench.other(changes, bench.intent)
+    try:
+        wider.output = wider.run()  # it need not be recorded
+    except (RaisedError, NotPossibleError):
+        why = "there is one row, and the module does not run with two: give a batch of 2"
+        raise NotPossibleError(why) from None
+    first = wider.sources[0]
+    made = wider.run(wider.other_tokens(first, first.at(0, 0)))
+    bench.runs += wider.runs
+    return wider.moved(made)
+
+
+def _leaks(bench: Bench, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:
+    """Yield what is wrong where tokens of row 0 move other rows; `reach` has what each of them moves."""
+    leaks = {place: moved for place, moved in reach.items() if bool((moved[1:] > 0).any())}
     if not leaks:
         return
     place, moved = next(iter(leaks.items()))
-    rows, columns = (moved[1:] > 0).nonzero(as_tuple=True)
-    row, position = int(rows[0]) + 1, int(columns[0])
-    own = moved[0].clone()
-    if place < own.numel():
-        own[place] = 0
-    alone = not bool((own > 0).any())
-    axis, who = bench.batch_axis
-    mixes = all(
-        not bool((m[:, [p for p in range(m.shape[1]) if p != at]] > 0).any())
-        for at, m in reach.items()
-        if at < m.shape[1]
-    )
+    row, position = (int(number) for number in (moved[1:] > 0).nonzero()[0])
+    alone = not _moves_beside(moved[:1], place)
+    mixes = not any(_moves_beside(moved, at) for at, moved in reach.items() if at < moved.shape[1])
     others = int((moved[1:].amax(1) > 0).sum())
-    evidence = (
-        f"Token {place} of row 0 of {names[0]} was changed, and the output of row {row} moved at position {position} "
-        f"by {float(moved[row, position]):.3g}; {others} of {moved.shape[0] - 1} other rows moved."
-    )
-    own_keys = names == bench.sources[0].names
-    remembers = own_keys and any(sight.queries == bench.sources[0].length < sight.keys for sight in sights(bench))
-    if mixes and alone and reach and bench.follows:
-        sure = bool(who)
-        yield Finding(
-            "batch",
+    is_own = source.names == bench.sources[0].names
+    fix = "keep the batch apart: look at each view, repeat and mask that joins it with heads or positions."
+    axis, sure = batch_axis_of(bench)
+    if not (mixes and alone and bench.follows):
+        sure = not (is_own and any(sight.queries == bench.sources[0].length < sight.keys for sight in bench.sights))
+        sentence = "A row of the batch moves the output of another row" + (
+            "." if sure else ": it may be meant, where keys beside the row's own are a memory that rows share."
+        )
+    elif sure:
+        sentence = (
             "Attention runs over the batch, not over the positions: rows move each other, and the tokens of a row do "
             "not."
-            if sure
-            else f"Attention may run over the batch: dimension {axis} of the input is mixed, and dimension {1 - axis} "
-            "is not. It is right where the sequence comes first; say so with batch_axis.",
-            evidence,
-            sure=sure,
-            source=_line(bench),
-            fix="transpose(0, 1) before and after, or batch_first=True." if sure else "",
         )
-        return
-    yield Finding(
-        "batch",
-        "A row of the batch moves the output of another row"
-        + (": it may be meant, where keys beside the row's own are a memory that rows share." if remembers else "."),
-        evidence,
-        sure=not remembers,
-        source=_line(bench),
-        fix="keep the batch apart: look at each view, repeat and mask that joins it with heads or positions.",
+        fix = "transpose(0, 1) before and after, or batch_first=True."
+    else:
+        sentence = (
+            f"Attention may run over the batch: dimension {axis} of the input is mixed, and dimension {1 - axis} is "
+            "not. It is right where the sequence comes first; say so with batch_axis."
+        )
+        fix = ""
+    evidence = (
+        f"Token {place} of row 0 of {source.names[0]} was changed, and the output of row {row + 1} moved at position "
+        f"{position} by {float(moved[row + 1, position]):.3g}; {others} of {len(moved) - 1} other rows moved."
     )
+    yield Finding("batch", sentence, evidence, sure, _line(bench), fix=fix)
+
+
+def _moves_beside(moved: Tensor, place: int) -> bool:
+    """Whether anything moves at other positions: `batch position`."""
+    return bool((moved[:, torch.arange(moved.shape[1]) != place] > 0).any())
 
 
 def _line(bench: Bench) -> str:
@@ -151,32 +137,29 @@ def mixing(bench: Bench) -> Iterator[Finding]:
     """Yield where tokens never meet although nothing keeps them apart."""
     if not bench.follows or bench.sources[0].length < 2:
         raise NotPossibleError("the output has no place for each token")
-    source = bench.sources[0]
-    reach = {place: bench.apart_of(place) for place in bench.reach}
-    others = {p: [i for i in range(m.shape[1]) if i != p] for p, m in reach.items()}
-    if not any(bool((reach[p][0, others[p]] > 0).any()) for p in reach):
-        if any(bool((m[1:] > 0).any()) for m in reach.values()):
+    source, reach = bench.sources[0], bench.bits_moved
+    if not any(_moves_beside(moved[:1], place) for place, moved in reach.items()):
+        if any(bool((moved[1:] > 0).any()) for moved in reach.values()):
             return  # the check of the batch tells that
         if any(bool((moved[0] > 0).any()) for moved in bench.reach_of_others.values()):
             return  # the keys are of another source
-        single = all(sight.alone for sight in sights(bench))
         yield Finding(
             "mixing",
             "No token moves another: attention runs over heads or features, not over positions, or nothing is made of "
             "it.",
             f"Tokens {', '.join(map(str, reach))} of {source.names[0]} were changed one by one, and no other position "
             "of the output moved, by one bit.",
-            sure=not single,
+            sure=not all(sight.alone for sight in bench.sights),
             source=_line(bench),
             fix="positions must be the last but one dimension of q, k, v: transpose(1, 2) after the heads are split.",
         )
         return
-    every = sights(bench)
+    every = bench.sights
     if not every or not all(sight.open and sight.queries == source.length == sight.keys for sight in every):
         return
     # A weight that is next to nothing moves nothing: the softmax is saturated.
     counts = torch.stack([sight.heavy for sight in every]).all(0)
-    deaf = [(p, i) for p, m in reach.items() for i in range(m.shape[1]) if not bool(m[0, i] > 0) and bool(counts[i, p])]
+    deaf = [(p, int(i)) for p, moved in reach.items() for i in (~(moved[0] > 0) & counts[:, p]).nonzero()]
     if deaf:
         place, position = deaf[0]
         yield Finding(
@@ -193,43 +176,41 @@ def repeat(bench: Bench) -> Iterator[Finding]:
     """Yield where two runs give something else."""
     if bench.raised_again is not None:
         raise bench.raised_again
-    if bench.evidence.again is not None:
-        apart = float(difference(bench.output_of(bench.evidence.again), bench.output).max())
-        if apart <= bench.limit:
-            return
-    again = bench.run(seed=(bench.own.seed or 0) + 1)
-    same = float(difference(bench.output_of(bench.returned(first=False)), bench.output).max())
+    again = bench.evidence.again
+    if again is not None and _apart(bench, bench.output_of(again)) <= bench.limit:
+        return
+    apart = _apart(bench, bench.run(seed=bench.seed + 1))
+    same = _apart(bench, bench.output_of(bench.returned(first=False)))
     if same > bench.limit:
-        buffers = any(op.kind == "write" and op.inputs[0].storage in _buffers(bench) for op in bench.seen.recording.ops)
+        buffers = {named.tensor.storage for named in bench.seen.recording.buffers}
         yield Finding(
             "repeat",
             "A run changes what the next one gives: the module keeps something between calls.",
             f"Two runs in a row on the same input, with the same seed, are {same:.3g} apart.",
-            sure=not buffers,
+            sure=not any(op.inputs[0].storage in buffers for op in _writes(bench)),
         )
-        return
-    apart = float(difference(again, bench.output).max())
-    if apart <= bench.limit:
-        return
-    drawn = [op for op in bench.seen.recording.ops if op.does("draws") and not _keeps_all(op)]
-    dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
-    where = next(iter(dropout or drawn), None)
-    yield Finding(
-        "repeat",
-        "Dropout is on in eval: two runs give different outputs."
-        if dropout
-        else "Random numbers are drawn in eval, and two runs give different outputs.",
-        f"Two runs on the same input with other seeds are {apart:.3g} apart.",
-        sure=bool(dropout),
-        source=where.source if where else "",
-        module=where.module if where else "",
-        fix="pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0)." if dropout else "",
-    )
+    elif apart > bench.limit:
+        drawn = [op for op in bench.seen.recording.ops if op.does("draws") and not _keeps_all(op)]
+        dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
+        where = next(iter(dropout or drawn), None)
+        cause, fix = "Random numbers are drawn in eval, and two runs give different outputs.", ""
+        if dropout:
+            cause = "Dropout is on in eval: two runs give different outputs."
+            fix = "pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0)."
+        yield Finding(
+            "repeat",
+            cause,
+            f"Two runs on the same input with other seeds are {apart:.3g} apart.",
+            sure=bool(dropout),
+            source=where.source if where else "",
+            module=where.module if where else "",
+            fix=fix,
+        )
 
 
-def _buffers(bench: Bench) -> set[int]:
-    """The storages of the module's buffers."""
-    return {named.tensor.storage for named in bench.seen.recording.buffers}
+def _apart(bench: Bench, output: Tensor) -> float:
+    """How far an output is from that of the base run."""
+    return float(difference(output, bench.output).max())
 
 
 def _keeps_all(op: Op) -> bool:
@@ -239,41 +220,33 @@ def _keeps_all(op: Op) -> bool:
 
 def training(bench: Bench) -> Iterator[Finding]:
     """Yield where train gives something else than eval, with every dropout set to 0."""
-    if modules_of(bench.module, nn.modules.batchnorm._BatchNorm):
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in bench.module.modules()):
         raise NotPossibleError("batch norm takes other statistics in train")
-    changed: list[tuple[nn.Module, str, float]] = []
-    bench.restore()
-    try:
-        for part in bench.module.modules():
-            part.training = True
-            for name, value in list(vars(part).items()):
-                drops = "drop" in name.lower() or (isinstance(part, nn.modules.dropout._DropoutNd) and name == "p")
-                if drops and isinstance(value, float) and value:
-                    changed.append((part, name, value))
-        for part, name, _ in changed:
-            setattr(part, name, 0.0)
-        bench.remember()
+    enough = _OTHER_KERNELS * bench.limit
+    with bench.changed_by(_train_without_dropout):
         row = bench.first_row()
-        if row and _apart_from_eval(bench, row)[1] <= _OTHER_KERNELS * bench.limit:
+        if row and _apart_from_eval(bench, row)[1] <= enough:
             return
         made, apart = _apart_from_eval(bench, {})  # where rows move each other, one alone gives something else
-        if apart <= _OTHER_KERNELS * bench.limit:
+        if apart <= enough:
             return
-        other = bench.run({}, seed=(bench.own.seed or 0) + 1)
+        other = bench.run(seed=bench.seed + 1)
         if float(difference(made, other).max()) > bench.limit:
             raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
-    finally:
-        bench.restore()
-        for part, name, given in changed:
-            setattr(part, name, given)
-        for part in bench.module.modules():
-            part.training = False
-        bench.remember()
     yield Finding(
         "training",
         f"Train gives something else than eval, and no dropout is on: {apart:.3g} apart.",
         "The same input with the same seed in both modes, every dropout set to 0.",
     )
+
+
+def _train_without_dropout(module: nn.Module) -> None:
+    for part in module.modules():
+        part.training = True
+        for name, value in list(vars(part).items()):
+            drops = "drop" in name.lower() or (isinstance(part, nn.modules.dropout._DropoutNd) and name == "p")
+            if drops and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def _apart_from_eval(bench: Bench, row: Mapping[str, Tensor]) -> tuple[Tensor, float]:
@@ -287,54 +260,49 @@ def _apart_from_eval(bench: Bench, row: Mapping[str, Tensor]) -> tuple[Tensor, f
 def causal(bench: Bench) -> Iterator[Finding]:
     """Yield what a causal module sees of its future, and does not see of its past."""
     if bench.intent.causal is None:
-        found = list(_not_as_called(bench))
-        yield from found
-        if not found:
+        found = next(_not_as_called(bench), None)
+        if found is None:
             raise NotPossibleError("not declared: causal")
+        yield found
         return
     if not bench.intent.causal:
         return
-    for sight in sights(bench):
+    for sight in bench.sights:
         problem = sight.against_causal(window=bench.intent.window)
         if problem is not None:
-            yield Finding("causal", problem[0], problem[1], source=sight.line, module=sight.module, fix=problem[2])
+            sentence, evidence, fix = problem
+            yield Finding("causal", sentence, evidence, source=sight.line, module=sight.module, fix=fix)
             return
     for place, moved in bench.reach.items() if bench.follows and not bench.found & {"heads", "masking"} else ():
-        early = [i for i in range(place) if bool(moved[0, i] > 0)]
+        early = (moved[0, :place] > 0).nonzero().flatten().tolist()
         if early:
             yield Finding(
                 "causal",
                 "A position sees its future, and not by its weights: something else joins the positions.",
-                f"Token {place} was changed, and the output at position {max(early)} moved by "
-                f"{float(moved[0, max(early)]):.3g}; so did {len(early) - 1} more before it.",
+                f"Token {place} was changed, and the output at position {early[-1]} moved by "
+                f"{float(moved[0, early[-1]]):.3g}; so did {len(early) - 1} more before it.",
                 fix="look at norms, convolutions and means over the positions.",
             )
             break
-    if not bench.follows and not sights(bench):
+    if not bench.follows and not bench.sights:
         raise NotPossibleError("neither the output nor the scores show who sees whom")
 
 
 def _not_as_called(bench: Bench) -> Iterator[Finding]:
-    """Yield an attention that is called causal, by its class, a flag of it, or an argument, and is not."""
-    asked = next((name for name in ("is_causal", "causal") if bench.values.get(name) is True), None)
-    for sight in sights(bench):
-        part = bench.module.get_submodule(sight.module)
-        flag = next((name for name in ("causal", "is_causal") if vars(part).get(name) is True), None)
-        called = "causal" in type(part).__name__.lower()
-        if asked is None and flag is None and not called:
-            continue
-        problem = sight.against_causal(window=bench.intent.window or sight.width)
+    """Yield attentions that are called causal, by an argument, their class or a flag of it, and are not."""
+    words = ("is_causal", "causal")
+    asked = [f"{name} is True" for name in words if bench.values.get(name) is True]
+    parts = dict(bench.module.named_modules(remove_duplicate=False))
+    for sight in bench.sights:
+        part = parts[sight.module]
+        called = type(part).__name__
+        flags = [f"{called}.{name} is True" for name in reversed(words) if vars(part).get(name) is True]
+        who = [*([called] if "causal" in called.lower() else []), *asked, *flags]
+        problem = sight.against_causal(window=bench.intent.window or sight.width) if who else None
         if problem is not None:
-            who = f"{asked} is True" if asked else f"{type(part).__name__}.{flag} is True" if flag else "its class says"
-            yield Finding(
-                "causal",
-                problem[0],
-                f"{problem[1]} It is meant to be causal: {who if not called else type(part).__name__}.",
-                source=sight.line,
-                module=sight.module,
-                fix=problem[2],
-            )
-            return
+            sentence, evidence, fix = problem
+            evidence += f" It is meant to be causal: {who[0]}."
+            yield Finding("causal", sentence, evidence, source=sight.line, module=sight.module, fix=fix)
 
 
 def window(bench: Bench) -> Iterator[Finding]:
@@ -342,22 +310,17 @@ def window(bench: Bench) -> Iterator[Finding]:
     width = bench.intent.window
     if width is None:
         raise NotPossibleError("not declared: window")
-    every = sights(bench)
-    if not every:
+    if not bench.sights:
         raise NotPossibleError("the scores do not show who sees whom")
-    wrong = [
-        (sight, problem) for sight in every if (problem := sight.against_window(width, bench.intent.causal)) is not None
-    ]
-    local = [sight for sight in every if sight.width is not None]
-    if (
-        wrong
-        and len(wrong) < len(every)
-        and len(local) < len(every)
-        and all(s.against_window(width, bench.intent.causal) is None for s in local)
-    ):
+    problems = [(sight, sight.against_window(width, bench.intent.causal)) for sight in bench.sights]
+    local = [problem for sight, problem in problems if sight.width is not None]
+    is_kept = any(problem is None for _, problem in problems)
+    if is_kept and len(local) < len(problems) and not any(local):
         return  # some layers have the window, others see everything, as is common
-    for sight, problem in wrong[:1]:
-        yield Finding("window", problem[0], problem[1], source=sight.line, module=sight.module)
+    for sight, problem in problems:
+        if problem is not None:
+            yield Finding("window", *problem, source=sight.line, module=sight.module)
+            return
 
 
 def scale(bench: Bench) -> Iterator[Finding]:
@@ -369,8 +332,6 @@ def scale(bench: Bench) -> Iterator[Finding]:
         if found.scale is None:
             raise NotPossibleError("the scale is no number that can be read off the run")
         if abs(found.scale / wanted - 1) > 0.01:
-            from .facts import scale_words
-
             yield Finding(
                 "scale",
                 f"The scores are scaled by {scale_words(found, names)}, and 1/√head_dim is {wanted:.4g}.",

@@ -2,69 +2,44 @@
 
 from __future__ import annotations
 
-import inspect
-import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import InputError
 from ...naming.subject import Run, Subject
 from ...record.arguments import tensors_in
-from ...text import did_you_mean, message_of
-from .evidence import Evidence, Outline, held, outlined, whole
+from ...text import message_of
+from .arguments import Arguments, Source, sources_of
+from .evidence import Evidence, Outline, held, of_same_ops, outlined, whole
 from .intent import Intent
+from .sight import Sight, sights_of
 from .tokens import Flow
 
-_NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
-"""Arguments of these names hold no tokens."""
 _AT_ONCE = 1 << 18
 """Numbers that are compared at once."""
-_BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
+
+
+LOOSE = 100.0
+"""Results at other sizes are rounded otherwise: so many times what counts at the same sizes."""
 
 
 class RaisedError(Exception):
     """The forward raised under a changed input."""
 
+    @classmethod
+    def of(cls, error: Exception) -> RaisedError:
+        """Return it for what was raised."""
+        return cls(f"{type(error).__name__}: {message_of(error)}")
+
 
 class NotPossibleError(Exception):
     """A check cannot be made here; the message says why."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Arguments that hold the same tokens: their names, and where the batch and the positions are."""
-
-    names: tuple[str, ...]
-    value: Tensor
-    batch: int | None
-    """The dimension that counts sequences; None where there is none."""
-    positions: int | None
-    """The dimension that counts tokens; None for an image."""
-
-    @property
-    def length(self) -> int:
-        """How many tokens there are in a row."""
-        return 1 if self.positions is None else self.value.shape[self.positions]
-
-    @property
-    def rows(self) -> int:
-        """How many sequences there are."""
-        return 1 if self.batch is None else self.value.shape[self.batch]
-
-    def at(self, row: int | slice, position: int | slice | Tensor) -> tuple[Any, ...]:
-        """The index of one token, or of some."""
-        index: list[Any] = [slice(None)] * self.value.dim()
-        if self.batch is not None:
-            index[self.batch] = row
-        if self.positions is not None:
-            index[self.positions] = position
-        return tuple(index)
 
 
 class Bench:
@@ -73,7 +48,8 @@ class Bench:
     def __init__(
         self, own: Subject, intent: Intent, tick: Callable[[str], None] = lambda _: None, *, once: bool = False
     ) -> None:
-        self.own = replace(own, seed=own.seed or 0, grad=False)
+        self.seed = own.seed or 0
+        self.own = replace(own, seed=self.seed, grad=False)
         self.module, self.intent = own.module, intent
         self.once = once
         """Whether it is run once alone."""
@@ -85,166 +61,30 @@ class Bench:
         """The base run without its tensors, where it does the same twice."""
         self.raised_again: RaisedError | None = None
         """What the forward raised when it was called a second time."""
-        self._raw: dict[int, Tensor] = {}
         self.found: set[str] = set()
         """Checks that have found something for sure."""
-        self.asides: list[tuple[str, str]] = []
-        """Parts of checks that could not be made, and why."""
-        self._tick = tick
-        try:
-            self._bound: inspect.BoundArguments | None = inspect.signature(own.module.forward).bind(
-                *own.args, **own.kwargs
-            )
-        except (TypeError, ValueError):
-            self._bound = None
+        self.asides: dict[str, list[str]] = defaultdict(list)
+        """Check to why parts of it could not be made."""
+        self.tick = tick
+        self.given = Arguments(own)
+        self.values = self.given.values
+        """The arguments by name."""
         self._state = own.state()
-        self._attributes = _attributes_of(own.module)
-        self._draw = torch.Generator().manual_seed(self.own.seed or 0)
-
-    # -- arguments ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """What the forward takes, by name."""
-        try:
-            return dict(inspect.signature(self.module.forward).parameters)
-        except (TypeError, ValueError):
-            return {}
-
-    @cached_property
-    def values(self) -> dict[str, Any]:
-        """The arguments by name, those of **kwargs among them."""
-        if self._bound is None:
-            return {**{str(place): value for place, value in enumerate(self.own.args)}, **self.own.kwargs}
-        found: dict[str, Any] = {}
-        for name, value in self._bound.arguments.items():
-            kind = self.parameters[name].kind
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                found.update(value)
-            elif kind is inspect.Parameter.VAR_POSITIONAL:
-                found.update({f"{name}.{place}": item for place, item in enumerate(value)})
-            else:
-                found[name] = value
-        return found
-
-    def require(self, name: str) -> str:
-        """The name of an argument of the forward.
-
-        Raises `InputError` with those that there are.
-        """
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self.parameters.values())
-        if name in self.parameters or name in self.values or takes_any:
-            return name
-        there = ", ".join(self.parameters) or "none"
-        raise InputError(
-            f"{name} is no argument of {type(self.module).__name__}.forward, which takes {there}."
-            f"{did_you_mean(name, self.parameters)}"
-        )
-
-    def arguments(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with changes by name, every tensor a copy that the module may write into."""
-        copies: dict[int, Tensor] = {}
-
-        def own(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return copies.setdefault(id(value), value.detach().clone())
-            if type(value) in (list, tuple):
-                return type(value)(own(item) for item in value)
-            if type(value) is dict:
-                return {name: own(item) for name, item in value.items()}
-            return value
-
-        if self._bound is None:
-            args = tuple(own(changes.get(str(place), value)) for place, value in enumerate(self.own.args))
-            kwargs = {**self.own.kwargs, **{name: v for name, v in changes.items() if not name.isdigit()}}
-            return args, {name: own(value) for name, value in kwargs.items()}
-        args_list: list[Any] = []
-        kwargs = {}
-        left = dict(changes)
-        for name, value in self._bound.arguments.items():
-            kind = self.parameters[name].kind
-            if kind is inspect.Parameter.VAR_POSITIONAL:
-                args_list += [own(left.pop(f"{name}.{place}", item)) for place, item in enumerate(value)]
-            elif kind is inspect.Parameter.VAR_KEYWORD:
-                kwargs.update({key: own(left.pop(key, item)) for key, item in value.items()})
-            elif kind is inspect.Parameter.KEYWORD_ONLY or kwargs or self._skips(name, len(args_list)):
-                kwargs[name] = own(left.pop(name, value))
-            else:
-                args_list.append(own(left.pop(name, value)))
-        kwargs.update({name: own(value) for name, value in left.items()})
-        return tuple(args_list), kwargs
-
-    def _skips(self, name: str, place: int) -> bool:
-        """Whether an argument before this one was not given, so that this one must go by name."""
-        return list(self.parameters).index(name) != place
+        self._draw = torch.Generator().manual_seed(self.seed)
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
-        """The arguments with tokens, those that hold the same ones together, the one that the output follows first."""
-        groups: list[tuple[list[str], Tensor]] = []
-        for name, value in self.values.items():
-            if not isinstance(value, Tensor) or not self._has_tokens(name, value, first=not groups):
-                continue
-            for names, other in groups:
-                if other is value or (other.shape == value.shape and torch.equal(other, value)):
-                    names.append(name)
-                    break
-            else:
-                groups.append(([name], value))
-        found = [self._source(tuple(names), value) for names, value in groups]
-        return tuple(sorted(found, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
-
-    def _has_tokens(self, name: str, value: Tensor, *, first: bool) -> bool:
-        told = (self.intent.padding, self.intent.cache)
-        if name in told or _NO_SOURCE.search(name) or value.dim() < 2 or value.dtype == torch.bool:
-            return False
-        if value.is_floating_point():
-            flat = self.values and next((v.dim() for v in self.values.values() if isinstance(v, Tensor)), 0) == 2
-            return value.dim() > 2 or first or bool(flat)
-        return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
-
-    def _source(self, names: tuple[str, ...], value: Tensor) -> Source:
-        if value.dim() > 3:
-            return Source(names, value, 0, None)
-        if value.dim() == 2 and value.is_floating_point() and self.intent.batch_axis is None:
-            # Features of tokens without a batch; or sequences of samples, of which something with features is made.
-            return Source(names, value, None, 0) if self.output.dim() == 2 else Source(names, value, 0, 1)
-        batch = self.batch_axis[0]
-        return Source(names, value, batch, 1 - batch)
+        """The arguments with tokens, the one that the output follows first."""
+        return sources_of(self)
 
     @cached_property
-    def batch_axis(self) -> tuple[int, str]:
-        """Which dimension of the tokens counts sequences, and who says so; empty where nobody does."""
-        if self.intent.batch_axis is not None:
-            return self.intent.batch_axis, "declared"
-        own = getattr(self.module, "batch_first", None)
-        if isinstance(own, bool):
-            return (0 if own else 1), "batch_first"
-        try:
-            code = inspect.getsource(type(self.module).forward)
-        except (OSError, TypeError):
-            return 0, ""
-        unpacked = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *$"
-        for line in re.finditer(unpacked, code, re.MULTILINE):
-            if re.search(rf"\b{line[3]}\b[^=\n]*(?<![=!<>])=(?!=)", code[code.find(":\n") : line.start()]):
-                continue  # something else by then
-            for axis, name in enumerate(line.groups()[:2]):
-                if name.lower() in _BATCH and line[3] in self.values:
-                    return axis, f"the forward unpacks {line[3]}.shape as {line[1]}, {line[2]}"
-        if any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in self.values.items()):
-            return 0, "token ids"
-        return 0, ""
-
-    # -- runs ---------------------------------------------------------------------------------------------------------
+    def sights(self) -> tuple[Sight, ...]:
+        """What the queries of each attention see in the base run."""
+        return sights_of(self.seen)
 
     def restore(self) -> None:
-        """Put back what a run may change: generators, buffers, and what the modules hold by name."""
+        """Put back what a run may change."""
         self._state.restore()
-        for part, attributes, buffers in self._attributes:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)
 
     def returned(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None, first: bool = True) -> Any:
         """What a run with changed arguments returns, from the state before the base run.
@@ -257,7 +97,7 @@ class Bench:
         try:
             return own.plain()
         except Exception as error:  # whatever somebody's code may raise under an input that nobody asked for
-            raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
+            raise RaisedError.of(error) from error
 
     def run(self, changes: Mapping[str, Any] | None = None, *, seed: int | None = None) -> Tensor:
         """The output of a run with changed arguments; raises as `returned` does."""
@@ -279,9 +119,9 @@ class Bench:
                 return Evidence(outline.run)
             stages, returned = self.intent.reference is not None, outline.run.returned
             try:
-                made = held(self.subject(seed=(self.own.seed or 0) + 1, first=False), outline, stages=stages)
+                made = held(self.subject(seed=self.seed + 1, first=False), outline, stages=stages)
             except Exception as error:  # whatever somebody's code may raise when it is called twice
-                self.raised_again = RaisedError(f"{type(error).__name__}: {message_of(error)}")
+                self.raised_again = RaisedError.of(error)
                 made = None
             again = None if made is None else made.run.returned
             if made is not None and not _alike(again, returned):
@@ -289,23 +129,27 @@ class Bench:
             if made is None:  # what does not do the same twice is held whole, from one run
                 return whole(self.subject(), self._with_wider)
             self.outline = outline
-            return replace(made, run=_returning(made.run, returned), again=again)
+            return replace(made, run=of_same_ops(made.run, returned=returned), again=again)
         finally:
             self.restore()
+
+    def other(self, changes: Mapping[str, Any], intent: Intent) -> Bench:
+        """Return the same with other arguments and another intent."""
+        args, kwargs = self.given.of_call(changes)
+        return Bench(replace(self.own, args=args, kwargs=kwargs, without_ones=None), intent, self.tick)
 
     def changed(self, changes: Mapping[str, Any]) -> Bench:
         """Return the same with other arguments, recorded.
 
         Raises `RaisedError` where the forward raises.
         """
-        args, kwargs = self.arguments(changes)
-        made = Bench(replace(self.own, args=args, kwargs=kwargs, without_ones=None), Intent(), self._tick)
+        made = self.other(changes, Intent())
         self.restore()
         try:
             evidence = held(made.subject(), self.outline) if self.outline is not None else None
-            made.__dict__["evidence"] = evidence or made.evidence
+            made.evidence = evidence or made.evidence
         except Exception as error:  # whatever somebody's code may raise under a mask that nobody asked for
-            raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
+            raise RaisedError.of(error) from error
         finally:
             self.restore()
             self.runs += made.runs
@@ -323,12 +167,12 @@ class Bench:
 
         The module is as it was before the base run; where this is not the `first`, as the last run has left it.
         """
-        args, kwargs = self.arguments(changes or {})
+        args, kwargs = self.given.of_call(changes or {})
         if first:
             self.restore()
         self.runs += 1
-        self._tick(f"run {self.runs}")
-        return replace(self.own, args=args, kwargs=kwargs, seed=self.own.seed if seed is None else seed, grad=grad)
+        self.tick(f"run {self.runs}")
+        return replace(self.own, args=args, kwargs=kwargs, seed=self.seed if seed is None else seed, grad=grad)
 
     def _with_wider(self, seen: Run) -> Run:
         return replace(seen, wider=self.own.wider_run(seen)) if self.own.without_ones is not None else seen
@@ -342,6 +186,13 @@ class Bench:
     def flow(self) -> Flow:
         """Computes what was recorded again."""
         return Flow(self.seen, self.own)
+
+    @property
+    def mask_line(self) -> str:
+        """The line of the first mask, or where there is none, of the first scores; empty without any."""
+        masks = [found.masks[0].source for found, _ in self.seen.attentions if found.masks]
+        scores = [found.score_product.op.source for found, _ in self.seen.attentions]
+        return next(iter([*masks, *scores]), "")
 
     def release(self) -> None:
         """Let go of what was held of the base run."""
@@ -372,8 +223,7 @@ class Bench:
         if not self.sources or self.sources[0].positions is None:
             return False
         source, out = self.sources[0], self.output
-        axes = [axis for axis in (source.batch, source.positions) if axis is not None]
-        return out.dim() > max(axes) and all(out.shape[axis] == source.value.shape[axis] for axis in axes)
+        return out.dim() > max(source.axes) and all(out.shape[axis] == source.value.shape[axis] for axis in source.axes)
 
     def first_row(self) -> dict[str, Tensor]:
         """The arguments of the first row of the batch alone; empty where there is one row, or none is known."""
@@ -407,16 +257,14 @@ class Bench:
 
     def moved(self, output: Tensor, base: Tensor | None = None) -> Tensor:
         """How far each output token is from that of another run, `batch position`; 0 within rounding."""
-        apart = self.apart(output, self.output if base is None else base)
-        limit = self.limit
-        return torch.where(apart > limit, apart, torch.zeros_like(apart))
+        return self._beyond_rounding(self.apart(output, self.output if base is None else base))
+
+    def _beyond_rounding(self, apart: Tensor) -> Tensor:
+        return torch.where(apart > self.limit, apart, torch.zeros_like(apart))
 
     def apart(self, output: Tensor, base: Tensor) -> Tensor:
         """The largest difference of each output token, `batch position`."""
-        source = self.sources[0]
-        axes = [axis for axis in (source.batch, source.positions) if axis is not None]
-        if not self.follows:
-            axes = [0]
+        axes = self.sources[0].axes if self.follows else [0]
         both = [value.movedim(axes, tuple(range(len(axes)))).flatten(len(axes)) for value in (output, base)]
         if output.dim() == len(axes):
             both = [value[..., None] for value in both]
@@ -442,59 +290,42 @@ class Bench:
         return 16 * torch.finfo(out.dtype).eps * max(largest, 1e-6)
 
     @cached_property
-    def reach(self) -> dict[int, Tensor]:
-        """Position to what moves when the token there is another, in the first row: `batch position`.
+    def bits_moved(self) -> dict[int, Tensor]:
+        """Position to what moves, by one bit or more, when the token there is another: `batch position`.
 
-        Raises `NotPossibleError` where no token can be changed, `RaisedError` where the forward raises then.
+        The token is one of the first row. Raises `NotPossibleError` where no token can be changed, `RaisedError` where
+        the forward raises then. Empty where it is run once alone.
         """
+        if self.once:
+            return {}
         if not self.sources:
             raise NotPossibleError("no argument holds tokens that could be changed")
         source = self.sources[0]
+        places = {place: source.at(0, place) for place in sorted({source.length // 2, source.length - 1})}
         if source.positions is None:
-            index = (0, slice(None), slice(0, 2), slice(0, 2))[: source.value.dim()]
-            return {0: self.moved(self.run(self.other_tokens(source, index)))}
-        found = {}
-        for place in sorted({source.length // 2, source.length - 1}):
-            output = self.run(self.other_tokens(source, source.at(0, place)))
-            self._raw[place] = self.apart(output, self.output)
-            found[place] = self.moved(output)
-        return found
+            places = {0: (0, slice(None), slice(0, 2), slice(0, 2))[: source.value.dim()]}
+        outputs = {place: self.run(self.other_tokens(source, index)) for place, index in places.items()}
+        return {place: self.apart(output, self.output) for place, output in outputs.items()}
 
-    def aside(self, check: str, reason: str) -> None:
-        """Say that a part of a check could not be made."""
-        self.asides.append((check, reason))
-
-    def apart_of(self, place: int) -> Tensor:
-        """What moves, by one bit or more, when the token at a place of `reach` is another: `batch position`."""
-        return self._raw[place]
-
-    def plain_output(self) -> Tensor:
-        """The output of a run as it is, without a recording."""
-        if "output" not in self.__dict__:
-            self.__dict__["output"] = self.run()
-        return self.output
-
-    def remember(self) -> None:
-        """Take what the modules hold now for the state from which runs begin."""
-        self._attributes = _attributes_of(self.module)
+    @cached_property
+    def reach(self) -> dict[int, Tensor]:
+        """The same as `bits_moved`, 0 within rounding."""
+        return {place: self._beyond_rounding(apart) for place, apart in self.bits_moved.items()}
 
     @contextmanager
-    def as_evaluated(self) -> Iterator[None]:
-        """Have the module in eval inside, and as it was afterwards."""
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()
-        self.remember()
+    def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
+        """Have runs begin with the module changed inside, and with it as it was afterwards."""
+        self.restore()
+        before, modes = self._state, [(part, part.training) for part in self.module.modules()]
         try:
+            change(self.module)
+            self._state = self.own.state()
             yield
         finally:
+            self._state = before
             self.restore()
             for part, mode in modes:
                 part.training = mode
-
-
-def _attributes_of(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
-    """Each part of a module with its attributes and buffers by name."""
-    return [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
@@ -531,19 +362,7 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
     return apart.amax(-1) if apart.shape[-1] else apart.sum(-1)
 
 
-def _returning(seen: Run, returned: Any) -> Run:
-    """The same run with what it returned another time."""
-    made = replace(seen, returned=returned)
-    vars(made).update(graph=seen.graph, attentions=seen.attentions)
-    return made
-
-
 def _alike(left: Any, right: Any) -> bool:
     """Whether two runs returned the same, to the bit."""
     one, other = outputs_of(left)[0], outputs_of(right)[0]
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def modules_of(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module has parts of these kinds."""
-    return any(isinstance(part, kinds) for part in module.modules())

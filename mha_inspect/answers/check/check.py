@@ -5,52 +5,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ...errors import InputError, SpecError
+from torch import nn
+
+from ...errors import InputError
 from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
-from ...text import did_you_mean, plural
-from . import behaviour, declared, structure, weights
+from ...text import plural
+from . import behaviour
 from .bench import Bench, NotPossibleError, RaisedError
-from .facts import WithoutHeads, facts_of, heads_of, without_heads
-from .intent import CHECKS, Intent
+from .cache import cache
+from .facts import facts_of, heads_of, without_heads
+from .heads import grouped, heads
+from .intent import CHECKS, Intent, chosen_checks
+from .numbers import finite, kernels
+from .padding import padding
+from .reference import reference
 from .rotary import rotary
-from .sight import sights
+from .softmax import lone_softmaxes, masking, softmax
+from .weights import parameters
 
 _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
     "inputs": behaviour.inputs,
-    "heads": structure.heads,
-    "softmax": structure.softmax,
-    "masking": structure.masking,
-    "finite": structure.finite,
-    "kernels": structure.kernels,
-    "grouped": structure.grouped,
+    "heads": heads,
+    "softmax": softmax,
+    "masking": masking,
+    "finite": finite,
+    "kernels": kernels,
+    "grouped": grouped,
     "rotary": rotary,
     "batch": behaviour.batch,
     "mixing": behaviour.mixing,
-    "parameters": weights.parameters,
+    "parameters": parameters,
     "repeat": behaviour.repeat,
     "training": behaviour.training,
     "causal": behaviour.causal,
     "window": behaviour.window,
-    "padding": declared.padding,
-    "cache": declared.cache,
+    "padding": padding,
+    "cache": cache,
     "scale": behaviour.scale,
-    "reference": declared.reference,
+    "reference": reference,
 }
 _NEED_RUNS = ("batch", "mixing", "parameters", "repeat", "training", "padding", "cache")
 """Checks that run the module again."""
 _NEED_NO_NUMBERS = ("scale", "parameters")
 """Checks that a run on meta is enough for."""
+_ON_META = {"parameters": "every projection is read, once"}
+"""What holds where one of them finds nothing there, in the place of what `CHECKS` says."""
 _NEED_NUMBERS = ("heads", "softmax", "masking", "finite", "kernels", "grouped", "rotary", "reference")
 """Checks that read what is held of the base run: they come before it is let go."""
-
-
-def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[str, ...]:
-    """The checks to make. Raises `SpecError` for a name that is none."""
-    for name in (*only, *skip):
-        if name not in CHECKS:
-            raise SpecError(f"{name} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
-    return tuple(name for name in CHECKS if (not only or name in only) and name not in skip)
 
 
 def check(
@@ -76,48 +78,26 @@ def check(
     names = chosen_checks(only, skip)
     bench = Bench(own, intent, tick, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
-        bench.require(argument)
+        bench.given.require(argument)
     findings: list[Finding] = []
     held: list[Held] = []
     left_out: list[LeftOut] = []
-    with bench.as_evaluated():
+    again = not evidence_only and not bench.on_meta
+    with bench.changed_by(nn.Module.eval):
         if not bench.seen.attentions:
-            findings += structure.lone_softmaxes(bench)
+            findings += lone_softmaxes(bench)
             if not findings:
                 raise InputError(_nothing(bench))
             left_out += [LeftOut(name, "no attention is found around this softmax") for name in names]
             names = ()
-        without: list[WithoutHeads] | None = None
-        for name in sorted(names, key=lambda name: name not in _NEED_NUMBERS):
-            if name not in _NEED_NUMBERS and without is None:
-                sights(bench)
-                without = without_heads(bench)
-                bench.release()
-            if bench.on_meta and name not in _NEED_NO_NUMBERS:
-                left_out.append(LeftOut(name, "the module is on meta, and this needs numbers: use --device cpu"))
-                continue
-            if evidence_only and name in _NEED_RUNS:
-                left_out.append(LeftOut(name, "needs more runs than one"))
-                continue
-            tick(name)
-            found: list[Finding] = []
-            whole = True
-            try:
-                for finding in _quiet(bench) if evidence_only and name == "causal" else _RUNS[name](bench):
-                    found.append(finding)
-            except (NotPossibleError, RaisedError) as error:
-                left_out.append(LeftOut(name, _reason(error)))
-                whole = False
-            left_out += [LeftOut(check, reason) for check, reason in bench.asides if check == name]
-            findings += found
-            bench.found |= {finding.check for finding in found if finding.sure}
-            if whole and not found:
-                held.append(Held(name, CHECKS[name]))
-        sights(bench)
-        without = without_heads(bench) if without is None else without
-        again = not evidence_only and not bench.on_meta
+        for name in (name for name in names if name in _NEED_NUMBERS):
+            _run(bench, name, findings, held, left_out)
+        without, _ = without_heads(bench), bench.sights
+        bench.release()
+        for name in (name for name in names if name not in _NEED_NUMBERS):
+            _run(bench, name, findings, held, left_out)
         facts = tuple(facts_of(bench, runs=again))
-        heads = heads_of(bench, without, runs=again)
+        hanging = tuple(heads_of(bench, without, runs=again))
     order = list(CHECKS)
     return CheckReport(
         environment=replace(environment_of(own), seed=bench.own.seed),
@@ -125,7 +105,7 @@ def check(
         intent=intent.told(),
         findings=_by_cause(sorted(findings, key=lambda finding: order.index(finding.check))),
         facts=facts,
-        heads=heads,
+        heads=hanging,
         held=tuple(sorted(held, key=lambda one: order.index(one.check))),
         left_out=tuple(sorted(left_out, key=lambda one: order.index(one.check))),
         runs=bench.runs,
@@ -133,15 +113,29 @@ def check(
     )
 
 
-def _quiet(bench: Bench) -> Iterator[Finding]:
-    """What the recorded scores alone say of who sees whom."""
-    bench.__dict__["reach"] = {}
-    return behaviour.causal(bench)
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"the forward raises under a changed input: {text}" if isinstance(error, RaisedError) else text
+def _run(bench: Bench, name: str, findings: list[Finding], held: list[Held], left_out: list[LeftOut]) -> None:
+    """Make one check, and add what it found to the findings; else that it held, or why it was left out."""
+    if bench.on_meta and name not in _NEED_NO_NUMBERS:
+        left_out.append(LeftOut(name, "the module is on meta, and this needs numbers: use --device cpu"))
+        return
+    if bench.once and name in _NEED_RUNS:
+        left_out.append(LeftOut(name, "needs more runs than one"))
+        return
+    bench.tick(name)
+    found: list[Finding] = []
+    reasons: list[str] = []
+    try:
+        for finding in _RUNS[name](bench):
+            found.append(finding)
+    except NotPossibleError as error:
+        reasons.append(" ".join(str(error).split()))
+    except RaisedError as error:
+        reasons.append(f"the forward raises under a changed input: {' '.join(str(error).split())}")
+    findings += found
+    bench.found |= {finding.check for finding in found if finding.sure}
+    if not found and not reasons:
+        held.append(Held(name, _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]))
+    left_out += [LeftOut(name, reason) for reason in (*reasons, *bench.asides.pop(name, ()))]
 
 
 def _by_cause(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -49,7 +50,7 @@ class _Slot:
         return self
 
 
-class _Sieve(XRay):  # type: ignore[no-untyped-call]
+class _Sieve(XRay):  # type: ignore[no-untyped-call]  # torch's modes are not annotated, nor how one is derived
     """A recorder that holds of the tensors it looks at what `wanted` makes of them, by the number of the look."""
 
     def __init__(self, own: Subject, wanted: Mapping[int, Keep]) -> None:
@@ -119,9 +120,15 @@ def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | 
     if next(sieve._numbers) != looks:
         return None
     values = {key: sieve.held[numbers[key]][0] for key in plan.held if key in numbers}
-    made = replace(seen, recording=replace(seen.recording, values=values), returned=returned)
-    vars(made).update(graph=seen.graph, attentions=seen.attentions)  # the same operations ran
-    return Evidence(made, plan.unfinite)
+    recording = replace(seen.recording, values=values)
+    return Evidence(of_same_ops(seen, recording=recording, returned=returned), plan.unfinite)
+
+
+def of_same_ops(seen: Run, **changes: Any) -> Run:
+    """Return a run with something else in it, in which the same operations ran."""
+    made = replace(seen, **changes)
+    vars(made).update(graph=seen.graph, attentions=seen.attentions)
+    return made
 
 
 class _Plan:
@@ -129,31 +136,17 @@ class _Plan:
 
     def __init__(self, seen: Run, *, whole_stages: bool) -> None:
         self.unfinite: dict[int, tuple[int, int]] = {}
-        self._whole: set[int] = set()
-        self._levels: set[int] = set()
-        self._bars: set[int] = set()
-        self._stages: dict[int, str] = {}
-        for found, _, _ in kinds(seen):
-            self._whole |= _around(seen.recording, found)
-        heads = 0
-        for found, names in seen.attentions:
-            for turn in found.branches or (found,):
-                self._stages.update({tensor.id: stage for stage, tensor in turn.stages.items()})
-                for stage, kept in (("weights", self._levels), ("masked_scores", self._bars)):
-                    if stage in turn.stages:
-                        kept.add(turn.stages[stage].id)
-            heads += names.num_heads
-            end = found.stages.get("output") or found.stages.get("concat")
-            if end is not None and heads <= MOST_HEADS:
-                self._whole.add(found.stages["context"].id)
-                hangs = between(seen.recording, {found.stages["context"].id}, end)
-                made = {tensor.id for op in hangs for tensor in op.outputs}
-                self._whole |= {tensor.id for op in hangs for tensor in op.inputs} - made
-        if whole_stages:
-            self._whole |= set(self._stages)
-        self._shapes = {t.id: t.shape for op in seen.recording.ops for t in (*op.inputs, *op.outputs)}
-        leaves = {named.tensor.id for named in (*seen.recording.parameters, *seen.recording.buffers)}
-        self._whole -= leaves
+        recording = seen.recording
+        turns = [turn for found, _ in seen.attentions for turn in found.branches or (found,)]
+        self._stages = {tensor.id for turn in turns for tensor in turn.stages.values()}
+        self._levels, self._bars = (
+            {turn.stages[stage].id for turn in turns if stage in turn.stages} for stage in ("weights", "masked_scores")
+        )
+        leaves = {named.tensor.id for named in (*recording.parameters, *recording.buffers)}
+        around = (_around(recording, found) for found, _, _ in kinds(seen))
+        whole = set[int]().union(*around, _behind_contexts(seen), self._stages if whole_stages else ())
+        self._whole = whole - leaves
+        self._shapes = {t.id: t.shape for op in recording.ops for t in (*op.inputs, *op.outputs)}
 
     @property
     def held(self) -> set[int]:
@@ -162,28 +155,31 @@ class _Plan:
 
     def keeps(self) -> dict[int, Keep]:
         """Return what is made of each tensor that is looked at."""
-        return {key: self._keep(key) for key in self.held | set(self._stages)}
+        return {key: partial(self._keep, key) for key in self.held | self._stages}
 
-    def _keep(self, key: int) -> Keep:
-        stage = self._stages.get(key)
-        whole, is_level, is_bar = key in self._whole, key in self._levels, key in self._bars
-        shape = self._shapes.get(key)
-
-        def keep(tensor: Tensor) -> Any:
-            if shape is not None and tuple(tensor.shape) != shape:
-                raise _OtherRunError
-            if stage is not None:
-                self._look(key, tensor)
-            if whole:  # what is a small part of some memory does not hold all of it
-                return tensor.clone() if tensor.untyped_storage().nbytes() > 1.5 * tensor.nbytes else tensor
-            return weight_levels(tensor) if is_level else tensor > BARRED if is_bar else _Slot(-1)
-
-        return keep
-
-    def _look(self, key: int, tensor: Tensor) -> None:
-        counts = _unfinite(tensor)
+    def _keep(self, key: int, tensor: Tensor) -> Any:
+        if key in self._shapes and tuple(tensor.shape) != self._shapes[key]:
+            raise _OtherRunError
+        counts = _unfinite(tensor) if key in self._stages else (0, 0)
         if any(counts):
             self.unfinite[key] = counts
+        if key in self._whole:  # what is a small part of some memory does not hold all of it
+            return tensor.clone() if tensor.untyped_storage().nbytes() > 1.5 * tensor.nbytes else tensor
+        return weight_levels(tensor) if key in self._levels else tensor > BARRED if key in self._bars else _Slot(-1)
+
+
+def _behind_contexts(seen: Run) -> set[int]:
+    """Ids of what the output of each attention hangs on behind its context, of as many as have `MOST_HEADS` heads."""
+    heads, found_ids = 0, set[int]()
+    for found, names in seen.attentions:
+        heads += names.num_heads
+        end = found.stages.get("output") or found.stages.get("concat")
+        if end is not None and heads <= MOST_HEADS:
+            context = found.stages["context"]
+            hangs = between(seen.recording, {context.id}, end)
+            made = {tensor.id for op in hangs for tensor in op.outputs}
+            found_ids |= {context.id} | ({tensor.id for op in hangs for tensor in op.inputs} - made)
+    return found_ids
 
 
 def _unfinite(tensor: Tensor) -> tuple[int, int]:

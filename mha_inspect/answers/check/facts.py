@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...reports.check import Fact, Head
+from ...text import first_few
 from .bench import Bench, NotPossibleError
 from .evidence import MOST_HEADS
 from .gradients import gradients_of, weight_of
 from .masks import mask_facts
-from .sight import sights
 from .tokens import Flow, LostError
 
 
 def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
     """Yield what is so; with `runs` also what more runs tell."""
-    yield from _scales(bench)
-    yield from _over(bench)
-    yield from _sights(bench)
+    every = bench.seen.attentions
+    scales = ((f"{scale_words(found, names)} (head_dim {names.head_dim})", (), found.module) for found, names in every)
+    yield from _by_words("scale", scales)
+    yield from _by_words("attended over", ((_over(found, names), (), found.module) for found, names in every))
+    yield from _by_words("who sees whom", ((sight.words(), sight.picture, sight.module) for sight in bench.sights))
     if runs:
         yield from mask_facts(bench)
+
+
+def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> Iterator[Fact]:
+    """Yield what is told of attentions, once: words, a picture, and the module of each; nothing for no words."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for words, picture, module in told:
+        groups.setdefault((words, picture), []).append(module)
+    for (words, picture), modules in groups.items():
+        where = f" in {first_few(modules, 1)}" if len(groups) > 1 and any(modules) else ""
+        if words:
+            yield Fact(name, words + where, picture)
+
+
+def _over(found: Attention, names: AxisNames) -> str:
+    """What is attended over, where it is not the keys."""
+    if found.over_queries:
+        return "the queries, which compete for each key"
+    return "the features of a head, not positions" if names.over_features else ""
 
 
 def scale_words(found: Attention, names: AxisNames) -> str:
@@ -49,50 +69,11 @@ def scale_words(found: Attention, names: AxisNames) -> str:
     return f"{found.scale:.4g}, {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
 
 
-def _scales(bench: Bench) -> Iterator[Fact]:
-    groups: dict[str, list[str]] = {}
-    for found, names in bench.seen.attentions:
-        groups.setdefault(f"{scale_words(found, names)} (head_dim {names.head_dim})", []).append(found.module)
-    for words, modules in groups.items():
-        yield Fact("scale", words + _where(modules, len(groups)))
+WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
+"""Attentions, and how much the output of each changes without each of its heads."""
 
 
-def _over(bench: Bench) -> Iterator[Fact]:
-    """Yield what is attended over, where it is not the keys."""
-    groups: dict[str, list[str]] = {}
-    for found, names in bench.seen.attentions:
-        words = "the features of a head, not positions" if names.over_features else ""
-        words = "the queries, which compete for each key" if found.over_queries else words
-        groups.setdefault(words, []).append(found.module)
-    for words, modules in groups.items():
-        if words:
-            yield Fact("attended over", words + _where(modules, len(groups)))
-
-
-def _where(modules: list[str], groups: int) -> str:
-    if groups == 1 or not any(modules):
-        return ""
-    return f" in {modules[0]}" + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
-
-
-def _sights(bench: Bench) -> Iterator[Fact]:
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for sight in sights(bench):
-        groups.setdefault((sight.words(), sight.picture), []).append(sight.module)
-    for (words, picture), modules in groups.items():
-        yield Fact("who sees whom", words + _where(modules, len(groups)), picture)
-
-
-@dataclass(frozen=True)
-class WithoutHeads:
-    """How much the output of an attention changes without each of its heads."""
-
-    found: Attention
-    names: AxisNames
-    changes: list[float]
-
-
-def without_heads(bench: Bench) -> list[WithoutHeads]:
+def without_heads(bench: Bench) -> WithoutHeads:
     """Return what changes without each head, for as many attentions as have `MOST_HEADS` heads together."""
     heads = 0
     made = []
@@ -100,25 +81,20 @@ def without_heads(bench: Bench) -> list[WithoutHeads]:
         heads += names.num_heads
         if found.branches or heads > MOST_HEADS:
             continue
-        try:
-            made.append(WithoutHeads(found, names, _without_each(bench.flow, found, names)))
-        except LostError:
-            continue
+        with suppress(LostError):
+            made.append((found, names, _without_each(bench.flow, found, names)))
     return made
 
 
-def heads_of(bench: Bench, changed: list[WithoutHeads], *, runs: bool) -> tuple[Head, ...]:
-    """Return what hangs on each head: the output of its attention without it, and its share of the gradient."""
-    try:
+def heads_of(bench: Bench, without: WithoutHeads, *, runs: bool) -> Iterator[Head]:
+    """Yield what hangs on each head: the output of its attention without it, and its share of the gradient."""
+    gradients: Mapping[str, Tensor | None] = {}
+    with suppress(NotPossibleError):
         gradients = gradients_of(bench) if runs else {}
-    except NotPossibleError:
-        gradients = {}
-    shares = [_shares(bench, one.found, one.names, gradients) for one in changed]
-    return tuple(
-        Head(one.found.module, head, change, share[head] if share else None)
-        for one, share in zip(changed, shares, strict=True)
-        for head, change in enumerate(one.changes)
-    )
+    for found, names, changes in without:
+        share = _shares(bench, found, names, gradients)
+        for head, change in enumerate(changes):
+            yield Head(found.module, head, change, share[head] if share else None)
 
 
 def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]:

@@ -95,7 +95,7 @@ def _backwards(bench: Bench, parameters: list[nn.Parameter], *, row: bool, by_la
 
     With `by_layer` each layer of a list is run again when its turn comes.
     """
-    without_cache = {"use_cache": False} if "use_cache" in bench.parameters else {}
+    without_cache = {"use_cache": False} if "use_cache" in bench.given.parameters else {}
     own = bench.subject({**(bench.first_row() if row else {}), **without_cache}, grad=True)
     latest: dict[str, dict[int, Tensor]] = {}
     for layers in (part for part in own.module.modules() if by_layer and isinstance(part, nn.ModuleList)):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
+
+from ...errors import SpecError
+from ...text import did_you_mean, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +34,23 @@ CHECKS = {
     "reference": "the reference gives the same",
 }
 """Each check with what holds where it finds nothing, causes before their consequences."""
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "padding_true": ("keep", "ignore"),
+    "padding_side": ("left", "right"),
+    "batch_axis": (0, 1),
+    "scale": ("sqrt_head_dim",),
+}
+
+
+def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of the checks to make. Raises `SpecError` for a name that is none, and where none is left."""
+    for name in (*only, *skip):
+        if name not in CHECKS:
+            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
+    chosen = tuple(name for name in CHECKS if (not only or name in only) and name not in skip)
+    if not chosen:
+        raise SpecError("only and skip leave no check to make. Drop one of the two.")
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -46,10 +67,19 @@ class Intent:
     padding_side: Literal["left", "right"] | None = None
     cache: str | None = None
     """The argument that takes what the forward returned second."""
-    batch_axis: int | None = None
+    batch_axis: Literal[0, 1] | None = None
     scale: Literal["sqrt_head_dim"] | None = None
     reference: nn.Module | None = None
     """A trusted module that takes the same arguments."""
+
+    def __post_init__(self) -> None:
+        """Raise `SpecError` for what no module can be meant to do."""
+        if self.window is not None and self.window < 1:
+            raise SpecError(f"window {self.window} is too small: a position sees its own, 1, and more. Try window 4.")
+        for name, known in _KNOWN.items():
+            said = getattr(self, name)
+            if said is not None and said not in known:
+                raise SpecError(f"{name} {shown(said)} is not known: {', '.join(map(str, known))}.")
 
     def told(self) -> dict[str, Any]:
         """What was said, by name, as plain data."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...reports.check import Fact, Finding
 from ...text import shortened, spans
-from . import structure
-from .bench import Bench, NotPossibleError, RaisedError, Source
-from .sight import Sight, sights
+from .arguments import Source
+from .bench import Bench, NotPossibleError, RaisedError
+from .sight import Sight
+from .softmax import masking, softmax
 
 _MOST = 2
 """Mask arguments that are looked at."""
@@ -46,6 +47,11 @@ class Masked:
         """Whether any attention sees more."""
         return any(bool((now.seen & ~was.seen).any()) for was, now in self.pairs)
 
+    @property
+    def meaning(self) -> tuple[Tensor, Tensor]:
+        """The value that keeps a key, and the one that ignores it."""
+        return (self.value, self.other) if self.bars else (self.other, self.value)
+
 
 def masked_runs(bench: Bench) -> list[Masked | Fact]:
     """Return a run for each mask argument, or a fact where the forward does not take another value."""
@@ -66,7 +72,7 @@ def _made(bench: Bench) -> Iterator[Masked | Fact]:
         looked_at += 1
         keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
         count = max(2, source.length // 4)
-        causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in sights(bench))
+        causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in bench.sights)
         # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
         keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
         by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
@@ -83,7 +89,7 @@ def _made(bench: Bench) -> Iterator[Masked | Fact]:
         changed[place] = other
         try:
             made = bench.changed({name: changed})
-            pairs = tuple(_pairs(sights(bench), sights(made), source))
+            pairs = tuple(_pairs(bench.sights, made.sights, source))
         except (RaisedError, NotPossibleError) as error:
             yield Fact("mask", f"{name}: the forward does not take another value ({error})")
             continue
@@ -103,7 +109,7 @@ def mask_facts(bench: Bench) -> Iterator[Fact]:
         if isinstance(made, Fact):
             yield made
         elif made.bars != made.opens:
-            kept, ignored = (made.value, made.other) if made.bars else (made.other, made.value)
+            kept, ignored = made.meaning
             yield Fact("mask", f"{made.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
         elif made.pairs and not made.bars:
             place = int(made.keys[0].nonzero()[0])
@@ -123,7 +129,7 @@ def mask_faults(bench: Bench) -> Iterator[Finding]:
         yield from _misplaced(made, declared=declared)
         yield from _without_effect(bench, made, declared=declared)
         yield from _nan(bench, made)
-        for check, name in ((structure.masking, "masking"), (structure.softmax, "softmax")):
+        for check, name in ((masking, "masking"), (softmax, "softmax")):
             try:
                 found = [] if name in bench.found else list(check(made.bench))
             except NotPossibleError:
@@ -153,7 +159,7 @@ def _nan(bench: Bench, made: Masked) -> Iterator[Finding]:
     if not bench.follows or bool(bench.output.isnan().any()) or not bool(nan.any()):
         return
     marked = made.keys if made.source is bench.sources[0] and made.bars else torch.zeros_like(made.keys)
-    axes = [axis for axis in (bench.sources[0].batch, bench.sources[0].positions) if axis is not None]
+    axes = bench.sources[0].axes
     rows = nan.movedim(axes, tuple(range(len(axes)))).flatten(len(axes)).any(-1) if nan.dim() > len(axes) else nan
     rows = rows if len(axes) == 2 else rows[None]
     real = marked.shape != rows.shape or bool((rows & ~marked).any())
@@ -170,52 +176,39 @@ def _nan(bench: Bench, made: Masked) -> Iterator[Finding]:
 
 
 def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
-    """Yield attentions that bar queries for keys, or keys of another row of the batch."""
+    """Yield an attention that bars queries for keys, or keys of another row of the batch."""
     if made.bars == made.opens:
         return
-    kept, ignored = (made.value, made.other) if made.bars else (made.other, made.value)
+    kept, ignored = made.meaning
+    keys, rows = made.keys, made.keys.any(1)
     for was, now in made.pairs:
         changed = was.seen != now.seen
-        if not bool(changed.any()):
-            continue
-        keys, rows = made.keys, made.keys.any(1)
         # What padding's own queries see is of no account.
         real = changed & ~keys[:, :, None] if was.queries == was.keys else changed
-        by_key = real.any(1)
+        by_key, sure, fix = real.any(1), True, ""
         evidence = f"With {made.name} {_word(made.other)} at keys {_places(keys[0])} of row 0"
         if bool(changed[~rows].any()):
-            yield Finding(
-                "padding",
-                "The mask of one row bars keys of another row.",
-                f"{evidence} and {_word(made.value)} in row {int((~rows).nonzero()[0])}, the scores of that row are "
-                "masked otherwise as well.",
-                source=now.line,
-                module=now.module,
-                fix="repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) "
-                "for (batch heads).",
+            sentence = "The mask of one row bars keys of another row."
+            other = int((~rows).nonzero()[0])
+            evidence += f" and {_word(made.value)} in row {other}, the scores of that row are masked otherwise as well."
+            fix = (
+                "repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) for "
+                "(batch heads)."
             )
-            return
-        if made.bars and not bool(real.any()):
-            if not bool(now.seen[0, keys[0]].any()):
-                yield Finding(
-                    "padding",
-                    "The mask bars queries, not keys: what it marks is seen by all others.",
-                    f"{evidence}, these queries see nothing, and the others see what they saw.",
-                    source=now.line,
-                    module=now.module,
-                    fix="the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
-                )
-                return
+        elif made.bars and bool(changed.any()) and not bool(real.any()):
+            if bool(now.seen[0, keys[0]].any()):
+                continue
+            sentence = "The mask bars queries, not keys: what it marks is seen by all others."
+            evidence += ", these queries see nothing, and the others see what they saw."
+            fix = "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key."
         elif bool((by_key & ~keys).any()):
-            yield Finding(
-                "padding",
-                f"The mask bars other keys than those where {made.name} is {_word(ignored)}.",
-                f"{evidence}, the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps.",
-                sure=declared,
-                source=now.line,
-                module=now.module,
-            )
-            return
+            sentence = f"The mask bars other keys than those where {made.name} is {_word(ignored)}."
+            evidence += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
+            sure = declared
+        else:
+            continue
+        yield Finding("padding", sentence, evidence, sure, now.line, now.module, fix)
+        return
 
 
 def _places(marks: Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
-from .bench import Bench, NotPossibleError
-from .evidence import between, kinds
+from .bench import Bench
+from .evidence import between
+from .kinds import each_kind
 from .tokens import LostError, Side, Tokens
 
 _NEAR = 1e-3
@@ -20,32 +22,26 @@ _NEAR = 1e-3
 
 def rotary(bench: Bench) -> Iterator[Finding]:
     """Yield where queries and keys of one position are not turned alike, and where values are turned."""
-    looked_at = 0
-    for found, names, count in kinds(bench.seen):
-        tokens = Tokens(bench.flow, found, names)
-        try:
-            sides = {name: tokens.side(name) for name in ("query", "key", "value")}
-            turns = {name: _turns(bench, side) for name, side in sides.items()}
-            if not any(turns.values()):
-                continue
-            content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
-        except LostError:
-            continue
-        more = f" The same in {count} attentions." if count > 1 else ""
-        looked_at += 1
-        for finding in (
-            _by_head(content, turns) or _one_alone(content, turns) or _not_alike(tokens, sides, content, turns),
-            _values(bench, found, content["value"], turns["value"]),
-        ):
-            if finding is not None:
-                sentence, evidence, op, fix = finding
-                source = op.source if op else ""
-                yield Finding("rotary", sentence, evidence + more, source=source, module=found.module, fix=fix)
-    if not looked_at:
-        raise NotPossibleError("nothing turns queries and keys by their positions")
+    return each_kind(bench, _rotary, "nothing turns queries and keys by their positions")
+
+
+def _rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
+    sides = {name: tokens.side(name) for name in ("query", "key", "value")}
+    turns = {name: _turning(bench, {side.source.id}, side.target) for name, side in sides.items()}
+    if not any(turns.values()):
+        raise LostError
+    content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
+    for told in (
+        _by_head(content, turns) or _one_alone(content, turns) or _not_alike(tokens, sides, content, turns),
+        _values(bench, tokens.found, content["value"], turns["value"]),
+    ):
+        if told is not None:
+            sentence, evidence, op, fix = told
+            yield Finding("rotary", sentence, evidence, source=op.source if op else "", fix=fix)
 
 
 Told = tuple[str, str, Op | None, str]
+"""What is wrong, the evidence, the operation that turns, and the fix."""
 
 
 def _by_head(content: dict[str, Tensor], turns: dict[str, Op | None]) -> Told | None:
@@ -162,15 +158,11 @@ def _of_equal_tokens(side: Side, *, seed: int) -> Tensor:
     return content.reshape(-1, *content.shape[-2:])
 
 
-def _turns(bench: Bench, side: Side) -> Op | None:
-    """Return the operation that turns a side by cosines and sines; None where none does.
-
-    Raises `LostError` where other tokens than those of its source come in on the way.
-    """
-    return _turning(bench, {side.source.id}, side.target)
-
-
 def _turning(bench: Bench, sources: set[int], target: TensorRef) -> Op | None:
+    """Return the operation that turns what comes from sources by cosines and sines; None where none does.
+
+    Raises `LostError` where other tokens come in on the way.
+    """
     recording = bench.seen.recording
     path = between(recording, sources, target)
     reached = sources | {tensor.id for op in path for tensor in op.outputs}
@@ -192,26 +184,14 @@ def _turning(bench: Bench, sources: set[int], target: TensorRef) -> Op | None:
         for _, other in tables[place + 1 :]:
             if other.shape != one.shape or not one.is_floating_point() or not bool((other.abs() > _NEAR).any()):
                 continue
-            near = max(_NEAR, 8 * torch.finfo(one.dtype).eps)
-            if bool(((one.double() ** 2 + other.double() ** 2 - 1).abs() < near).all()) and _vary_at_all(one):
+            near, cos, sin = max(_NEAR, 8 * torch.finfo(one.dtype).eps), one.double(), other.double()
+            if bool(((cos**2 + sin**2 - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR:
                 return op
     return None
 
 
-def _vary_at_all(table: Tensor) -> bool:
-    return float(table.double().max() - table.double().min()) > _NEAR
-
-
 def _hangs_on_weights(bench: Bench, tensor: TensorRef) -> bool:
     """Whether a matrix of the module is behind a tensor."""
-    recording, storages = bench.seen.recording, bench.seen.recording.parameter_storages
-    queue, seen = [tensor], set()
-    while queue:
-        op = recording.producer(queue.pop())
-        if op is None or op.index in seen:
-            continue
-        seen.add(op.index)
-        if any(t.storage in storages and len(t.shape) > 1 for t in op.inputs):
-            return True
-        queue += op.inputs
-    return False
+    storages = bench.seen.recording.parameter_storages
+    behind = islice(bench.seen.graph.back(tensor, lambda _: True), 1, None)
+    return any(step.tensor.storage in storages and len(step.tensor.shape) > 1 for step in behind)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
-from .bench import Bench
+from ...naming.subject import Run
 from .evidence import BARRED, weight_levels
 
 _SIDE = 12
@@ -109,12 +109,10 @@ class Sight:
             return None
         future = self.any_row & (self.distance < 0)
         if bool(future.any()):
-            query, key = (int(n) for n in future.nonzero()[0])
             off = bool((self.distance[future] == -1).all())
             return (
                 "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
-                f"Query {query} gives weight to key {key}, {_place(query + self.shift - key)}; "
-                f"{int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
+                f"{self._first(future, 'weight')}; {int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
         # A key that is barred to all is padding.
@@ -148,54 +146,46 @@ class Sight:
             # To both sides, a window of 2 · n + 1, or of n to each side, is called n by some.
             beyond = self.any_row & (self.distance.abs() > limit)
         if bool(beyond.any()):
-            query, key = (int(n) for n in beyond.nonzero()[0])
             far = int(self.distance[self.any_row].max()) + 1
             return (
                 f"A position sees beyond its window of {width}: it sees {far} positions, its own included.",
-                f"Query {query} gives weight to key {key}, {_place(query + self.shift - key)}.",
+                f"{self._first(beyond, 'weight')}.",
             )
         known = self.any_row.any(0)[None]
         missing = (self.distance >= 0) & (self.distance <= limit) & known & ~self.any_row
         if bool(missing.any()) and causal is not False and not bool((self.any_row & (self.distance < 0)).any()):
-            query, key = (int(n) for n in missing.nonzero()[0])
-            return (
-                f"A position does not see all of its window of {width}.",
-                f"Query {query} gives no weight to key {key}, {_place(query + self.shift - key)}.",
-            )
+            return f"A position does not see all of its window of {width}.", f"{self._first(missing, 'no weight')}."
         return None
 
+    def _first(self, marks: Tensor, what: str) -> str:
+        """`Query 3 gives weight to key 5, 2 behind it`: the first pair that is marked."""
+        query, key = (int(number) for number in marks.nonzero()[0])
+        distance = int(self.distance[query, key])
+        place = f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"
+        return f"Query {query} gives {what} to key {key}, {place}"
 
-def _place(distance: int) -> str:
-    """Return where a key stands that many positions before a query: its own, before it, behind it."""
-    return f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"
 
-
-def sights(bench: Bench) -> tuple[Sight, ...]:
-    """What the queries of each attention see, of those of which it is known."""
-    known: tuple[Sight, ...] | None = bench.__dict__.get("sights")
-    if known is not None:
-        return known
+def sights_of(seen: Run) -> tuple[Sight, ...]:
+    """Return what the queries of each attention see, of those of which it is known."""
     found = []
-    for attention, names in bench.seen.attentions:
-        weights, scores = (_held(bench, attention, names, stage) for stage in ("weights", "masked_scores"))
+    for attention, names in seen.attentions:
+        weights, scores = (_held(seen, attention, names, stage) for stage in ("weights", "masked_scores"))
         if weights is None or weights.dim() != 4:
             continue
         levels = weights if weights.dtype == torch.uint8 else weight_levels(weights)
-        seen = torch.ones(levels.shape, dtype=torch.bool)
+        look = torch.ones(levels.shape, dtype=torch.bool)
         if attention.masks or scores is not None:
-            seen = (levels > 0).cpu()
+            look = (levels > 0).cpu()
             if scores is not None and scores.shape == levels.shape:
-                seen = seen & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
+                look = look & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        masked = bool(attention.masks)
-        found.append(Sight(seen.any(1), line, attention.module, masked, (levels[0] == 2).any(0).cpu()))
-    bench.__dict__["sights"] = tuple(found)
+        found.append(Sight(look.any(1), line, attention.module, bool(attention.masks), (levels[0] == 2).any(0).cpu()))
     return tuple(found)
 
 
-def _held(bench: Bench, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
+def _held(seen: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
     """Return what is held of a stage in canonical axes; None where that is not known."""
     turns = attention.branches or (attention,)
-    if any(stage not in turn.stages or turn.stages[stage].id not in bench.seen.recording.values for turn in turns):
+    if any(stage not in turn.stages or turn.stages[stage].id not in seen.recording.values for turn in turns):
         return None
-    return content_of(bench.seen, attention, names, stage)
+    return content_of(seen, attention, names, stage)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.elements import coordinates_of
 from ...graph.evaluate import run_again
 from ...graph.products import Product
 from ...naming.axes import AxisNames
@@ -99,7 +100,7 @@ class Side:
 
     def token(self, number: int) -> tuple[int, ...]:
         """The index of a token by its number."""
-        return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), self.tokens))
+        return tuple(map(int, coordinates_of(torch.tensor(number), self.tokens)))
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
         """The rows that move where features of a token are others."""

@@ -12,12 +12,15 @@ from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ...text import shortened, spans
-from .bench import Bench, NotPossibleError
+from .bench import Bench
 from .evidence import kinds
 from .gradients import gradients_of, weight_of
-from .sight import sights
+from .kinds import each_kind
+from .tokens import Tokens
 
 _SIDES = ("query", "key", "value")
+_EXACT = (torch.float32, torch.float64)
+"""What is small does not come out as zero in these."""
 _LARGEST = 1 << 24
 """Elements of what a projection gives up to which it is looked at which of them are read."""
 
@@ -27,6 +30,9 @@ class Living:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
+        self.told: set[str] = set()
+        """Parameters, and modules of such, of which something has been said."""
         ids, storages = {named.tensor.id for named in recording.outputs}, set[int]()
         written = {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
         self.ops: list[Op] = []
@@ -50,6 +56,12 @@ class Living:
     def reads(self) -> dict[str, list[Op]]:
         """Parameter to the operations that compute with it."""
         return {named.name: self.readers.get(named.tensor.storage, []) for named in self.recording.parameters}
+
+    @property
+    def spare(self) -> list[str]:
+        """Parameters that nothing computes with, and of which nothing has been said."""
+        told = {name for name in self.shapes if any(name == path or name.startswith(f"{path}.") for path in self.told)}
+        return [name for name, ops in self.reads.items() if not ops and name not in told]
 
     def unread(self, made: TensorRef) -> set[int]:
         """The features of a projection's output that no operation reads; all of them where none does."""
@@ -80,22 +92,20 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def parameters(bench: Bench) -> Iterator[Finding]:
     """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
-    if not kinds(bench.seen):
-        raise NotPossibleError("no product, softmax and product with values follow one another")
     living = Living(bench.seen.recording)
-    told: set[str] = set()
-    yield from _twice(bench, living, told)
-    yield from _copied_heads(bench)
+    yield from _twice(bench, living)
+    yield from each_kind(bench, _copied_heads)
     for found, _, _ in kinds(bench.seen):
-        yield from _unused(bench, living, found, told)
-        yield from _unread_features(bench, living, found, told)
-    if not bench.on_meta:
-        yield from _without_gradient(bench, living, told)
+        yield from _unused(living, found)
+        yield from _unread_features(bench, living, found)
+    if bench.on_meta:
+        bench.asides["parameters"].append("on meta nothing tells whether each gets a gradient: use --device cpu")
+    else:
+        yield from _without_gradient(bench, living)
 
 
-def _twice(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
+def _twice(bench: Bench, living: Living) -> Iterator[Finding]:
     """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
-    shapes = {named.name: named.tensor.shape for named in bench.seen.recording.parameters}
     sides: dict[str, dict[str, Op]] = defaultdict(dict)
     inside = set()
     for found, _ in bench.seen.attentions:
@@ -108,11 +118,10 @@ def _twice(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
     for name in served:
         if name not in sides and not any(name.startswith(f"{path}." if path else "") for path in inside):
             continue
-        spare = [n for n, ops in living.reads.items() if not ops and shapes[n] == shapes[name] and _beside(n, name)]
-        spare = [n for n in spare if not _is_told(n, told)]
+        spare = [n for n in living.spare if living.shapes[n] == living.shapes[name] and _beside(n, name)]
         if not spare:
             continue
-        told |= {_beside(other, name) for other in spare}
+        living.told |= {_beside(other, name) for other in spare}
         uses = " and the ".join(sides[name]) if len(sides[name]) > 1 else ""
         ops = living.reads[name]
         others = f"{', '.join(spare[:2])}{' and more' if len(spare) > 2 else ''}"
@@ -139,10 +148,6 @@ def _beside(one: str, other: str) -> str:
     return ".".join(left[: differ[0] + 1])
 
 
-def _is_told(name: str, told: set[str]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in told)
-
-
 def _is_whole(bench: Bench, op: Op) -> bool:
     """Whether a projection multiplies by all of a parameter, and not by a piece."""
     name = weight_of(bench, op)
@@ -150,44 +155,36 @@ def _is_whole(bench: Bench, op: Op) -> bool:
     return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
 
 
-def _copied_heads(bench: Bench) -> Iterator[Finding]:
-    """Yield loops over heads of which two turns have the same weights and the same inputs."""
-    for found, _, count in kinds(bench.seen):
-        signs: dict[tuple[object, ...], int] = {}
-        for place, turn in enumerate(found.branches):
-            sign = tuple(
-                (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
-                for side in _SIDES
-                if side in turn.projections
-                for tensor in turn.projections[side].inputs
+def _copied_heads(_: Bench, tokens: Tokens) -> Iterator[Finding]:
+    """Yield where two turns of a loop over heads have the same weights and the same inputs."""
+    signs: dict[tuple[object, ...], int] = {}
+    turns = tokens.found.branches
+    for place, turn in enumerate(turns):
+        sign = tuple(
+            (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
+            for side in _SIDES
+            if side in turn.projections
+            for tensor in turn.projections[side].inputs
+        )
+        first = signs.setdefault(sign, place)
+        anew = all(turns[first].projections.get(side) is not turn.projections.get(side) for side in _SIDES)
+        if len(sign) >= 2 * len(_SIDES) and first != place and anew:
+            yield Finding(
+                "parameters",
+                f"Heads {first} and {place} are one: they have the same weights, and give the same.",
+                "W_q, W_k and W_v of both turns of the loop lie in the same memory.",
+                source=turn.score_product.op.source,
+                fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
             )
-            first = signs.setdefault(sign, place)
-            other = found.branches[first].projections
-            anew = all(other.get(side) is not turn.projections.get(side) for side in _SIDES)
-            if len(sign) >= 2 * len(_SIDES) and first != place and anew:
-                yield Finding(
-                    "parameters",
-                    f"Heads {first} and {place} are one: they have the same weights, and give the same.",
-                    "W_q, W_k and W_v of both turns of the loop lie in the same memory."
-                    + (f" The same in {count} attentions." if count > 1 else ""),
-                    source=turn.score_product.op.source,
-                    module=turn.module,
-                    fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
-                )
-                break
+            return
 
 
-def _unused(bench: Bench, living: Living, found: Attention, told: set[str]) -> Iterator[Finding]:
+def _unused(living: Living, found: Attention) -> Iterator[Finding]:
     """Yield weights of an attention's module of which nothing is made."""
-    shapes = {named.name: named.tensor.shape for named in bench.seen.recording.parameters}
-    spare = [
-        name
-        for name, ops in living.reads.items()
-        if not ops and len(shapes[name]) > 1 and not _is_told(name, told) and _parent(name) == found.module
-    ]
-    told |= set(spare)
+    spare = [name for name in living.spare if len(living.shapes[name]) > 1 and _parent(name) == found.module]
+    living.told |= set(spare)
     width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
-    missed = [name for name in spare if "output" not in found.projections and width in shapes[name]]
+    missed = [name for name in spare if "output" not in found.projections and width in living.shapes[name]]
     for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
         if names:
             yield Finding(
@@ -206,7 +203,7 @@ def _parent(name: str) -> str:
     return ".".join(name.split(".")[:-2])
 
 
-def _unread_features(bench: Bench, living: Living, found: Attention, told: set[str]) -> Iterator[Finding]:
+def _unread_features(bench: Bench, living: Living, found: Attention) -> Iterator[Finding]:
     """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
     packed = Counter(op.index for side, op in found.projections.items() if side in _SIDES)
     for side in _SIDES:
@@ -217,7 +214,7 @@ def _unread_features(bench: Bench, living: Living, found: Attention, told: set[s
         heads = found.stages[f"{side[0]}_heads"].shape[-1]
         if heads <= len(unread) < features:
             name = weight_of(bench, op)
-            told.add(name)
+            living.told.add(name)
             yield Finding(
                 "parameters",
                 f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
@@ -229,47 +226,34 @@ def _unread_features(bench: Bench, living: Living, found: Attention, told: set[s
             )
 
 
-def _without_gradient(bench: Bench, living: Living, told: set[str]) -> Iterator[Finding]:
+def _without_gradient(bench: Bench, living: Living) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
     gradients = gradients_of(bench)
     # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
-    saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in sights(bench))
+    saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in bench.sights)
     for found, _, _ in kinds(bench.seen):
         for side, op in found.projections.items():
             name = weight_of(bench, op)
-            if name in told or name not in gradients:
+            if name in living.told or name not in gradients:
                 continue
-            gradient = gradients[name]
-            if gradient is None and _is_whole(bench, op):
-                part = "gets no gradient"
-            elif (
-                gradient is not None
-                and gradient.dim() == 2
-                and side in _SIDES
-                and not saturated
-                and _is_exact(gradient)
-            ):
-                features = op.output.shape[-1]
+            gradient, part = gradients[name], ""
+            if gradient is None:
+                part = "gets no gradient" if _is_whole(bench, op) else ""
+            elif side in _SIDES and not saturated and gradient.dim() == 2 and gradient.dtype in _EXACT:
                 # A square matrix is taken for nn.Linear's, which has the features that come out first.
-                out = 0 if gradient.shape[0] == features else 1
+                out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
                 dead = (gradient == 0).all(1 - out)
                 dead[sorted(living.unread_of(op))] = False
-                if not found.stages[f"{side[0]}_heads"].shape[-1] <= int(dead.sum()) < dead.numel():
-                    continue
-                part = f"gets no gradient for {int(dead.sum())} of its {dead.numel()} features"
-            else:
-                continue
-            told.add(name)
-            yield Finding(
-                "parameters",
-                f"{name} projects the {side}, and {part}: the graph is cut behind it.",
-                "A sum of the output was taken back through the module.",
-                source=op.source,
-                module=found.module,
-                fix="take detach(), no_grad() or .data out of the way.",
-            )
-
-
-def _is_exact(gradient: torch.Tensor) -> bool:
-    """Whether what is small does not come out as zero."""
-    return gradient.dim() == 2 and gradient.dtype in (torch.float32, torch.float64)
+                number = int(dead.sum())
+                if found.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
+                    part = f"gets no gradient for {number} of its {dead.numel()} features"
+            if part:
+                living.told.add(name)
+                yield Finding(
+                    "parameters",
+                    f"{name} projects the {side}, and {part}: the graph is cut behind it.",
+                    "A sum of the output was taken back through the module.",
+                    source=op.source,
+                    module=found.module,
+                    fix="take detach(), no_grad() or .data out of the way.",
+                )

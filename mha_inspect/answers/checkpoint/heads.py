@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import sqrt
 
 import torch
@@ -45,17 +44,13 @@ def _by_head(own: StoredProjection, content: Tensor) -> Tensor:
     return torch.stack([features[start : start + own.width] for start in own.starts])
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the numbers of the heads of a checkpoint are like."""
+def look_at(
+    attentions: Iterable[tuple[str, Callable[[], Numbers]]],
+) -> tuple[tuple[HeadNorms, ...], tuple[str, ...]]:
+    """Read attentions one after the other, each by its path and what reads it.
 
-    norms: tuple[HeadNorms, ...]
-    notes: tuple[str, ...]
-    """A sentence for each thing that is unusual."""
-
-
-def look_at(attentions: Iterable[tuple[str, Callable[[], Numbers]]]) -> Seen:
-    """Read attentions one after the other, each by its path and what reads it, and return what their heads are like."""
+    Returns how large their heads are, and a sentence for each thing in them that is unusual.
+    """
     norms: list[HeadNorms] = []
     notes: list[str] = []
     for module, read in attentions:
@@ -65,7 +60,7 @@ def look_at(attentions: Iterable[tuple[str, Callable[[], Numbers]]]) -> Seen:
             norms.append(HeadNorms(module, part, tuple(own.double().flatten(1).norm(dim=1).tolist())))
             notes += _of_heads(own, f"{part} of {shown(module) or 'the file'}")
         notes += _as_drawn(numbers, shown(module) or "the attention")
-    return Seen(tuple(norms), tuple(notes))
+    return tuple(norms), tuple(notes)
 
 
 def _of_heads(own: Tensor, called: str) -> Iterator[str]:

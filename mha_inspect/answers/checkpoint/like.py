@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,29 +14,16 @@ from ...errors import InputError
 from ...naming.parameter_words import roles_of
 from ...naming.parameters import Projection, View, projections
 from ...naming.subject import Run
-from ...reports.params import HeadSlice, LikeModule, StoredAttention, StoredName, WrongShape
+from ...reports.params import LikeModule, StoredAttention, StoredName, WrongShape
 from ...targets.files import read_stored
 from ...text import shown
 from .heads import Numbers, has_numbers
-
-
-@dataclass(frozen=True)
-class Likeness:
-    """What a module's own run tells of a checkpoint."""
-
-    report: LikeModule
-    attentions: tuple[StoredAttention, ...]
-    reading: tuple[Callable[[], Numbers], ...]
-    """What reads each attention by head."""
-    roles: dict[str, Role]
-    """By the names in the file."""
-    heads: dict[str, tuple[HeadSlice, ...]]
-    notes: tuple[str, ...]
+from .known import Known
 
 
 def held_against(
     tensors: Mapping[str, StoredTensor], module: nn.Module, seen: Run | None, label: str, counts: Mapping[str, int]
-) -> Likeness:
+) -> Known:
     """Compare the tensors of a file with those of a module, by name and shape, and name what they are for.
 
     Args:
@@ -59,36 +46,32 @@ def held_against(
             "Name the class that the file was saved from, or a part of it."
         )
     if seen is None:
-        return Likeness(report, (), (), {}, {}, ())
+        return Known(like=report)
     primary = {id(parameter): name for name, parameter in module.named_parameters()}
     in_file = {of: name for name, of in inside.items() if of in state and _shape(state[of]) == tensors[name].shape}
     for name, tensor in state.items():  # what is tied to another goes by the name that the run knows
         if name in in_file and id(tensor) in primary:
             in_file.setdefault(primary[id(tensor)], in_file[name])
     known = {in_file[name]: role for name, role in roles_of(seen).items() if name in in_file}
-    attentions, reading, notes = [], [], []
+    attentions, reading = [], []
+    notes = [f"What the tensors are for is read off a run of {label}."]
+    if not seen.attentions:
+        notes.append("No attention was found in that run.")
     found = projections(seen)
     for number, (own_attention, names) in enumerate(seen.attentions):
         own = [one for one in found if one.attention == number]
         parameters = dict.fromkeys(in_file[name] for one in own for name in one.parameters if name in in_file)
-        fits = _fits(own)
         path = _with(own_attention.module, prefix)
-        attentions.append(
-            StoredAttention(path, tuple(parameters), names.num_heads, names.num_kv_heads, names.head_dim, fits)
-        )
-        reading.append(_reader(own, in_file, tensors))
+        counted = (names.num_heads, names.num_kv_heads, names.head_dim)
+        attentions.append(StoredAttention(path, tuple(parameters), *counted, _fits(own)))
+        reading.append(partial(_read, own, in_file, tensors))
         if counts.get(path, names.num_heads) != names.num_heads:
             notes.append(f"{shown(path)} has {names.num_heads} heads in {label}, and {counts[path]} by config.json.")
     if any(len(own.fits) > 1 for own in attentions):
         notes.append(f"Head counts are those of {label}: the file would load silently with any that fits.")
-    return Likeness(
-        report,
-        tuple(attentions),
-        tuple(reading),
-        {name: Role(role.axes, role.text) for name, role in known.items()},
-        {name: role.heads for name, role in known.items() if role.is_part},
-        tuple(notes),
-    )
+    roles = {name: Role(role.axes, role.text) for name, role in known.items()}
+    heads = {name: role.heads for name, role in known.items() if role.is_part}
+    return Known(tuple(attentions), roles, heads, tuple(notes), tuple(reading), report)
 
 
 def _report(
@@ -157,23 +140,17 @@ def _fits(own: list[Projection]) -> tuple[int, ...]:
     return fitting_counts(query, key, value, widths.get("W_o", query))
 
 
-def _reader(
-    own: list[Projection], in_file: Mapping[str, str], tensors: Mapping[str, StoredTensor]
-) -> Callable[[], Numbers]:
-    """Return what reads the parts of an attention by head, where the module's parameters have them."""
-
-    def read() -> Numbers:
-        contents: dict[str, torch.Tensor] = {}
-        numbers: Numbers = {}
-        for one in own:
-            if one.is_whole and one.part != "b_o" and {*one.parameters} <= {*in_file}:
-                for name in one.parameters:
-                    stored = tensors[in_file[name]]
-                    if name not in contents and has_numbers(stored):
-                        contents[name] = read_stored(stored, shown(in_file[name]))
-                if {*one.parameters} <= {*contents}:
-                    held = tuple((part, contents[part.parameter.name]) for part in one.parts)
-                    numbers[one.part] = View(one.shape, held).read()
-        return numbers
-
-    return read
+def _read(own: list[Projection], in_file: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> Numbers:
+    """Read the parts of an attention by head, where the module's parameters have them."""
+    contents: dict[str, torch.Tensor] = {}
+    numbers: Numbers = {}
+    for one in own:
+        if one.is_whole and one.part != "b_o" and {*one.parameters} <= {*in_file}:
+            for name in one.parameters:
+                stored = tensors[in_file[name]]
+                if name not in contents and has_numbers(stored):
+                    contents[name] = read_stored(stored, shown(in_file[name]))
+            if {*one.parameters} <= {*contents}:
+                held = tuple((part, contents[part.parameter.name]) for part in one.parts)
+                numbers[one.part] = View(one.shape, held).read()
+    return numbers

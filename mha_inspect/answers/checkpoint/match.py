@@ -78,12 +78,6 @@ class Match:
     heads: tuple[int, ...]
     """For each head on the right the one on the left."""
     rotary: str
-    same_bits: bool
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether nothing is in another place."""
-        return self.heads == tuple(range(len(self.heads))) and not self.rotary
 
 
 def matched(part: str, left: Numbers, right: Numbers) -> Match | None:
@@ -96,25 +90,16 @@ def matched(part: str, left: Numbers, right: Numbers) -> Match | None:
     for source in (part, *others):
         if source not in left or left[source].shape != right[part].shape:
             continue
-        if not _close(_norm(left[source]), _norm(right[part]), left[source], right[part]):
+        norms = [sqrt(sum(map(_squares, numbers))) for numbers in (left[source], right[part])]
+        if abs(norms[0] - norms[1]) > _tolerance(left[source], right[part]) * max(norms):
             continue  # a permutation keeps the norm
         ways = _rotary_orders(left[source].shape[1]) if letter in "qk" and source[-1] in "qk" else [("", None)]
         for rotary, order in ways:
             own = left[source] if order is None else left[source][:, order]
             heads = _heads_matched(own, right[part])
-            if heads is not None:
-                found = distance(own[list(heads)], right[part])
-                if found.within_rounding:
-                    return Match(source, heads, rotary, found.same_bits)
+            if heads is not None and distance(own[list(heads)], right[part]).within_rounding:
+                return Match(source, heads, rotary)
     return None
-
-
-def _norm(numbers: Tensor) -> float:
-    return sqrt(sum(map(_squares, numbers)))
-
-
-def _close(one: float, other: float, left: Tensor, right: Tensor) -> bool:
-    return abs(one - other) <= _tolerance(left, right) * max(one, other)
 
 
 def _tolerance(left: Tensor, right: Tensor) -> float:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.attentions import Role, StoredProjection, find_attentions
+from ...checkpoints.attentions import StoredProjection, find_attentions
 from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoints.stored import StoredTensor
 from ...errors import SpecError
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import (
+    HeadNorms,
     HeadSlice,
-    LikeModule,
     Parameter,
     ParametersTotal,
     ParamsReport,
     StoredAttention,
 )
 from ...text import did_you_mean, listed, plural, shown
+from .known import Known
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,27 +34,6 @@ if TYPE_CHECKING:
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What of config.json is said above the table."""
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What the tensors are for."""
-
-    attentions: tuple[StoredAttention, ...]
-    roles: Mapping[str, Role]
-    heads: Mapping[str, tuple[HeadSlice, ...]]
-    """By name, where rows and columns of heads were asked for."""
-    notes: tuple[str, ...]
-    reading: tuple[Callable[[], Numbers], ...]
-    """What reads each attention by head."""
-    like: LikeModule | None = None
-
-    def within(self, tensors: Mapping[str, StoredTensor], note: str) -> _Known:
-        """Return what is known of some of the tensors, with a note that says which."""
-        both = zip(self.attentions, self.reading, strict=True)
-        kept = [(own, read) for own, read in both if any(name in tensors for name in own.parameters)]
-        attentions, reading = tuple(own for own, _ in kept), tuple(read for _, read in kept)
-        return replace(self, attentions=attentions, reading=reading, notes=(*self.notes, note))
 
 
 def params_of_checkpoint(
@@ -93,18 +73,19 @@ def params_of_checkpoint(
         known = known.within(tensors, f"Those of {shown(module)} alone: {len(tensors)} of {of}.")
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
-    seen = None
+    sizes: tuple[HeadNorms, ...] = ()
+    unusual: tuple[str, ...] = ()
     if norms or (show is not None and show.stats):
         from .heads import look_at
 
-        seen = look_at((own.module, read) for own, read in zip(known.attentions, known.reading, strict=True))
+        sizes, unusual = look_at((own.module, read) for own, read in zip(known.attentions, known.reading, strict=True))
     return ParamsReport(
         environment=Environment(torch="", device="", dtype=dtypes.most_common(1)[0][0], seed=None),
         layer=LayerInfo(path.resolve().name, _numbers(checkpoint.config)),
         parameters=tuple(_parameter(name, tensor, known, whole, per_head, show) for name, tensor in tensors.items()),
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
-        notes=(*checkpoint.notes, *known.notes, *(seen.notes if seen is not None else ())),
-        head_norms=seen.norms if seen is not None and norms else None,
+        notes=(*checkpoint.notes, *known.notes, *unusual),
+        head_norms=sizes if norms else None,
         stored_attentions=known.attentions,
         like=known.like,
     )
@@ -120,7 +101,7 @@ def _below(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
     return own
 
 
-def _by_names(checkpoint: Checkpoint, num_heads: int | None, per_head: bool) -> _Known:
+def _by_names(checkpoint: Checkpoint, num_heads: int | None, per_head: bool) -> Known:
     found = find_attentions(checkpoint.tensors, checkpoint.config, num_heads)
     attentions = tuple(own.stored for own in found)
     if num_heads is not None and found and not any(own.num_heads == num_heads for own in attentions):
@@ -130,7 +111,7 @@ def _by_names(checkpoint: Checkpoint, num_heads: int | None, per_head: bool) -> 
     heads: dict[str, list[HeadSlice]] = {}
     for projection in (one for own in found for one in own.projections) if per_head else ():
         heads.setdefault(projection.tensor, []).extend(projection.slices(checkpoint.tensors[projection.tensor].shape))
-    return _Known(
+    return Known(
         attentions,
         {name: role for own in found for name, role in own.roles.items()},
         {name: tuple(own) for name, own in heads.items() if own},
@@ -145,7 +126,7 @@ def _read(projections: Sequence[StoredProjection], tensors: Mapping[str, StoredT
     return numbers_of(projections, tensors)
 
 
-def _by_run(checkpoint: Checkpoint, by_names: _Known, like: Subject | nn.Module) -> _Known:
+def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) -> Known:
     """Return what the run of a module tells, where it has arguments; else what names tell, and whether it fits."""
     import torch
 
@@ -160,19 +141,7 @@ def _by_run(checkpoint: Checkpoint, by_names: _Known, like: Subject | nn.Module)
     module, label = own.module, own.label or type(own.module).__qualname__
     counts = {found.module: found.num_heads for found in by_names.attentions if found.num_heads is not None}
     found = held_against(checkpoint.tensors, module, seen, label, counts if checkpoint.config else {})
-    if seen is None:
-        return replace(by_names, like=found.report)
-    notes = [f"What the tensors are for is read off a run of {label}."]
-    if not found.attentions:
-        notes.append("No attention was found in that run.")
-    return _Known(
-        found.attentions,
-        found.roles,
-        found.heads,
-        (*notes, *found.notes),
-        found.reading,
-        found.report,
-    )
+    return replace(by_names, like=found.like) if seen is None else found
 
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +154,7 @@ def _plain(value: object) -> bool:
 
 
 def _parameter(
-    name: str, tensor: StoredTensor, known: _Known, whole: int, per_head: bool, show: Show | None
+    name: str, tensor: StoredTensor, known: Known, whole: int, per_head: bool, show: Show | None
 ) -> Parameter:
     role = known.roles.get(name)
     stats = values = None

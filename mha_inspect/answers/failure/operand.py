@@ -13,6 +13,9 @@ from ...record.ops import TensorRef
 
 HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
+ATTENTION, SDPA = "multi_head_attention", "scaled_dot_product_attention"
+LAYERS = (ATTENTION, "transformer")
+"""Layers of torch that hold attention."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from itertools import islice
 from math import prod
 from typing import Literal
 
-from ...graph.attention import Attention, Graph, Step
+from ...graph.attention import Graph, Step
 from ...graph.axis import Axis, Dim, resolve
 from ...graph.pairing import as_written
 from ...graph.products import Product
@@ -23,7 +23,7 @@ from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.stages import STAGES
 from ...naming.subject import Run
 from ...record.ops import Op, TensorRef
-from .operand import Operand
+from .operand import ATTENTION, LAYERS, SDPA, Operand
 
 Side = Literal["", "query", "key", "scores"]
 """Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
@@ -202,13 +202,7 @@ class Reached:
 
     def behind(self, tensor: TensorRef) -> Iterator[TensorRef]:
         """Yield the tensor, and every one that it was made from, the nearest first."""
-        queue, seen = [tensor], {tensor.id}
-        for now in queue:
-            yield now
-            op = self.graph.recording.producer(now)
-            fresh = [] if op is None else [earlier for earlier in op.inputs if earlier.id not in seen]
-            seen.update(earlier.id for earlier in fresh)
-            queue += fresh
+        return (step.tensor for step in self.graph.back(tensor, lambda _: True))
 
     def is_made_of(self, tensor: TensorRef, *ids: int) -> bool:
         """Whether one of these tensors went into a tensor."""
@@ -246,7 +240,9 @@ def reach(seen: Run, base: str, operands: Sequence[Operand], *, batch_first: boo
     first = [operand.tensor for operand in operands if _is_activation(base, operand)]
     reached = Reached(graph, PartialAxes(graph, batch_first=batch_first, first=first))
     reached.completed = len(found)
-    if found and "output" not in found[-1][0].projections and _belongs(reached, found[-1][0], operands):
+    contexts = [own.value_product.op.output.id for own, _ in found[-1:] if "output" not in own.projections]
+    if contexts and (not operands or any(reached.is_made_of(operand.tensor, *contexts) for operand in operands)):
+        # What failed was made from the context of the last one.
         last, reached.names = found[-1]
         # What follows the context may be a part of the very call that failed: a product flattens what it is given.
         reached.stages = {name: tensor for name, tensor in last.stages.items() if name != "concat"}
@@ -263,15 +259,9 @@ def reach(seen: Run, base: str, operands: Sequence[Operand], *, batch_first: boo
 
 def _is_activation(base: str, operand: Operand) -> bool:
     """Whether this is what a layer takes in: batch, sequence, features."""
-    if base in ("multi_head_attention", "transformer"):
-        return operand.role in ("query", "key", "value", "src", "tgt")
+    if base in LAYERS:
+        return operand.role in (*_PARTS, "src", "tgt")
     return base == "linear" and operand.role == "input" and operand.value.is_floating_point()
-
-
-def _belongs(reached: Reached, found: Attention, operands: Sequence[Operand]) -> bool:
-    """Whether what failed was made from this attention's context."""
-    context = found.value_product.op.output.id
-    return not operands or any(reached.is_made_of(operand.tensor, context) for operand in operands)
 
 
 def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) -> None:
@@ -287,7 +277,7 @@ def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) 
     given = _parts(reached, base, operands, softmax, product)
     reached.roles.update({tensor.id: role for role, tensor in given.items()})
     factors.update({role: tensor for role, tensor in given.items() if role in _PARTS})
-    if base == "multi_head_attention":
+    if base == ATTENTION:
         factors = {}
         for operand in operands:
             if operand.role in _PARTS:
@@ -339,7 +329,7 @@ def _parts(
     reached: Reached, base: str, operands: Sequence[Operand], softmax: Op | None, product: Product | None
 ) -> dict[str, TensorRef]:
     """Return what each operand of the failing call is to the attention, by its place in the call."""
-    if base == "scaled_dot_product_attention":
+    if base == SDPA:
         return {operand.role: operand.tensor for operand in operands if operand.role in _PARTS}
     if base not in {"einsum", *PRODUCTS} or len(operands) < 2:
         return {}

@@ -14,11 +14,12 @@ from ...naming.subject import Run, Subject
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
-from ...reports.trace import Proof, Trace
+from ...reports.trace import Proof
 from ...text import MESSAGE, message_of, shortened
 from ..trace import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call
 from .causes import find_cause
+from .operand import ATTENTION, LAYERS
 from .reached import Reached, reach
 from .scene import Scene, clash
 from .site import Site, site_of
@@ -32,36 +33,21 @@ def forward_error(own: Subject, seen: Run, show: Show) -> Exception:
 
     The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
     ran out, or it was raised by this package on purpose.
-    """
-    error = seen.error
-    assert error is not None
-    try:
-        if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
-            return error
-        trace = trace_failure(own, seen, show)
-        assert trace.failure is not None
-        failure, why = trace.failure, ""
-        if failure.cause is not None:
-            why = f" {failure.cause.explanation}"
-        first = next(iter(failure.message.splitlines()), "")
-        return ForwardError(
-            f"the forward of {trace.layer.name} failed at {failure.source}: {failure.error}: {first}{why}", trace
-        )
-    finally:
-        del error  # its traceback leads to this frame
-
-
-def trace_failure(own: Subject, seen: Run, show: Show) -> Trace:
-    """Report a run that raised.
 
     Args:
         own: the module and its arguments.
         seen: the run that raised.
-        show: what else the report holds; tensors are never kept here.
+        show: what else the trace holds; tensors are never kept here.
     """
-    assert seen.error is not None
-    assert seen.recorder is not None
-    failure, completed = describe_failure(seen.error, seen.recording, seen.recorder)
+    error, recorder = seen.error, seen.recorder
+    assert error is not None
+    assert recorder is not None
+    try:
+        if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
+            return error
+        failure, completed = describe_failure(error, seen.recording, recorder)
+    finally:
+        del error  # its traceback leads to this frame
     trace = report(
         seen,
         own_axes(seen),
@@ -70,7 +56,12 @@ def trace_failure(own: Subject, seen: Run, show: Show) -> Trace:
         layer=layer_of(own),
         proof=Proof(None, None, None, "the forward did not return"),
     )
-    return replace(trace, attentions=trace.attentions[:completed], failure=failure)
+    first = next(iter(failure.message.splitlines()), "")
+    why = f" {failure.cause.explanation}" if failure.cause is not None else ""
+    return ForwardError(
+        f"the forward of {trace.layer.name} failed at {failure.source}: {failure.error}: {first}{why}",
+        replace(trace, attentions=trace.attentions[:completed], failure=failure),
+    )
 
 
 def describe_failure(
@@ -92,7 +83,7 @@ def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in
     base, name = ("", "") if call is None else (call.base, call.name)
     if layer is not None:
         attends = isinstance(layer.module, nn.MultiheadAttention)
-        base, name = ("multi_head_attention", "nn.MultiheadAttention") if attends else ("transformer", "nn.Transformer")
+        base, name = (ATTENTION, "nn.MultiheadAttention") if attends else (LAYERS[-1], "nn.Transformer")
     operands = tuple(operands_of(site, reading, recorder.identify, seen.recording))
     batch_first = layer is None or bool(getattr(layer.module, "batch_first", True))
     reached = reach(seen, base, operands if known else (), batch_first=batch_first)

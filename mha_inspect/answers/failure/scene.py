@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .operand import Operand, shape_text
+from .operand import LAYERS, SDPA, Operand, shape_text
 from .reached import PRODUCTS, Reached
 
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
@@ -134,7 +134,7 @@ def clash(scene: Scene) -> str:
         return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: a product takes one dtype."
     if scene.pair is not None:
         return _of_product(*scene.pair)
-    if scene.base in ("scaled_dot_product_attention", "multi_head_attention", "transformer", "einsum"):
+    if scene.base in (SDPA, *LAYERS, "einsum"):
         return _alike(given) + "."
     if scene.base in VIEWS and given:
         return _of_view(scene)

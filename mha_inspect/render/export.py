@@ -27,7 +27,7 @@ unfinished: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """A file to export to, found to be writable as far as one can tell without writing."""
 
     asked: Path
@@ -37,7 +37,7 @@ class Target:
     format: ExportFormat
 
     @classmethod
-    def of(cls, asked: Path) -> Target:
+    def of(cls, asked: Path) -> Destination:
         """Look at where the export is to go.
 
         Raises `ExportError` for an unknown suffix, a folder that is not there or takes no files, and a target that is
@@ -50,7 +50,7 @@ class Target:
             raise ExportError(f"{_name(asked)} cannot be written: {said}. Name another place.") from None
 
     @classmethod
-    def _of(cls, asked: Path) -> Target:
+    def _of(cls, asked: Path) -> Destination:
         name = _name(asked)
         format = FORMAT_OF_SUFFIX.get(asked.suffix.lower())
         if format is None:

@@ -1,0 +1,166 @@
+"""The arguments of a forward by name, calls with others, and which of them hold tokens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...naming.subject import Subject
+from ...record.arguments import with_copies
+from ...targets.layout import batch_axis_in_words
+from ...text import did_you_mean
+
+if TYPE_CHECKING:
+    from .bench import Bench
+
+_NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
+"""Arguments of these names hold no tokens."""
+_ANY = inspect.signature(lambda *args, **kwargs: None)
+"""Of a forward that does not tell its own."""
+
+
+class Arguments:
+    """What a forward was given, by name."""
+
+    def __init__(self, own: Subject) -> None:
+        self._forward = f"{type(own.module).__name__}.forward"
+        try:
+            self._bound = inspect.signature(own.module.forward).bind(*own.args, **own.kwargs)
+        except (TypeError, ValueError):
+            self._bound = _ANY.bind(*own.args, **own.kwargs)
+        self.parameters: Mapping[str, inspect.Parameter] = self._bound.signature.parameters
+        """What the forward takes, by name."""
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The arguments by name, those of **kwargs among them, and `args.0` for the first of *args."""
+        found: dict[str, Any] = {}
+        for name, value in self._bound.arguments.items():
+            kind = self.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                found |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                found |= {f"{name}.{place}": item for place, item in enumerate(value)}
+            else:
+                found[name] = value
+        return found
+
+    def require(self, name: str) -> None:
+        """Raise `InputError`, with those that there are, for what is no argument of the forward."""
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self.parameters.values())
+        if name in self.parameters or name in self.values or takes_any:
+            return
+        raise InputError(
+            f"{name} is no argument of {self._forward}, which takes {', '.join(self.parameters) or 'none'}."
+            f"{did_you_mean(name, self.parameters)}"
+        )
+
+    def of_call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with changes by name, every tensor a copy that the module may write into."""
+        given, left = dict(self._bound.arguments), dict(changes)
+        for name, parameter in self.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given[name] = {**given.get(name, {}), **left}
+            elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL and name in left:
+                given[name] = left.pop(name)
+            elif name in given and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                given[name] = tuple(left.pop(f"{name}.{place}", item) for place, item in enumerate(given[name]))
+        bound = inspect.BoundArguments(self._bound.signature, given)
+        return with_copies((bound.args, bound.kwargs))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Arguments that hold the same tokens: their names, and where the batch and the positions are."""
+
+    names: tuple[str, ...]
+    value: Tensor
+    batch: int | None
+    """The dimension that counts sequences; None where there is none."""
+    positions: int | None
+    """The dimension that counts tokens; None for an image."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are in a row."""
+        return 1 if self.positions is None else self.value.shape[self.positions]
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there are."""
+        return 1 if self.batch is None else self.value.shape[self.batch]
+
+    @property
+    def axes(self) -> list[int]:
+        """The dimensions that count sequences and tokens, those that there are."""
+        return [axis for axis in (self.batch, self.positions) if axis is not None]
+
+    def at(self, row: int | slice, position: int | slice | Tensor) -> tuple[Any, ...]:
+        """The index of one token, or of some."""
+        index: list[Any] = [slice(None)] * self.value.dim()
+        if self.batch is not None:
+            index[self.batch] = row
+        if self.positions is not None:
+            index[self.positions] = position
+        return tuple(index)
+
+
+def sources_of(bench: Bench) -> tuple[Source, ...]:
+    """Return the arguments with tokens, those that hold the same ones together, the one that the output follows first.
+
+    The output's dimensions tell whether features of tokens come with a batch.
+    """
+    groups: list[tuple[list[str], Tensor]] = []
+    for name, value in bench.values.items():
+        if not isinstance(value, Tensor) or not _has_tokens(bench, name, value, first=not groups):
+            continue
+        for names, other in groups:
+            if other is value or (other.shape == value.shape and torch.equal(other, value)):
+                names.append(name)
+                break
+        else:
+            groups.append(([name], value))
+    found = [Source(tuple(names), value, *_layout(bench, value)) for names, value in groups]
+    return tuple(sorted(found, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
+
+
+def _has_tokens(bench: Bench, name: str, value: Tensor, *, first: bool) -> bool:
+    told = (bench.intent.padding, bench.intent.cache)
+    if name in told or _NO_SOURCE.search(name) or value.dim() < 2 or value.dtype == torch.bool:
+        return False
+    if value.is_floating_point():
+        flat = next(v.dim() for v in bench.values.values() if isinstance(v, Tensor)) == 2
+        return value.dim() > 2 or first or flat
+    return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
+
+
+def _layout(bench: Bench, value: Tensor) -> tuple[int | None, int | None]:
+    """Return which dimensions of tokens are the batch and the positions."""
+    if value.dim() > 3:
+        return 0, None
+    if value.dim() == 2 and value.is_floating_point() and bench.intent.batch_axis is None:
+        # Features of tokens without a batch; or sequences of samples, of which something with features is made.
+        return (None, 0) if bench.output.dim() == 2 else (0, 1)
+    batch, _ = batch_axis_of(bench)
+    return batch, 1 - batch
+
+
+def batch_axis_of(bench: Bench) -> tuple[int, bool]:
+    """Return which dimension of the tokens counts sequences, and whether anything says so."""
+    declared, own = bench.intent.batch_axis, getattr(bench.module, "batch_first", None)
+    if declared is not None:
+        return declared, True
+    if isinstance(own, bool):
+        return (0 if own else 1), True
+    told = batch_axis_in_words(bench.module, bench.values)
+    if told is not None:
+        return told[0], True
+    return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in bench.values.items())

@@ -1,0 +1,169 @@
+"""Faults of heads: tokens mixed where they are split or merged, and shared key heads that the wrong queries read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from ...reports.check import Finding
+from ...text import listed
+from .bench import Bench
+from .kinds import each_kind
+from .tokens import LostError, Row, Side, Tokens
+
+_SIDES = ("query", "key", "value")
+
+
+def heads(bench: Bench) -> Iterator[Finding]:
+    """Yield where heads are split or merged so that tokens are mixed."""
+    return each_kind(bench, _heads, "no projection leads to the products by steps that can be computed again")
+
+
+def _heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
+    looked_at, shared = 0, 0
+    split: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in ("key", "value", "query"):
+        try:
+            side = tokens.side(name)
+            pieces = side.by_piece(side.token(1 if prod(side.tokens) > 1 else 0))
+        except LostError:
+            continue
+        looked_at += 1
+        shared = shared or (len(pieces) if name != "query" else 0)
+        apart = _apart(pieces)
+        if apart is None or (name == "query" and 0 < shared < len(pieces)):
+            continue  # beside a key head that they share, query heads may stand in the rows of one product
+        start, other, group, row, other_row = apart
+        end = side.width - 1
+        split[_splitting(bench, side) or tokens.found.score_product.op.source][name] = (
+            f"Changed in one token of {name[0]}_proj: features {start}–{start + end} are position {row} of head "
+            f"{group}, features {other}–{other + end} position {other_row} of the same head."
+        )
+    for source, evidence in split.items():
+        names = [name for name in _SIDES if name in evidence]
+        yield Finding(
+            "heads",
+            f"The heads of the {listed(names)} are split without transposing: pieces of one token stand where "
+            "positions of one head belong, so a head attends within a few tokens alone.",
+            evidence[names[0]],
+            source=source,
+            fix="view(batch, positions, heads, head_dim), then transpose(1, 2).",
+        )
+    if not split:
+        try:
+            yield from _merged(bench, tokens)
+        except LostError:
+            if not looked_at:
+                raise
+
+
+def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None:
+    """Two pieces of one token that are two rows of one group; None where there are none."""
+    first: dict[int, tuple[int, int]] = {}
+    for start, rows in pieces.items():
+        if len({row for _, row in rows}) > 1:
+            return None  # neighbours are mixed on purpose, as by a convolution
+        for group, row in rows:
+            if group in first and first[group][1] != row:
+                return first[group][0], start, group, first[group][1], row
+            first.setdefault(group, (start, row))
+    return None
+
+
+def _splitting(bench: Bench, side: Side) -> str:
+    """The line of the view that splits the heads; empty where there is none."""
+    tensor, source = side.target, ""
+    while (op := bench.seen.recording.producer(tensor)) is not None and tensor.id != side.source.id and op.inputs:
+        if op.kind == "view" and len(op.output.shape) > len(op.inputs[0].shape):
+            source = op.source
+        tensor = op.inputs[0]
+    return source
+
+
+def _merged(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
+    """Yield what is wrong with the rows of concat, each of which should have the numbers of one token.
+
+    Raises `LostError` where that cannot be told.
+    """
+    side = tokens.side("query")
+    concat = tokens.found.stages.get("concat")
+    if concat is None or tokens.found.branches:
+        raise LostError
+    total = prod(side.tokens)
+    comparable = side.tokens == concat.shape[:-1] and len(set(side.tokens)) == len(side.tokens)
+    for number in sorted({0, 1, total // 2, total - 1} & set(range(total))):
+        token = side.token(number)
+        rows = side.changed(token)
+        if len(rows) > tokens.names.num_heads:
+            raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
+        made = sorted(tokens.concat_rows(rows))
+        evidence = f"The context of the query at {list(token)} was changed"
+        if len(made) > 1:
+            sentence = (
+                f"The heads are merged without transposing: the context of one query is spread over {len(made)} tokens "
+                "of concat, each of which holds numbers of several queries."
+            )
+            moved = f"{', '.join(str(list(row)) for row in made[:4])}{', …' if len(made) > 4 else ''}"
+            evidence += f" in all heads, and concat moved at {moved}."
+        elif comparable and made and made[0] != token:
+            sentence = "The context comes out at another token than the one that asked: queries change places."
+            evidence += f", and concat moved at {list(made[0])}."
+        else:
+            continue
+        op = bench.seen.recording.producer(concat)
+        fix = "transpose(1, 2) before the heads are put side by side."
+        yield Finding("heads", sentence, evidence, source=op.source if op else "", fix=fix)
+        return
+
+
+def grouped(bench: Bench) -> Iterator[Finding]:
+    """Yield where shared key heads are given to other query heads than those of their group."""
+    return each_kind(bench, _grouped, "no key heads are shared, or it cannot be told which")
+
+
+def _grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
+    found, names = tokens.found, tokens.names
+    if names.num_kv_heads == 1 and names.num_heads == 1:
+        raise LostError
+    query, key, value = (_heads_read(tokens.side(name)) for name in _SIDES)
+    heads, kv, values = (len(set(one.values())) for one in (query, key, value))
+    alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
+    if not alike or kv in (1, heads) or heads % kv:
+        raise LostError
+    order = sorted(query, key=query.__getitem__)
+    reads, each = [key[group] for group in order], heads // kv
+    means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]
+    told = f"Query heads 0–{heads - 1} read key heads {', '.join(map(str, reads))}"
+    if [value[group] for group in order] != reads:
+        yield Finding(
+            "grouped",
+            "A query head takes its values from another head than its keys.",
+            f"{told}, and value heads {', '.join(str(value[group]) for group in order)}.",
+            source=found.value_product.op.source,
+        )
+    elif reads != means:
+        yield Finding(
+            "grouped",
+            "The shared key heads are repeated in the wrong order: "
+            + ("one after the other (repeat, expand in front)" if reads == tiled else "in an order of its own")
+            + f", so query head 1 reads key head {reads[1]}, and a group of {each} neighbours should share one. "
+            "Weights that were trained as Llama's or torch's are met by the wrong heads.",
+            f"{told}; in groups it is {', '.join(map(str, means))}.",
+            source=found.score_product.op.source,
+            fix="repeat_interleave(group, dim=1), or expand behind the heads.",
+        )
+
+
+def _heads_read(side: Side) -> dict[int, int]:
+    """Group of the product to the head of a projection that it reads, by one token.
+
+    Raises `LostError` where that is not one each.
+    """
+    found: dict[int, int] = {}
+    for place, rows in enumerate(side.by_piece(side.token(0)).values()):
+        for group, _ in rows:
+            if group in found:
+                raise LostError
+            found[group] = place
+    return found

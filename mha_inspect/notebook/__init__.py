@@ -1,0 +1,1 @@
+"""Answers in a REPL, a debugger or a notebook."""

@@ -1,0 +1,176 @@
+"""Arguments that hold several tensors: a tuple, a list, a dictionary, or an object with a name for each.
+
+A name with a dot says which entry is meant: `batch.input_ids`, `pair.0`.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import FrameType
+from typing import Any, get_args, get_origin
+
+from torch import Tensor
+
+
+class Entries(dict[str, Any]):
+    """A dictionary of tensors that gives them as attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """How an argument holds its tensors."""
+
+    kind: type = Entries
+    """`Entries`, tuple, list, or the class that the argument is annotated with."""
+    keys: tuple[str, ...] = ()
+    """The entries that it is known to have; those of a tuple are numbers."""
+    words: tuple[str, ...] = ()
+    """What the code calls the entries of a tuple, in their order."""
+
+    def word(self, key: str) -> str:
+        """Return what the code calls an entry."""
+        return self.words[int(key)] if key.isdigit() and int(key) < len(self.words) else key
+
+    def filled(self, held: Mapping[str, Any]) -> Any:
+        """Return the argument with these entries; what it is known to have and is not there is None."""
+        if self.kind in (tuple, list):
+            size = 1 + max((int(key) for key in (*self.keys, *held) if key.isdigit()), default=-1)
+            return self.kind([held.get(str(place)) for place in range(size)])
+        if not is_dataclass(self.kind) and not hasattr(self.kind, "_fields"):
+            return Entries({**dict.fromkeys(self.keys), **held})
+        return self.kind(**{**dict.fromkeys(_required(self.kind)), **held})
+
+
+def annotated(annotation: Any) -> Holder | None:
+    """Return what an annotation says of an argument that holds tensors; None where it says nothing of the kind."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if type(None) in get_args(annotation) and len(parts) == 1:
+        return annotated(parts[0])
+    origin = get_origin(annotation) or annotation
+    if not isinstance(origin, type) or issubclass(origin, (str, Tensor)):
+        return None
+    if is_dataclass(origin) or hasattr(origin, "_fields"):
+        return Holder(origin, _required(origin))
+    if typing.is_typeddict(origin) or (issubclass(origin, Mapping) and _tensors(parts[1:])):
+        return Holder(Entries, tuple(getattr(origin, "__annotations__", ())))
+    if issubclass(origin, Sequence) and _tensors(parts):
+        counted = len(parts) if issubclass(origin, tuple) and Ellipsis not in parts else 0
+        return Holder(tuple if issubclass(origin, tuple) else list, tuple(map(str, range(counted))))
+    return None
+
+
+def _tensors(parts: Sequence[Any]) -> bool:
+    return bool(parts) and all(part is Ellipsis or part is Tensor for part in parts)
+
+
+def _required(kind: type) -> tuple[str, ...]:
+    if is_dataclass(kind):
+        return tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.init)
+    defaults: Mapping[str, Any] = getattr(kind, "_field_defaults", {})
+    return tuple(name for name in getattr(kind, "_fields", ()) if name not in defaults)
+
+
+# -- what a forward asks of it -----------------------------------------------------------------------------------------
+
+
+class WantedError(BaseException):
+    """Something was asked of an argument that it does not hold yet."""
+
+    def __init__(self, kind: type, keys: Iterable[str], words: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.holder = Holder(kind, tuple(keys), words)
+
+
+class Questioned(tuple[Any, ...]):
+    """Stands for an argument that holds tensors, and says what it is asked for.
+
+    Raises `WantedError` for an entry that is not there.
+    """
+
+    held: dict[str, Any]
+    kind: type
+
+    def __new__(cls, holder: Holder, parts: Iterable[tuple[Any, Any]]) -> Questioned:
+        """Return one with these entries, and None for the others that are known."""
+        held = {**dict.fromkeys(holder.keys), **{str(key): part for key, part in parts}}
+        own = super().__new__(cls, held.values())
+        own.held, own.kind = held, holder.kind
+        return own
+
+    def __iter__(self) -> Iterator[Any]:
+        unpacked = unpacked_into(sys._getframe(1))
+        count = max(2, len(self)) if unpacked is None else len(unpacked)
+        if len(self) < count:
+            raise WantedError(list if unpacked is None else tuple, map(str, range(count)), unpacked or ())
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self._entry(key)
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise WantedError(tuple, map(str, range(max(2, key + 1))))
+        return super().__getitem__(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.held:
+            if name.startswith("__") or (hasattr(Tensor, name) and name not in _ENTRIES_TOO):
+                raise AttributeError(name)
+            if hasattr(getattr(self.kind, name, None), "__get__"):
+                return getattr(self.kind, name).__get__(self, self.kind)
+        return self._entry(name)
+
+    def _entry(self, name: str) -> Any:
+        if name not in self.held:
+            raise WantedError(Entries, [name])
+        return self.held[name]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.held if isinstance(key, str) else super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the entry, as a forward asks for one that it may do without: of a mask that is so."""
+        return default if key not in self.held and ("mask" in key or default is not None) else self._entry(key)
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of its entries."""
+        return self.held.keys()
+
+    def values(self) -> Iterable[Any]:
+        """Return its entries."""
+        return self.held.values()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return its entries with their names."""
+        return self.held.items()
+
+
+_ENTRIES_TOO = ("data", "values", "indices", "names", "index")
+"""Names of entries that a tensor has too."""
+
+
+def unpacked_into(frame: FrameType) -> tuple[str, ...] | None:
+    """Return the names that the code at work takes a value apart into; None where it does something else with it.
+
+    A place without a name is "".
+    """
+    steps = list(dis.get_instructions(frame.f_code))
+    at = next((place for place, step in enumerate(steps) if step.offset == frame.f_lasti), len(steps))
+    if at == len(steps) or steps[at].opname != "UNPACK_SEQUENCE":
+        return None
+    names: list[str] = []
+    for step in steps[at + 1 :]:
+        if not step.opname.startswith("STORE_FAST") or len(names) >= steps[at].argval:
+            break
+        # Python 3.13 stores two at once, or stores one and loads another.
+        stored = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        names += stored[: 1 if "LOAD" in step.opname else None]
+    return (*names, *[""] * steps[at].argval)[: steps[at].argval]

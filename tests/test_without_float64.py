@@ -1,0 +1,86 @@
+"""Modules of which no copy runs in float64: their rounding is measured with every number off by half a last digit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+from mha_inspect.errors import InputError
+from mha_inspect.naming.subject import Subject
+
+
+class Attention(nn.Module):
+    def __init__(self, num_heads: int = 3) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out(self.between((weights @ v).transpose(1, 2).flatten(2)))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+
+class InFloat32(Attention):
+    """Does a part of it in float32, whatever it is in."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+class Uncopied(Attention):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a lock has no copy")
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
+
+
+def seeded(kind: type[Attention], num_heads: int = 3) -> Attention:
+    torch.manual_seed(1)
+    return kind(num_heads).eval()
+
+
+@pytest.mark.parametrize("kind", [InFloat32, Uncopied])
+def test_rounding_is_measured_all_the_same(kind: type[Attention], x: Tensor) -> None:
+    own = mha_inspect.diff(seeded(Attention), seeded(kind), x, same_weights=False).report
+    assert own.left.measured_against == "float64"
+    assert own.right.measured_against == "half a digit"
+    assert own.verdict == "same"
+    # One and the same computation: the two ways to measure its rounding come to numbers of one size.
+    assert 0.25 < own.right.rounding_error / own.left.rounding_error < 4
+    other = seeded(kind)
+    with torch.no_grad():
+        other.out.weight[0, 0] += 1e-4
+    assert mha_inspect.diff(seeded(Attention), other, x, same_weights=False).report.verdict == "differs"
+
+
+def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:
+    def make(num_heads: int) -> nn.Module:
+        return seeded(InFloat32, num_heads)
+
+    report = mha_inspect.compare_heads((1, 3), make, x)
+    assert report.report.measured_against == "half a digit"
+    assert report.report.verdict == "differs"
+    assert "off by half a last digit, for no copy of it runs in float64" in " ".join(str(report).split())
+    with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and rounding is measured by that"):
+        mha_inspect.compare_heads((1, 3), make, x, gradients=True)
+
+
+def test_a_subject_that_is_shaken_stays_as_it_is(x: Tensor) -> None:
+    module = seeded(Uncopied)
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    with torch.no_grad():
+        plain, shaken = module(x), Subject(module, (x,), {}).shaken().plain()
+    assert not torch.equal(plain, shaken)
+    torch.testing.assert_close(plain, shaken, rtol=0, atol=1e-6)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
