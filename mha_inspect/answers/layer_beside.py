@@ -12,9 +12,9 @@ from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..targets.call import Call
-from ..targets.inputs import Triple
 from ..targets.load import load_layer
 from ..targets.pairing import layer_inputs
+from ..targets.triple import Triple
 from .side import Side
 
 _GIVEN = ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "dropout")

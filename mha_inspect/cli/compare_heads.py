@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, ExitCode, SpecError
-from ..layers.catalog import LAYERS
 from ..layers.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
@@ -82,12 +81,9 @@ def compare_heads(
 def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the head counts to compare. Raises `MhaInspectError` where none will do, before torch is imported."""
     if text is None:
-        from ..layers.settings import check_settings
-
         options.require_no_target_settings("compare-heads")
         compared = chosen_counts(options, heads)
-        spec, *_ = [subject.attention(options, count) for count in compared]
-        check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
+        subject.check_layer(options, compared)
         subject.show(options)
         return compared
     subject.check_target(text, options, "compare-heads")
@@ -109,7 +105,6 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...], room: R
 
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
     """
-
     if text is None:
         from ..targets.head_counts import layers_with_heads
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
-from ..layers.settings import check_settings
 from ..text import shown
 from . import subject
 from .options import TARGET, Options, command, option
@@ -74,9 +73,7 @@ def params(
             subject.require_open_head_count(options, heads, "--num-heads gives the counts.")
     else:
         options.require_no_target_settings("params")
-        for count in heads:
-            spec = subject.attention(options, count)
-            check_settings(LAYERS[options.layer], spec, subject.inputs(options), subject.run(options))
+        subject.check_layer(options, heads)
     picture = is_wanted(picture)
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:

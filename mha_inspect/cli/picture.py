@@ -1,6 +1,6 @@
 """What is asked to be drawn: the options of --picture, judged before torch is imported, and the pictures themselves."""
 
-# No `from __future__ import annotations` here: Typer reads the annotations of the options at run time.
+from __future__ import annotations
 
 import os
 import re
@@ -16,7 +16,7 @@ from ..naming.stages import STAGES
 from ..render.export import Destination, ExportFormat
 from ..render.screen import colours, columns, in_color
 from ..text import shown
-from .options import Options, option, size
+from .options import Options
 
 if TYPE_CHECKING:
     from ..answers.look import Look
@@ -25,31 +25,10 @@ if TYPE_CHECKING:
     from ..pictures.stages import Attended
     from ..reports.trace import Trace
 
-PANEL = "Picture"
 _DRAWN = (".png", ".svg", ".html")
 _VARIABLE = "MHA_INSPECT_PICTURE"
 _MOST_TOKENS = 1 << 20
 """Bytes of a file of tokens."""
-
-STAGE = option(
-    PANEL,
-    "Draw this stage, a heat map for each head: weights, scores or any other.",
-    known=STAGES,
-    metavar="STAGE",
-)
-HEAD = option(PANEL, "The heads to draw, as in 0,3-5.", "", metavar="N,N-N", show_default="all")
-ROW = size(PANEL, "The row of the batch to draw.", 0)
-TOKENS = option(
-    PANEL,
-    "What stands at each place, to label the axes: a file with one a line, or a comma list.",
-    metavar="FILE|A,B,...",
-    show_default="numbers",
-)
-TEXT = option(
-    PANEL,
-    "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
-    metavar="TEXT",
-)
 
 
 def is_wanted(flag: bool) -> bool:
@@ -166,7 +145,7 @@ def tokens_of(typed: str) -> tuple[str, ...]:
         raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
 
 
-def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
+def attended_in(trace: Trace, run: Run) -> list[Attended]:
     """Return each attention of a run whose tensors were kept."""
     from ..naming.canonical import contents_of
     from ..pictures.stages import Attended
@@ -178,7 +157,7 @@ def attended_in(trace: "Trace", run: "Run") -> "list[Attended]":
     ]
 
 
-def draw(trace: "Trace", run: "Run", want: Wanted, export: Destination | None) -> "Drawn | None":
+def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Drawn | None:
     """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
 
     None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
@@ -214,7 +193,7 @@ def draw(trace: "Trace", run: "Run", want: Wanted, export: Destination | None) -
     return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
 
 
-def keep_weights(seen: "list[tuple[int, list[Attended]]]", count: int, look: "Look") -> None:
+def keep_weights(seen: list[tuple[int, list[Attended]]], count: int, look: Look) -> None:
     """Note the weights of each attention of a look at a head count, and where a mask is."""
     from ..pictures.stages import Attended
 
@@ -228,7 +207,7 @@ def keep_weights(seen: "list[tuple[int, list[Attended]]]", count: int, look: "Lo
     seen.append((count, attended))
 
 
-def averaged(seen: "Sequence[tuple[int, Sequence[Attended]]]") -> "tuple[Picture, ...]":
+def averaged(seen: Sequence[tuple[int, Sequence[Attended]]]) -> tuple[Picture, ...]:
     """Return for each attention the weights of each head count, averaged over the heads."""
     from ..pictures.heads import counts_picture
 
@@ -236,7 +215,7 @@ def averaged(seen: "Sequence[tuple[int, Sequence[Attended]]]") -> "tuple[Picture
     return tuple(counts_picture([(count, attended[place]) for count, attended in seen]) for place in range(shared))
 
 
-def _shows(one: "Attended") -> bool:
+def _shows(one: Attended) -> bool:
     """Return whether a page has something to show of an attention."""
     contents = one.contents()
     return any(name in contents and not contents[name].is_meta for name in ("scores", "masked_scores", "weights"))
@@ -246,7 +225,7 @@ def _shows(one: "Attended") -> bool:
 class Drawn:
     """Pictures that go with a report."""
 
-    pictures: "tuple[Picture, ...]"
+    pictures: tuple[Picture, ...]
     printed: bool
     """Whether they follow the report on stdout; else they are in the file of --export alone."""
     viewer: Callable[[], dict[str, Any]] | None = None

@@ -163,8 +163,16 @@ def check(text: str | None, options: Options, command: str) -> None:
         check_target(text, options, command)
         return
     options.require_no_target_settings(command)
-    spec = attention(options, single_head_count(options, command))
-    check_settings(LAYERS[options.layer], spec, inputs(options), run(options))
+    check_layer(options, [single_head_count(options, command)])
+
+
+def check_layer(options: Options, counts: Sequence[int]) -> None:
+    """Look at everything that can be judged of a layer with each of these head counts.
+
+    Raises `SpecError` where its sizes contradict each other, or it has no use for a setting.
+    """
+    for count in counts:
+        check_settings(LAYERS[options.layer], attention(options, count), inputs(options), run(options))
 
 
 def check_target(

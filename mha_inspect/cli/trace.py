@@ -6,27 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
+from ..naming.stages import STAGES
 from ..text import did_you_mean, shown
 from . import subject
 from .options import TARGET, Options, command, option, size
 from .output import give, prepare
-from .picture import (
-    HEAD,
-    ROW,
-    STAGE,
-    TEXT,
-    TOKENS,
-    check_text,
-    draw,
-    wanted,
-    with_text,
-)
+from .picture import check_text, draw, wanted, with_text
 
 if TYPE_CHECKING:
     from ..naming.subject import Run
     from ..reports.trace import Trace
 
-PANEL = "Trace"
+PANEL, PICTURE = "Trace", "Picture"
 _ITSELF = "The only one is in the layer itself: leave --module out."
 
 
@@ -41,11 +32,25 @@ def trace(
     module: str | None = option(
         PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"
     ),
-    picture: str | None = STAGE,
-    head: str = HEAD,
-    batch_row: int = ROW,
-    tokens: str | None = TOKENS,
-    text: str | None = TEXT,
+    picture: str | None = option(
+        PICTURE,
+        "Draw this stage, a heat map for each head: weights, scores or any other.",
+        known=STAGES,
+        metavar="STAGE",
+    ),
+    head: str = option(PICTURE, "The heads to draw, as in 0,3-5.", "", metavar="N,N-N", show_default="all"),
+    batch_row: int = size(PICTURE, "The row of the batch to draw.", 0),
+    tokens: str | None = option(
+        PICTURE,
+        "What stands at each place, to label the axes: a file with one a line, or a comma list.",
+        metavar="FILE|A,B,...",
+        show_default="numbers",
+    ),
+    text: str | None = option(
+        PICTURE,
+        "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
+        metavar="TEXT",
+    ),
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
 

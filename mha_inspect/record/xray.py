@@ -24,16 +24,7 @@ from .arguments import tensors_in
 from .block import put_on, take_off
 from .catalog import MULTI_HEAD, Fused, fused
 from .kernel_proof import Check, Shelf, check_part, few_rows
-from .kernels import (
-    PARTS,
-    Attention,
-    Do,
-    NotOpenedError,
-    attention,
-    bound,
-    read_attention,
-    run,
-)
+from .kernels import PARTS, Attention, Do, NotOpenedError, attention, bound, read_attention, run
 from .ops import Kernel, Op, Recording
 from .recorder import LINK, Recorder
 from .replay import Entry

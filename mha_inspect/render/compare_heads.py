@@ -19,15 +19,7 @@ from ..reports.compare_heads import (
     Training,
 )
 from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import (
-    MEASURED,
-    difference_columns,
-    layer_page,
-    multiple,
-    number,
-    shape_cell,
-    verdict_cell,
-)
+from .parts import MEASURED, difference_columns, layer_page, multiple, number, shape_cell, verdict_cell
 
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""

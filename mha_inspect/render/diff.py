@@ -8,14 +8,7 @@ from itertools import groupby
 from math import isinf
 
 from .. import text
-from ..reports.diff import (
-    DiffReport,
-    DiffSide,
-    ParameterPlace,
-    RowContent,
-    StageRow,
-    StageSide,
-)
+from ..reports.diff import DiffReport, DiffSide, ParameterPlace, RowContent, StageRow, StageSide
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
 from .parts import MEASURED, difference_columns, grouped, notes, shape_cell, sizes
 

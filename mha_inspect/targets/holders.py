@@ -15,6 +15,13 @@ from typing import Any, get_args, get_origin
 
 from torch import Tensor
 
+from ..errors import InputError
+from ..text import shown
+from .importing import in_one_line
+
+_MOST_PLACES = 64
+"""Entries of a tuple, more than any forward takes."""
+
 
 class Entries(dict[str, Any]):
     """A dictionary of tensors that gives them as attributes too."""
@@ -38,16 +45,29 @@ class Holder:
 
     def word(self, key: str) -> str:
         """Return what the code calls an entry."""
-        return self.words[int(key)] if key.isdigit() and int(key) < len(self.words) else key
+        return self.words[int(key)] if key.isdecimal() and int(key) < len(self.words) else key
 
     def filled(self, held: Mapping[str, Any]) -> Any:
-        """Return the argument with these entries; what it is known to have and is not there is None."""
+        """Return the argument with these entries; what it is known to have and is not there is None.
+
+        Raises `InputError` where it has no such entry, or its class does not take them.
+        """
         if self.kind in (tuple, list):
-            size = 1 + max((int(key) for key in (*self.keys, *held) if key.isdigit()), default=-1)
-            return self.kind([held.get(str(place)) for place in range(size)])
+            places = [int(key) for key in (*self.keys, *held) if key.isdecimal()]
+            strange = next((key for key in held if not key.isdecimal() or int(key) >= _MOST_PLACES), None)
+            if strange is not None:
+                raise InputError(
+                    f"{shown(strange)} is no place in a {self.kind.__name__}: write a number below {_MOST_PLACES}, as "
+                    "in x.0."
+                )
+            return self.kind([held.get(str(place)) for place in range(1 + max(places, default=-1))])
         if not is_dataclass(self.kind) and not hasattr(self.kind, "_fields"):
             return Entries({**dict.fromkeys(self.keys), **held})
-        return self.kind(**{**dict.fromkeys(_required(self.kind)), **held})
+        try:
+            return self.kind(**{**dict.fromkeys(_required(self.kind)), **held})
+        except Exception as error:  # whatever the making of somebody's objects may raise
+            listed = ", ".join(held)
+            raise InputError(f"no {self.kind.__name__} can be made of {shown(listed)}: {in_one_line(error)}.") from None
 
 
 def annotated(annotation: Any) -> Holder | None:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
-from ..layers.spec import AttentionSpec, InputSpec, divisors
+from ..layers.spec import InputSpec
 from ..record.arguments import described, parts_of
 from ..record.rehearsal import rehearsed
 from ..text import did_you_mean, printable, shown
@@ -34,11 +34,9 @@ from .learned_masks import Learned, learn_masks
 from .masks import Masks, is_torchs, masks_of
 from .probe import Evidence, Probed, probe
 from .target import Target
+from .triple import Triple, require_fit
 from .values import InputShape
 from .vocabulary import ALIASES, Flags, Kind, dashed, kind_of, plain
-
-Triple = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value."""
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
@@ -211,7 +209,7 @@ class _Maker:
         key = held.get("key", query)
         triple = query, key, held.get("value", key)
         unbatched = self.asked.inputs.unbatched if self.target.spec is not None else query.dim() == 2
-        _require_fit(file, triple, self.spec, unbatched=unbatched)
+        require_fit(file, triple, self.spec, unbatched=unbatched)
         rest = {name: self._moved(t) for name, t in held.items() if name not in ("query", "key", "value")}
         return self._in_roles(triple) | rest
 
@@ -660,7 +658,7 @@ class _Maker:
         folded = {name: value for name, value in values.items() if not self._is_entry(name)}
         for owner in dict.fromkeys(name.partition(".")[0] for name in values if self._is_entry(name)):
             held = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{owner}.")}
-            whole = tuple if all(map(str.isdigit, held)) else Entries
+            whole = tuple if all(map(str.isdecimal, held)) else Entries
             folded[owner] = self.holders.get(owner, Holder(whole)).filled(held)
         ordered = {name: folded[name] for name in self._in_their_order(folded) if name in self.parameters}
         ordered |= {name: value for name, value in folded.items() if name not in ordered}
@@ -704,64 +702,6 @@ def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     return next(
         (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
     )
-
-
-# -- out of files ------------------------------------------------------------------------------------------------------
-
-
-def _require_fit(file: str, tensors: Triple, spec: AttentionSpec, *, unbatched: bool) -> None:
-    """Raise `InputError` where the rank, width, length or dtype of query, key and value is not what the layer takes."""
-    query, key, value = tensors
-    axis = "query" if key is query else "key"
-    for name, tensor, seq, width, size_name, size in (
-        ("query", query, "query", "embed", "embed_dim", spec.embed_dim),
-        ("key", key, axis, "kdim", "kdim", spec.key_width),
-        ("value", value, axis, "vdim", "vdim", spec.value_width),
-    ):
-        said, pattern = f"{file}: {name} has shape {list(tensor.shape)}", _layout(seq, width, spec, unbatched)
-        rank = 2 if unbatched else 3
-        if tensor.dim() != rank:
-            ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
-            way_out = ways.get(tensor.dim(), f"Save it with {rank} dimensions.")
-            raise InputError(f"{said}: `{pattern}` is expected, so it must have {rank} dimensions. {way_out}")
-        if tensor.shape[-1] != size:
-            raise InputError(
-                f"{said}: `{pattern}` with {size_name} {size} is expected, so the last size must be {size}. "
-                f"Try {_width_flags(size_name, tensor.shape[-1], spec)}."
-            )
-        if not tensor.is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(
-                f"{file}: {name} holds {kind} where floating-point numbers are meant. Save {name}.float()."
-            )
-    length = 0 if unbatched or not spec.batch_first else 1
-    batches = [1 if unbatched else tensor.shape[1 - length] for tensor in tensors]
-    if len(set(batches)) > 1:
-        raise InputError(
-            f"{file}: the batch sizes of query, key and value are {batches[0]}, {batches[1]} and {batches[2]}, "
-            f"and must be one number. Their axes are `{_layout('seq', 'width', spec, unbatched)}`."
-        )
-    _, keys, values = (tensor.shape[length] for tensor in tensors)
-    if keys != values:
-        raise InputError(
-            f"{file}: key has length {keys} and value {values}: "
-            f"each key needs its value. Their axes are `{_layout('key', 'width', spec, unbatched)}`."
-        )
-
-
-def _layout(seq: str, width: str, spec: AttentionSpec, unbatched: bool) -> str:
-    if unbatched:
-        return f"{seq} {width}"
-    return f"batch {seq} {width}" if spec.batch_first else f"{seq} batch {width}"
-
-
-def _width_flags(size_name: str, width: int, spec: AttentionSpec) -> str:
-    """The flags under which a tensor of this width would fit."""
-    if size_name != "embed_dim":
-        return f"--{size_name} {width}"
-    if width % spec.num_heads == 0:
-        return f"--embed-dim {width}"
-    return f"--embed-dim {width} --num-heads {max(n for n in divisors(width) if n <= spec.num_heads)}"
 
 
 def _heads_of(module: nn.Module) -> int:

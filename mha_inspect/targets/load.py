@@ -20,10 +20,11 @@ from ..text import plural
 from .call import Call, TargetFailedError, explained
 from .device import resolve
 from .files import read_tensor, without_numbers
-from .inputs import Asked, Triple, make_call
+from .inputs import Asked, make_call
 from .pairing import layer_inputs
 from .room import Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from .target import Target
+from .triple import Triple
 from .values import InputShape
 from .vocabulary import Flags
 

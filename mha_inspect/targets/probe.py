@@ -141,7 +141,11 @@ class _Watch(TorchFunctionMode):
         """See whether an argument is used as something that holds tensors."""
         key = args[1] if func == "__getitem__" and len(args) > 1 else None
         caller = sys._getframe(2)  # what called torch's function
-        if func == "unbind" and caller.f_code is Tensor.__iter__.__code__ and caller.f_back is not None:
+        if (
+            func == "unbind"
+            and caller.f_code is getattr(Tensor.__iter__, "__code__", None)
+            and caller.f_back is not None
+        ):
             # A loop may go over the rows of a batch, or over a list: there the name tells.
             key = "" if unpacked_into(caller.f_back) else 0 if name.endswith("s") or "list" in name else None
         if isinstance(key, str):

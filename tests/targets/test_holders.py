@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import InputSpec
 from mha_inspect.record.arguments import cast_tensors, parts_of, tensors_in
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
 from mha_inspect.targets.target import Target
+from mha_inspect.targets.values import parse_shapes
 
 
 class Attention(nn.Module):
@@ -139,6 +141,20 @@ def test_a_cast_keeps_what_holds_the_tensors(kind: type[Attention]) -> None:
     for (key, before), (other, after) in zip(parts_of(given), parts_of(exact), strict=True):
         assert key == other
         assert (before is after is None) or (after.dtype == torch.float64 and torch.equal(before.double(), after))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (OfClass, "sample.other", "no Sample can be made of other: TypeError"),
+        (Annotated, "pair.999999999", "999999999 is no place in a tuple: write a number below 64, as in x.0."),
+        (Annotated, "pair.first", "first is no place in a tuple"),
+    ],
+)
+def test_an_entry_that_it_cannot_have_is_refused(kind: type[Attention], name: str, said: str) -> None:
+    asked = Asked(InputSpec(), shapes=parse_shapes([f"{name}=2x5x6"]))
+    with pytest.raises(InputError, match=said):
+        make_call(Target(kind(), "x", {}), asked)
 
 
 class Rows(Attention):

@@ -14,14 +14,7 @@ from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoints.stored import StoredTensor
 from ...errors import SpecError
 from ...reports.common import Environment, LayerInfo
-from ...reports.params import (
-    HeadNorms,
-    HeadSlice,
-    Parameter,
-    ParametersTotal,
-    ParamsReport,
-    StoredAttention,
-)
+from ...reports.params import HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport, StoredAttention
 from ...text import did_you_mean, listed, plural, shown
 from .known import Known
 
