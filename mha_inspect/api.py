@@ -146,13 +146,16 @@ def compare_heads(
     asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
     from .targets.head_counts import layers_by_name, modules_with_heads
+    from .targets.room import Room
 
     if not isinstance(layer, str):
         made = modules_with_heads(layer, heads, args, kwargs)
     elif args:
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
     else:
-        made = iter(layers_by_name(layer, heads, kwargs))
+        few = {**asked, "steps": min(steps, 2), "time": False}  # more of them take no more memory
+        room = Room(lambda: report_of(layers_by_name(layer, heads, kwargs), **few), copies=len(heads))
+        made = iter(layers_by_name(layer, heads, kwargs, room))
     return LiveReport(report_of(list(made), **asked))
 
 

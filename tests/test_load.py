@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mha_inspect.answers.trace import trace
-from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.subject import Subject
 from mha_inspect.targets.inputs import Asked
-from mha_inspect.targets.load import call_target, load_layer, plan_call, plan_layer, subject_of
-from mha_inspect.targets.room import Room
+from mha_inspect.targets.load import call_target, load_layer, subject_of
 from mha_inspect.targets.target import Target
 
 
@@ -124,21 +121,6 @@ def test_masks_that_are_put_on_one_after_another_bar_together() -> None:
     module = TwoMasks(3).eval()
     rows = trace(Subject(module, (x, early, late), {})).masked_rows
     assert [(row.batch, row.query) for row in rows] == nan_rows(module(x, early, late)) == [(1, 2)]
-
-
-@pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"narrow"}))  # its first products read a slice of the input
-def test_the_room_of_a_layer_and_of_the_same_module_as_a_target(layer: str) -> None:
-    """Planned from sizes, before anything is built, and planned from the module: the run takes as much."""
-    spec, inputs = spec_for(LAYERS[layer], embed_dim=12, num_heads=3), InputSpec(batch=2, seq_len=7)
-    own = load_layer(spec, inputs, RunSpec(), layer)
-    switches = ("need_weights", "output_attentions")
-    accepted = {name: True for name in switches if name in own.module.forward.__code__.co_varnames}
-    target = Target(own.module, layer, {}, forward_settings=accepted)
-    room = Room(kept=True)
-    from_sizes = room.need(plan_layer(spec, inputs, RunSpec(), layer).on_meta(None))
-    weights = sum(parameter.nbytes for parameter in own.module.parameters())
-    planned = plan_call(target, Asked(inputs))
-    assert room.need(planned.on_meta(None), planned.there) == from_sizes - weights
 
 
 def test_a_target_says_what_it_was_made_with_and_called_with() -> None:

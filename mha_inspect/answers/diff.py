@@ -31,10 +31,14 @@ from ..targets.layer_sides import LayerSide, make_sides
 from ..targets.load import load_layer, plan_layer
 from ..targets.room import Room
 from .diff_answer import Blocked, answer, notes, stage_note
+from .kernels import has_shape_only
 from .look import Rows, without
 from .parameter_pairs import parameter_pairs
 from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share, share_drawn
 from .side import Side
+
+COPIES = 4
+"""How often the parameters of a side are there at one time, at least: for both, and for one of them in float64."""
 
 
 def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
@@ -86,7 +90,7 @@ def diff_layers(
                 "device meta has shapes and no numbers, and diff compares numbers. Try --device cpu, or "
                 "`mha-inspect trace --device meta` for the shapes."
             )
-    room = Room(kept=True, exact=True)
+    room = Room(lambda: diff_layers(left, right, spec, inputs, run, left_set=left_set, right_set=right_set), COPIES)
     for side in planned:
         room.require(plan_layer(side.spec, side.inputs, side.run, side.kind.name))
     finer = min((side.spec.dtype for side in planned), key=lambda name: torch.finfo(getattr(torch, name)).eps)
@@ -222,6 +226,9 @@ class _Comparison:
         for run in runs:
             if place >= len(run.attentions):
                 return f"{run.label} has no attention {place + 1}"
+            tensor = run.attentions[place][0].stages.get(stage)
+            if tensor is not None and has_shape_only(run.run, tensor):
+                return f"{run.label} never makes it: its kernel has more scores than are made beside it"
         for run, side in zip(runs, (one, other), strict=True):
             words = () if side is None else side.axes.replace("(", "").replace(")", "").split()
             if {"qkv", "qk", "kv", "packed"} & set(words):

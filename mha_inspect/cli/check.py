@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
+from ..render.screen import Tick
 from ..text import shown
 from . import subject
 from .options import NUMBERS, TARGET, Options, command, option, size
@@ -13,6 +15,7 @@ from .output import give, prepare, write
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
+    from ..reports.check import CheckReport
 
 PANEL = "Check"
 INTENT = "What is meant"
@@ -74,12 +77,16 @@ def check(
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
 
-        own = _load(target, options)
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
+
+        def checked(own: Subject, tick: Tick) -> CheckReport:
+            return report_of(own, Intent(**declared), tick=tick, **asked)
+
+        own = _load(target, options, lambda: checked(subject.load(target, options), lambda words: None))
         with subject.explaining(own):
-            report = report_of(own, Intent(**declared), tick=tick, **asked)
+            report = checked(own, tick)
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK
 
@@ -97,18 +104,20 @@ def _meaning(mask: str | None) -> dict[str, str]:
     return {"padding": name, **({"padding_true": means} if means else {})}
 
 
-def _load(target: str | None, options: Options) -> Subject:
-    """Return what is checked. Raises `MhaInspectError` where it cannot be built or called.
+def _load(target: str | None, options: Options, again: Callable[[], object]) -> Subject:
+    """Return what is checked, where all that `again` does has room.
 
     That a target is causal is what is meant: one that has no setting and no mask for it is built without.
+
+    Raises `MhaInspectError` where it cannot be built or called.
     """
     from ..targets.room import Room
 
     if target is None or not options.causal:
-        return subject.load(target, options, Room(kept=True))
+        return subject.load(target, options, Room(again))
     options.causal = "causal" in options.typed
     try:
-        return subject.load(target, options, Room(kept=True))
+        return subject.load(target, options, Room(again))
     except MhaInspectError:
         options.causal = False
-        return subject.load(target, options, Room(kept=True))
+        return subject.load(target, options, Room(again))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..naming.subject import Subject
     from ..pictures.stages import Attended
     from ..targets.call import Call
+    from ..targets.room import Room
 
 PANEL = "Comparison"
 USUAL = (1, 2, 4, 8, 16)
@@ -63,8 +64,11 @@ def compare_heads(
     seen: list[tuple[int, list[Attended]]] = []
     with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
+        from ..targets.room import Room
 
-        made = _made(target, options, compared)
+        few = {**extras, "steps": min(extras["steps"], 2), "time": False}  # more of them take no more memory
+        room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
+        made = _made(target, options, compared, room)
         own = made[0][1]
         with subject.explaining(own):
             report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
@@ -96,7 +100,7 @@ def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) 
     return compared
 
 
-def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
+def _made(text: str | None, options: Options, compared: tuple[int, ...], room: Room) -> list[tuple[int, Subject]]:
     """Build a layer or a target with each number of heads; all have the same input.
 
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
@@ -105,18 +109,15 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list
         from ..targets.head_counts import layers_with_heads
 
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
-        return layers_with_heads(spec, compared, inputs, run, options.layer)
+        return layers_with_heads(spec, compared, inputs, run, options.layer, room)
     from ..targets.load import subject_of
-    from ..targets.room import Room
 
     made: list[tuple[int, Subject]] = []
     call: Call | None = None
-    room = Room(kept=True, exact=True)
     for count in compared:
         target = subject.load_target(text, subject.with_heads(options, count))
         subject.require_head_count(target, "compare-heads")
         call = subject.call_of(target, options, room, call)
-        room.exact = False  # rounding is measured of the baseline alone
         made.append((count, subject_of(target, call, options.seed)))
     return made
 

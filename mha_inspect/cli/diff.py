@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..reports.diff import DiffReport, SideName
     from ..targets.call import Call
+    from ..targets.room import Room
     from ..targets.target import Target
 
 
@@ -213,9 +214,12 @@ def _targets(options: Options, asked: tuple[_Asked, _Asked]) -> Callable[[], Dif
     _require_numbers(options)
 
     def compared() -> DiffReport:
+        from ..answers.diff import COPIES
         from ..answers.diff import diff as report_of
+        from ..targets.room import Room
 
-        runs = _runs(options, *sides)
+        room = Room(lambda: report_of(*_runs(options, *sides, room)), copies=COPIES)
+        runs = _runs(options, *sides, room)
         report = report_of(*runs)
         said = dict.fromkeys(
             sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
@@ -230,7 +234,7 @@ def _require_numbers(options: Options) -> None:
         raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
 
-def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
+def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Side, Side]:
     """Build both sides, and run those that are targets.
 
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
@@ -242,12 +246,12 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
     first, second = (right, left) if left.path is None and right.path is not None else (left, right)
     if not is_target(first.text):
         first, second = second, first
-    target, call = _called(options, first, second)
+    target, call = _called(options, first, second, room)
     run = _target_run(options, first, target, call)
     if is_target(second.text):
         from ..targets.pairing import with_the_same
 
-        other, other_call = _called(options, second, first, (call, run))
+        other, other_call = _called(options, second, first, room, (call, run))
         same = with_the_same(other_call, other.module, call, target.module)
         other_run = _target_run(options, second, other, same)
     else:
@@ -256,22 +260,21 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
 
 
 def _called(
-    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
+    options: Options, one: _Asked, other: _Asked, room: Room, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..answers.layer_beside import sizes_of
-    from ..targets.room import Room
     from ..targets.submodule import part_of, with_arguments_of
 
     if one.path is not None:
         target, options = _loaded(options, one, other)
-        return part_of(target, subject.call_of(target, options), one.path)
+        return part_of(target, subject.call_of(target, options, room), one.path)
     if beside is None or other.path is None:
         target, options = _loaded(options, one, other)
     else:
         target, options = _loaded(options, one, other, sizes_of(beside[1]))
         target = with_arguments_of(target, beside[0])
-    return target, subject.call_of(target, options, Room(kept=True, exact=True))
+    return target, subject.call_of(target, options, room)
 
 
 def _loaded(

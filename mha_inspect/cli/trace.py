@@ -100,7 +100,7 @@ def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, 
         from ..targets.call import way_out
         from ..targets.room import Room
 
-        room = Room(kept=keep, statistics=show.stats, shapes_do=True)
+        room = Room(lambda: traced(subject.load(target, options), show, keep=keep), shapes_do=True)
         own = subject.load(target, options, room)
         try:
             with subject.explaining(own):

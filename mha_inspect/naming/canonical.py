@@ -54,12 +54,14 @@ def contents_of(seen: Run, found: Attention, names: AxisNames) -> dict[str, torc
 
 
 def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
-    """Return one stage in canonical axes, the turns of a loop over heads side by side; None as `canonical` does."""
+    """Return one stage in canonical axes, the turns of a loop over heads side by side.
+
+    None as `canonical` does, and where it was never made, its kernel having too many scores to make them.
+    """
     turns = found.branches if found.branches and is_by_turn(found, names, stage) else (found,)
     sizes = sizes_in(found, names, stage)
-    parts = [
-        canonical(seen.recording.values[turn.stages[stage].id], stage, names.of_stage(stage), sizes) for turn in turns
-    ]
+    values = [seen.recording.values.get(turn.stages[stage].id) for turn in turns]
+    parts = [None if value is None else canonical(value, stage, names.of_stage(stage), sizes) for value in values]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None

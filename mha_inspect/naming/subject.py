@@ -19,9 +19,10 @@ from ..graph.attention import Attention, Graph, attentions_of
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.footprint import kept_bytes
 from ..record.ops import Recording
+from ..record.rehearsal import rehearsed
 from ..record.replay import uncollected
 from ..record.storage import Stages, unshared
-from ..record.xray import XRay
+from ..record.xray import BUDGET, XRay
 from .axes import AxisNames
 from .sizes import named_after
 
@@ -321,7 +322,9 @@ def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     An exception that is no `Exception` (an interrupt) passes through.
     """
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
+    cut = rehearsed()
+    budget = BUDGET if cut is None else cut.budget(BUDGET)
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep, budget=budget)
     recorder.take_inputs(argument_names(module, args, kwargs))
     try:
         with recorder:

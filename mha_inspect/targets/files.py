@@ -12,6 +12,7 @@ from ..checkpoints.content import content_of
 from ..checkpoints.pickled import Unknown, Unusual
 from ..checkpoints.stored import BITS, DamagedError, StoredTensor, opened, path_name, read_exactly
 from ..errors import InputError, UnsafeFileError
+from ..record.rehearsal import rehearsed
 from ..text import MESSAGE, a_kind, shortened, shown
 from .memory import require_memory
 
@@ -40,20 +41,20 @@ def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """Return the one tensor in the file, named or not.
+    """Return the mask that is the one tensor in the file, named or not; in a rehearsal what is left of it.
 
     Raises as `read_tensors`, and `InputError` when there are several.
     """
     with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
         content = read_tensors(path)
-    if isinstance(content, Tensor):
-        return content
+    content = {"": content} if isinstance(content, Tensor) else content
     if len(content) != 1:
         names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
         raise InputError(
             f"{path_name(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
         )
-    return next(iter(content.values()))
+    (mask,), cut = content.values(), rehearsed()
+    return mask if cut is None else cut.mask(mask)
 
 
 def _key(key: object, name: str) -> str:
@@ -80,11 +81,11 @@ def _read(value: Any, name: str) -> Tensor:
     return read_stored(value, name)
 
 
-def shapes_in(path: Path) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors in a file, by its header. Raises as `read_tensors`."""
+def without_numbers(path: Path) -> list[Tensor]:
+    """Return the tensors in a file on meta, by its header. Raises as `read_tensors`."""
     with torch.device("meta"):
         content = read_tensors(path)
-    return [tuple(own.shape) for own in (content.values() if isinstance(content, dict) else [content])]
+    return list(content.values()) if isinstance(content, dict) else [content]
 
 
 def read_stored(stored: StoredTensor, name: str) -> Tensor:

@@ -24,7 +24,9 @@ from .room import Room
 from .vocabulary import flag_of
 
 
-def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]) -> list[tuple[int, Subject]]:
+def layers_by_name(
+    layer: str, heads: Sequence[int], settings: Mapping[str, Any], room: Room | None = None
+) -> list[tuple[int, Subject]]:
     """Return a layer of the catalog for each head count; settings are those of its specs, by name.
 
     Raises:
@@ -36,11 +38,16 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     rest = dict(settings)
     own = [{one.name: rest.pop(one.name) for one in fields(cls) if one.name in rest} for cls in (InputSpec, RunSpec)]
     spec = spec_for(find_layer(layer), num_heads=heads[0], **rest)
-    return layers_with_heads(spec, heads, InputSpec(**own[0]), RunSpec(**own[1]), layer)
+    return layers_with_heads(spec, heads, InputSpec(**own[0]), RunSpec(**own[1]), layer, room)
 
 
 def layers_with_heads(
-    spec: AttentionSpec, counts: Sequence[int], inputs: InputSpec, run: RunSpec, layer: str = "torch"
+    spec: AttentionSpec,
+    counts: Sequence[int],
+    inputs: InputSpec,
+    run: RunSpec,
+    layer: str = "torch",
+    room: Room | None = None,
 ) -> list[tuple[int, Subject]]:
     """Return a layer of the catalog for each head count, each once, with the same input.
 
@@ -61,8 +68,9 @@ def layers_with_heads(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
-    widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
-    Room(exact=True).require(plan_layer(widest, inputs, run, layer))
+    if room is not None:
+        widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
+        room.require(plan_layer(widest, inputs, run, layer))
     base = load_layer(specs[0], inputs, run, layer)
     return [(base.spec.num_heads, base), *((one.num_heads, _beside(base, one, inputs)) for one in specs[1:])]
 

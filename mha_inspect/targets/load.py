@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from math import ceil, prod
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,17 @@ from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, own_spec
 from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..naming.subject import Subject
-from ..record.arguments import copy_module
+from ..record.rehearsal import Extent, split
+from ..text import plural
 from .call import Call, TargetFailedError, explained
 from .device import resolve
-from .files import read_tensor, shapes_in
+from .files import read_tensor, without_numbers
 from .inputs import Asked, make_call
 from .pairing import layer_inputs
-from .room import HELD, Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
+from .room import Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from .target import Target
 from .triple import Triple
+from .values import InputShape
 from .vocabulary import Flags
 
 
@@ -165,20 +166,16 @@ def _small(spec: AttentionSpec) -> AttentionSpec:
 def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Planned:
     """Plan the run of a layer of the catalog before anything of it is made."""
 
-    def on_meta(seq_len: int | None) -> Subject:
-        asked = inputs if seq_len is None else replace(inputs, seq_len=seq_len, padding=())
-        with torch.device("meta"):
-            return load_layer(spec, asked, replace(run, device="meta"), layer)
-
-    length, rows = _extent(inputs, [])
+    kind = find_layer(layer)
+    extent, given = _extent(inputs, [])
     sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
     return Planned(
-        on_meta,
+        f"{layer} on {_said(extent)}" if given else sizes,
         torch.device(run.device),
-        rough_need_of_layer(spec, replace(inputs, batch=-(-rows // length), seq_len=length)),
-        sizes if inputs.input is None else "",
-        inputs.seq_len if inputs.input is None and inputs.attn_mask is None else 0,
-        held=HELD,
+        extent,
+        rough_need_of_layer(spec, replace(inputs, batch=extent.rows, seq_len=extent.length, padding=())),
+        held=lambda: held_bytes(kind.build(spec, "meta")),
+        seq_len=0 if given else inputs.seq_len,
         smaller="Try a smaller batch or embed_dim.",
     )
 
@@ -220,35 +217,36 @@ def call_target(
     return call
 
 
-def _extent(inputs: InputSpec, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """Return the longest sequence that is asked for, and the rows of all, or more: a file has its own length."""
+def _extent(inputs: InputSpec, shapes: Iterable[InputShape]) -> tuple[Extent, bool]:
+    """Return how much input is asked for, or more, and whether anything but seq_len says so."""
+    asked = [(shape.shape, shape.is_of_vectors) for shape in shapes]
     if inputs.input is not None:
-        shapes = [*shapes, *(shape[:-1] if len(shape) > 2 else shape for shape in shapes_in(inputs.input))]
-    length = max(inputs.seq_len, inputs.key_len or 0, *(max(shape, default=1) for shape in shapes), 1)
-    return length, max(inputs.batch * length, *map(prod, shapes), 1)
+        asked += [(tuple(own.shape), own.is_floating_point()) for own in without_numbers(inputs.input)]
+    places = [split(shape, vectors=vectors)[0] for shape, vectors in asked]
+    length = max([inputs.seq_len, inputs.key_len or 0, *(max(sizes) for sizes in places)])
+    given = bool(asked) or inputs.key_len is not None or inputs.attn_mask is not None
+    rows = max([inputs.batch, *(ceil(prod(sizes) / length) for sizes in places)])
+    return Extent(rows, length), given
+
+
+def _said(extent: Extent) -> str:
+    return f"{plural(extent.rows, 'sequence')} of {plural(extent.length, 'position')}"
 
 
 def plan_call(target: Target, asked: Asked) -> Planned:
     """Plan one run of a target, before its inputs are made."""
-    length, rows = _extent(asked.inputs, [shape.shape for shape in asked.shapes.values()])
+    extent, given = _extent(asked.inputs, asked.shapes.values())
     first = next(target.module.parameters(), None)
-    empty: list[Target] = []
-
-    def on_meta(seq_len: int | None) -> Subject:
-        if not empty:
-            empty.append(replace(target, module=_on_meta(target.module)))
-        inputs = asked.inputs if seq_len is None else replace(asked.inputs, seq_len=seq_len, padding=())
-        with torch.device("meta"), torch.no_grad():
-            call = make_call(empty[0], replace(asked, inputs=inputs))
-        return replace(call.of(empty[0].module), label=target.name, grad=False)
-
-    given = asked.shapes or asked.inputs.input is not None or asked.inputs.attn_mask is not None
+    held = held_bytes(target.module)
+    sizes = f"with batch {asked.inputs.batch}, seq_len {asked.inputs.seq_len}"
     return Planned(
-        on_meta,
+        f"{target.name} {f'on {_said(extent)}' if given else sizes}",
         torch.device("cpu") if first is None else first.device,
-        rough_need_of_module(target.module, rows, length),
+        extent,
+        rough_need_of_module(target.module, extent),
+        held=lambda: held,
+        there=True,
         seq_len=0 if given else asked.inputs.seq_len,
-        there=held_bytes(target.module),
     )
 
 
@@ -263,14 +261,3 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
         seed=seed,
         grad=grad,
     )
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory."""
-    held: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        held[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        held[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy_module(module, held)

@@ -72,7 +72,10 @@ def refused(answer, *said: str) -> None:
 def test_a_forward_is_refused_before_it_is_tried(invoke, mine, command):
     line = (command, f"{mine}:Attention", *COMMANDS[command], "--embed-dim", "6", "--seq-len", "3000000")
     refused(
-        invoke(*line), "Attention on x float32 [1, 3000000, 6] needs about ", "free on cpu", "largest seq_len that fits"
+        invoke(*line),
+        "Attention with batch 1, seq_len 3000000 needs about ",
+        "free on cpu",
+        "largest seq_len that fits",
     )
 
 
