@@ -132,14 +132,14 @@ TELL = """
 import sys
 from mha_inspect.targets import room
 
-room._SAFE = 1 << 40
-foresee = room.foresee
-def told(run, extent, device, free):
-    print(foresee(run, extent, device, free)(extent))
-    sys.exit()
-room.foresee = told
+room._SAFE, foresee, told = 1 << 40, room.foresee, []
+def refuse(run, extent, device, free):
+    told.append(foresee(run, extent, device, free)(extent))
+    return lambda extent: 1 << 60
+room.foresee = refuse
 from mha_inspect.__main__ import run
 run(sys.argv[1:])
+print(*told)
 """
 PEAK = "import resource; print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 RUN = f"import sys; from mha_inspect.__main__ import run; run(sys.argv[1:]); {PEAK}"

@@ -280,5 +280,5 @@ def test_a_length_out_of_the_file_is_planned_for(invoke, tmp_path, monkeypatch):
             command, "--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"), *more
         )
         assert (code, out) == (3, ""), command
-        assert "40000, 8]" in err
+        assert "40,000 positions" in err
         assert "1.0 GiB are free" in err
