@@ -113,21 +113,25 @@ def make_sides(
         for name in settings:
             if name not in SETTINGS:
                 raise SpecError(_unknown(flag, name))
-    one = _side("left", kinds[0], kinds[1], spec, inputs, run, left_set)
-    other = _side("right", kinds[1], kinds[0], spec, inputs, run, right_set)
+    one = layer_side("left", kinds[0], spec, inputs, run, left_set, kinds[1])
+    other = layer_side("right", kinds[1], spec, inputs, run, right_set, kinds[0])
     _require_agreement(one, other)
     return one, other
 
 
-def _side(
+def layer_side(
     name: SideName,
     kind: LayerKind,
-    other: LayerKind,
     spec: AttentionSpec,
     inputs: InputSpec,
     run: RunSpec,
     settings: Mapping[str, Any],
+    other: LayerKind,
 ) -> LayerSide:
+    """Return a layer with its own settings, and those of both that it has a use for where the `other` layer has.
+
+    Raises `SpecError` where the settings contradict each other, or neither layer has a use for one.
+    """
     unheard = []
     for setting, asked in OPTIONAL.items():
         value = asked(spec, inputs, run)

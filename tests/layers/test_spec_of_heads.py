@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.answers.diff import diff_layers
+from mha_inspect.answers.diff import diff
+from mha_inspect.answers.layer_beside import two_layers
 from mha_inspect.answers.params import layers_for_params, params
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 from mha_inspect.targets.head_counts import layers_with_heads
+from mha_inspect.targets.layer_sides import make_sides
 
 from ..built import trace_layer
 
@@ -67,7 +69,7 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
     own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
     masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
     assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
-    assert diff_layers(layer, layer, plain, masked, run).verdict == "same"
+    assert diff(*two_layers(make_sides(layer, layer, plain, masked, run, {}, {}))).verdict == "same"
 
 
 def params_of(own, *others):
