@@ -26,6 +26,7 @@ from ..reports.diff import (
 from .diff_answer import Blocked, answer, notes, stage_note
 from .kernels import has_shape_only
 from .look import Rows, without
+from .masked_rows import row_content
 from .parameter_pairs import parameter_pairs
 from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share
 from .side import Side
@@ -210,12 +211,11 @@ class _Comparison:
         def of_weights(run: Side) -> RowContent:
             content = run.get(place, "weights")
             inside = content is not None and batch < content.shape[0] and query < content.shape[2]
-            return _content(content[batch, :, query]) if content is not None and inside else "finite"
+            return _weights_content(content[batch, :, query]) if content is not None and inside else "finite"
 
         def of_output(run: Side) -> RowContent:
             inside = run.rows is not None and batch < run.rows[0] and query < run.rows[1]
-            kind = _content(run.output[batch, query]) if inside else "finite"
-            return "finite" if kind == "uniform" else kind
+            return row_content(run.output[batch, query]) if inside else "finite"
 
         left, right = self._left, self._right
         found = (of_weights(left), of_weights(right), of_output(left), of_output(right))
@@ -274,13 +274,10 @@ def _noise_source(left: str, right: str) -> NoiseSource:
     return NoiseSource(sides[names[0]], names)
 
 
-def _content(row: Tensor) -> RowContent:
-    if bool(row.isnan().any()):
-        return "nan"
-    if not bool(row.any()):
-        return "zero"
+def _weights_content(row: Tensor) -> RowContent:
     low, high = row.double().aminmax()
-    return "uniform" if float(high - low) <= 1e-2 * float(high) else "finite"
+    found = row_content(row)
+    return "uniform" if found == "finite" and float(high - low) <= 1e-2 * float(high) else found
 
 
 def _written(scores: Tensor) -> str:
