@@ -14,7 +14,7 @@ from ..layers.settings import spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..targets.call import Call
-from ..targets.layer_sides import LayerSide, layer_side
+from ..targets.layer_sides import LayerSide, layer_side, require_same_input
 from ..targets.pairing import layer_inputs
 from ..targets.room import Room
 from ..targets.triple import Triple
@@ -64,7 +64,12 @@ def layer_beside(
     batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
     key_len = None if key is query else key.shape[-2]
     inputs = replace(inputs, input=None, batch=batch, seq_len=query_len, key_len=key_len, unbatched=unbatched)
-    side = layer_side(name, kind, _spec(kind, beside, tensors, given), inputs, run, settings, kind)
+    spec = _spec(kind, beside, tensors, given)
+    side, like = (
+        layer_side(name, kind, spec, inputs, run, settings, kind),
+        LayerSide(beside.name, kind, spec, inputs, run),
+    )
+    require_same_input(*((side, like) if name == "left" else (like, side)))
     return Side.of_layer(side, given=tensors if side.spec.batch_first or unbatched else _turned(tensors))
 
 

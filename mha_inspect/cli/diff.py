@@ -216,16 +216,16 @@ def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], 
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
             parse_settings(list(one.settings), one.flag)
-            own, _ = _options_of(options, one)
-            subject.inputs(own)
-            _require_numbers(own.device)
+            changed, _ = _options_of(options, one)
+            subject.inputs(changed)
+            _require_numbers(changed.device)
         else:
             find_layer(one.text)
-            layer_settings(one.flag, one.settings)
+            own = layer_settings(one.flag, one.settings)
+            _require_numbers(own.get("device", options.device))
             one.require_no_module()
     subject.single_head_count(options, "diff")
     subject.inputs(options)
-    _require_numbers(options.device)
     return partial(_runs, options, *sides)
 
 
@@ -286,15 +286,31 @@ def _loaded(
     """Build a target, and return the options as it has them: what is set and none of its arguments may be of a run."""
     try:
         return subject.load_target(one.text, options, one.settings, sizes, _taken_by(other)), options
-    except SpecError:
+    except SpecError as error:
         own, settings = _options_of(options, one)
         if len(settings) == len(one.settings):
-            raise
+            raise SpecError(_of_side(str(error), one)) from None
         return subject.load_target(one.text, own, settings, sizes, _taken_by(other)), own
 
 
-_OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})
+_OF_RUN = frozenset(
+    {"dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights"}
+)
 """Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
+_OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
+"""What makes the input, and is the same on both sides where one is a target."""
+
+
+def _of_side(message: str, one: _Asked) -> str:
+    """Return what is wrong with --set as what is wrong with the settings of a side, some of which both have."""
+    for typed in (text.partition("=")[0].strip() for text in one.settings):
+        name = typed.replace("-", "_")
+        if name in _OF_BOTH and message.startswith(f"--set {typed} is no argument"):
+            return (
+                f"{one.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
+                f"--{name.replace('_', '-')} in its place."
+            )
+    return message.replace("--set ", f"{one.flag} ")
 
 
 def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
@@ -323,7 +339,8 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
-    own = subject_of(target, call, options.seed, options.grad)
+    changed, _ = _options_of(options, asked)
+    own = subject_of(target, call, options.seed, changed.grad)
     run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
     with subject.explaining(own):
         _ = run.run
