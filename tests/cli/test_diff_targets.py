@@ -363,10 +363,11 @@ def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke,
     # What torch's layer takes as an argument of its own is its own: a dtype is one of torch's.
     own = report_of(invoke, mine, "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set dtype=bfloat16")
     assert [own[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
-    # The fast path asks for no gradients, and an even number of heads.
-    line = "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set grad=true --num-heads 2"
-    paths = report_of(invoke, mine, f"{line} --embed-dim 12 --batch-first --left-set need_weights=false")
-    assert "_native_multi_head_attention" not in paths["left"]["path"]["plain"]
+    # The fast path asks for no gradients.
+    both = "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --batch-first"
+    paths = report_of(invoke, mine, f"{both} --left-set grad=true")
+    found = ["_native_multi_head_attention" in paths[side]["path"]["plain"] for side in ("left", "right")]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(
