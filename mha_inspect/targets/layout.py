@@ -94,18 +94,16 @@ def _layout_at(
             return None
         limit = _NEAR * float(output.abs().max())
 
-        def leaks(axis: int) -> bool:
-            """Whether what stands at one place of an axis moves outputs at others."""
-            changed = _output(run({name: _changed(tensor, axis) for name, tensor in inputs.items()}))
-            rest = (changed - output).abs().narrow(places[axis][0], 0, sizes[axis] - 1)
-            return bool((rest > limit).any())
+        # Whether what stands at one place, the last, moves outputs at others of each axis.
+        changed = _output(run({name: _changed(tensor) for name, tensor in inputs.items()}))
+        moved = (changed - output).abs() > limit
+        moves = tuple(bool(moved.narrow(places[axis][0], 0, sizes[axis] - 1).any()) for axis in (0, 1))
 
         def counts(axis: int) -> bool:
             """Whether it matters at which place of an axis something stands."""
             turned = _output(run({name: tensor.flip(axis) for name, tensor in inputs.items()}))
             return bool(((turned.flip(places[axis][0]) - output).abs() > limit).any())
 
-        moves = leaks(0), leaks(1)
         meets = Layout(True, "what stands along its second axis meets, as a sequence does.")
         if moves == (False, True):
             return meets
@@ -138,9 +136,9 @@ def _like(tensor: Tensor, sizes: tuple[int, int], generator: torch.Generator) ->
     return drawn.to(device=tensor.device, dtype=tensor.dtype)
 
 
-def _changed(tensor: Tensor, axis: int) -> Tensor:
-    """The same with something else at the last place of an axis."""
+def _changed(tensor: Tensor) -> Tensor:
+    """The same with something else at the last place of its first two axes."""
     other = tensor.clone()
-    last = other.select(axis, -1)
+    last = other[-1, -1]
     last.copy_(0.5 - last if tensor.is_floating_point() else (last + 1) % (int(tensor.max()) + 1))
     return other

@@ -510,3 +510,17 @@ def test_no_stage_in_both_is_not_told_as_all_being_the_same(invoke):
     assert "none: there is none in both" in out
     assert "every stage" not in out.lower()
     assert "No attention was found in Identity" in out
+
+
+def test_five_forwards_of_a_module_are_enough(invoke, mine):
+    """Two to learn which axis is the batch, one that tells its width, one as it is, and one in float64."""
+    ran: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: ran.append(type(module).__name__)
+    )
+    try:
+        report_of(invoke, mine, "mine:Separate torch")
+    finally:
+        handle.remove()
+    assert ran.count("Separate") <= 5
+    assert ran.count("MultiheadAttention") == 3

@@ -211,7 +211,7 @@ def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
 def test_nothing_is_run_again_that_was_known() -> None:
     target, call = made("Calls", batch=1)
     first = type(target.module).calls
-    assert first == 4  # on copies: up to the first product, and three of 15 tokens to see which axis is the batch
+    assert first == 3  # on copies: up to the first product, and two of 15 tokens to see which axis is the batch
     assert call.without_ones is not None
     call.without_ones(target.module)
     assert type(target.module).calls == first
