@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..errors import SpecError
 from ..layers.catalog import LayerKind
 from ..layers.settings import spec_for
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec
+from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..targets.call import Call
 from ..targets.layer_sides import LayerSide, layer_side, require_same_input
@@ -27,7 +27,7 @@ _GIVEN = ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "d
 def two_layers(planned: Iterable[LayerSide], room: Room | None = None) -> tuple[Side, Side]:
     """Build two layers that `make_sides` planned. Raises as `load_layer`."""
     planned = tuple(planned)
-    finer = min((side.spec.dtype for side in planned), key=lambda name: torch.finfo(getattr(torch, name)).eps)
+    finer = _finer(*(side.spec.dtype for side in planned))
     left, right = (Side.of_layer(side, dtype=finer, room=room) for side in planned)
     return left, right
 
@@ -70,7 +70,12 @@ def layer_beside(
         LayerSide(beside.name, kind, spec, inputs, run),
     )
     require_same_input(*((side, like) if name == "left" else (like, side)))
-    return Side.of_layer(side, given=tensors if side.spec.batch_first or unbatched else _turned(tensors))
+    tensors = tensors if side.spec.batch_first or unbatched else _turned(tensors)
+    return Side.of_layer(side, dtype=_finer(side.spec.dtype, cast(DtypeName, beside.dtype)), given=tensors)
+
+
+def _finer(*dtypes: DtypeName) -> DtypeName:
+    return min(dtypes, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
 def _turned(tensors: Triple) -> Triple:

@@ -47,7 +47,8 @@ class Side(Look):
             name: left or right.
             own: what is run.
             settings: what was set for this side alone.
-            finer: the same with weights and inputs in the dtype of the other side, where that is the finer one.
+            finer: the same with inputs, and weights that are drawn, in the dtype of the other side, where that is the
+                finer one.
             wider: what its axes are named after, where that has been made.
         """
         self.name, self.settings, self.finer = name, settings or {}, finer
@@ -57,7 +58,7 @@ class Side(Look):
     def of_layer(
         cls, asked: LayerSide, *, dtype: DtypeName | None = None, room: Room | None = None, given: Triple | None = None
     ) -> Side:
-        """Build a layer as a side, with its inputs or those that are `given`.
+        """Build a layer as a side, with its inputs, or those that are `given` by the other side, as its weights are.
 
         Where the other side has a finer `dtype`, it is built in that as well. Raises as `load_layer`.
         """
@@ -67,6 +68,8 @@ class Side(Look):
 
         own = replace(made(asked.spec, room), notes=asked.unheard)
         finer = made(replace(asked.spec, dtype=dtype)) if dtype and dtype != asked.spec.dtype else None
+        if finer is not None and given is not None:
+            finer = replace(own, args=finer.args, kwargs=finer.kwargs)
         return cls(asked.name, own, asked.settings, finer)
 
     def _copy(self, dtype: torch.dtype) -> Subject:

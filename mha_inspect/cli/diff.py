@@ -255,8 +255,10 @@ def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Si
         from ..targets.pairing import with_the_same
 
         other, other_call = _called(options, second, first, room, (call, run))
-        same = with_the_same(other_call, other.module, call, target.module)
-        other_run = _target_run(options, second, other, same)
+        same, exact = (
+            with_the_same(other_call, other.module, call, target.module, rounded=rounded) for rounded in (True, False)
+        )
+        other_run = _target_run(options, second, other, same, exact)
     else:
         other_run = _layer_run(options, second, call, run)
     return (run, other_run) if first is left else (other_run, run)
@@ -333,15 +335,19 @@ def _taken_by(other: _Asked) -> frozenset[str]:
     return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
 
 
-def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> Side:
-    """Run a target. Raises `TargetFailedError` where its forward raises."""
+def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exact: Call | None = None) -> Side:
+    """Run a target; `exact` has what it is called with as the other side has it.
+
+    Raises `TargetFailedError` where its forward raises.
+    """
     from ..answers.side import Side
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
     changed, _ = _options_of(options, asked)
     own = subject_of(target, call, options.seed, changed.grad)
-    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
+    finer = None if exact is None else replace(own, args=exact.args, kwargs=exact.kwargs)
+    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))), finer)
     with subject.explaining(own):
         _ = run.run
     return run
@@ -357,6 +363,8 @@ def _layer_run(options: Options, asked: _Asked, call: Call, beside: Side) -> Sid
     if "num_heads" in given:
         given["num_heads"] = subject.single_head_count(options, "diff")
     given |= {"training": options.train, "seed": options.seed}
+    if "dtype" in beside.settings:  # of that side alone
+        given.setdefault("dtype", options.dtype)
     kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
     return layer_beside(asked.name, kind, beside, call, given, subject.inputs(options), subject.run(options), settings)
 

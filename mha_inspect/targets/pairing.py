@@ -58,8 +58,10 @@ def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, 
     return next((tensor for like in order for own, tensor in fitting.values() if own == like), None)
 
 
-def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.Module) -> Call:
-    """The call with the tensors of another one in the place of those that were drawn for it.
+def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.Module, *, rounded: bool = True) -> Call:
+    """The call with the tensors of another one in the place of those that were drawn for it, in their dtype.
+
+    Where they are not `rounded` to that, they are as the other one has them.
 
     Raises `InputError` where one takes what the other has no tensor for, or one of another shape.
     """
@@ -78,7 +80,8 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
                 f"{names}.forward takes {takes} and {others}.forward takes {has}: diff gives both the same input. "
                 "Give both the same sizes: --left-set, --right-set, or --input-shape."
             )
-        changed[name] = found.to(device=tensor.device, dtype=tensor.dtype if tensor.is_floating_point() else None)
+        dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
+        changed[name] = found.to(device=tensor.device, dtype=dtype)
     places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
     args = tuple(changed.get(name, value) for name, value in zip(places, call.args, strict=False))
     kwargs = {

@@ -363,6 +363,15 @@ def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke,
     # What torch's layer takes as an argument of its own is its own: a dtype is one of torch's.
     own = report_of(invoke, mine, "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set dtype=bfloat16")
     assert [own[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
+    # Of the coarser side what comes in is rounded too: the oracle is the cast of the input.
+    for line in ("mine:Packed mine:Separate", "mine:Packed torch", "torch.nn:MultiheadAttention torch"):
+        rounded = report_of(invoke, mine, f"{line} --right-set dtype=bfloat16")
+        query = rounded["stages"][0]
+        assert (rounded["verdict"], rounded["first_differing_stage"]) == ("same", None)
+        assert (query["name"], query["times_noise"]) == ("query", 1.0)
+        assert 2**-9 < query["max_abs_difference"] < 2**-6
+    alone = report_of(invoke, mine, "mine:Packed torch --left-set dtype=bfloat16")
+    assert [alone[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
     # The fast path asks for no gradients.
     both = "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --batch-first"
     paths = report_of(invoke, mine, f"{both} --left-set grad=true")
