@@ -1,0 +1,46 @@
+"""Where the NaN of what a module returns begins, as a line of its trace says."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import mha_inspect
+
+
+class Own(nn.Module):
+    """Attention whose output has NaN for what comes out below 0; `most` is how often it runs."""
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__()
+        self.project, self.most = nn.Linear(6, 18), most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        if len(calls) > self.most:
+            raise RuntimeError("it runs once")
+        q, k, v = self.project(x).chunk(3, -1)
+        return ((q @ k.mT).softmax(-1) @ v).log()
+
+
+calls: list[torch.Tensor] = []
+
+
+def said(module: nn.Module, x: torch.Tensor) -> str:
+    calls.clear()
+    return " ".join(mha_inspect.trace(module, x).notes)
+
+
+def test_where_it_begins() -> None:
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    assert "NaN: it first appears in what aten.log.default gives (" in said(Own(), x)
+    assert len(calls) == 2
+    assert "where it begins is not seen, for the module does not run a second time" in said(Own(most=1), x)
+    broken = x.clone()
+    broken[1, 2, 3] = torch.nan
+    assert "has NaN, and so has what came in." in said(Own(), broken)
+    module = Own()
+    with torch.no_grad():
+        module.project.bias[4] = torch.nan
+    assert "has NaN, and so have parameters or buffers." in said(module, x)
+    assert len(calls) == 1
