@@ -57,7 +57,7 @@ class Learned:
 
     flags: tuple[str, ...]
     argument: str = ""
-    """Empty where none is needed: the forward does it by itself."""
+    """Empty where none is needed: the forward does it by itself, or it would bar nothing."""
     axes: str = ""
     says: Says = "bars"
     dtype: torch.dtype = torch.bool
@@ -65,10 +65,14 @@ class Learned:
     seq_len: int = 0
     """Length of the inputs that these sizes are for."""
     mask: Tensor | None = None
+    bars: bool = True
+    """Whether it bars any key."""
 
     @property
     def words(self) -> str:
         """What was learned, as a sentence."""
+        if not self.bars:
+            return f"What {self.flags[0]} asks for bars no key here: no mask was given."
         if not self.argument:
             return f"The forward does by itself what {self.flags[0]} asks for: no mask was given."
         one = "True" if self.dtype == torch.bool else "1"
@@ -116,7 +120,9 @@ def learn_masks(own: Subject, masks: Masks, flags: Sequence[str]) -> tuple[Learn
             f"what the masks of {masks.forward} mean is learned from numbers, and meta has none: {flags[0]} cannot "
             "make one there. Take --device cpu, or give the mask by name: --input FILE."
         )
-    base, found, own_flags = _weights(own), list[Learned](), list(flags)
+    base = _weights(own)
+    found = [Learned((flag,), bars=False) for flag in flags if not _bars_any(masks, flag, base)]
+    own_flags = [flag for flag in flags if not any(flag in one.flags for one in found)]
     if base and "--causal" in own_flags:
         square = [w for w in base if w.shape[-1] == w.shape[-2] > 1]
         if any(_does(w, _barred(masks, ("--causal",), _sizes(w)), None) for w in square):
@@ -144,14 +150,26 @@ def learn_masks(own: Subject, masks: Masks, flags: Sequence[str]) -> tuple[Learn
     return (*found, together)
 
 
+def _bars_any(masks: Masks, flag: str, base: list[Tensor]) -> bool:
+    """Return whether what a flag asks for bars any key of an attention."""
+    try:
+        return any(bool(_barred(masks, (flag,), sizes).any()) for sizes in _every_size(masks, base))
+    except MhaInspectError:  # padding of each row of another batch
+        return True
+
+
+def _every_size(masks: Masks, base: list[Tensor]) -> list[MaskSizes]:
+    """Return the sizes of each attention, by its weights, or by the inputs where none are known."""
+    inputs = masks.inputs
+    asked = MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.key_len or inputs.seq_len)
+    return list(dict.fromkeys(map(_sizes, base))) or [asked]
+
+
 def _learned(own: Subject, masks: Masks, flags: Sequence[str], base: list[Tensor]) -> Learned | None:
     """The first form in which an argument does what the flags ask for; None where none does."""
-    every = dict.fromkeys(map(_sizes, base)) or [
-        MaskSizes(masks.inputs.batch, masks.heads, masks.inputs.seq_len, masks.inputs.key_len or masks.inputs.seq_len)
-    ]
     axes = _AXES if "--causal" in flags else (*_AXES[5:], *_AXES[:5])
     parameters = signature_of(own.module.forward)
-    for argument, sizes in product(_arguments(own, flags[0]), every):
+    for argument, sizes in product(_arguments(own, flags[0]), _every_size(masks, base)):
         try:
             barred = _barred(masks, flags, sizes)
         except MhaInspectError:  # padding of each row of another batch

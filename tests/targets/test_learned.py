@@ -70,6 +70,16 @@ def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> No
     assert len(call.said) == arguments
 
 
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "KeepsKeys"])
+@pytest.mark.parametrize(
+    ("flag", "inputs"), [("causal", {"causal": True, "seq_len": 1}), ("padding", {"padding": (0,)})], ids=str
+)
+def test_a_mask_that_would_bar_nothing_is_none(name: str, flag: str, inputs: dict[str, Any]) -> None:
+    _, call = made(name, **inputs)
+    assert {key for key, value in call.kwargs.items() if value is not None} == {"x"}
+    assert call.said == (f"What --{flag} asks for bars no key here: no mask was given.",)
+
+
 def test_lengths_are_those_of_the_sequences_without_their_padding() -> None:
     _, call = made("Lengths")
     assert call.kwargs["seq_lens"].tolist() == [5, 5]
