@@ -22,7 +22,7 @@ from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
 from ..text import first_line
 from .kernels import drops_at_random
-from .trace import environment_of, layer_of
+from .run_report import environment_of, layer_of
 
 T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")

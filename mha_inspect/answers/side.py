@@ -20,7 +20,7 @@ from ..targets.layer_sides import written
 from ..targets.load import Layer
 from .kernels import is_hidden, path_of
 from .look import Look, Rows, WiderRun
-from .trace import environment_of, layer_of
+from .run_report import environment_of, layer_of
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads does not make again in each turn."""
