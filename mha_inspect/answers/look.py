@@ -17,7 +17,7 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import canonical, content_of, own_axes, sizes_in
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
-from ..record.arguments import first_tensor, tensors_in
+from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
 from ..text import first_line
@@ -93,7 +93,7 @@ class Look:
         """
         with torch.no_grad(), self.own.apart() as own:
             seen = own.recorded(keep=True)
-        returned = [tensor for _, tensor in tensors_in(seen.returned)]
+        returned = [dense(tensor) for _, tensor in tensors_in(seen.returned)]
         if any(tensor.is_meta for tensor in returned):
             raise DeviceError("device meta has shapes and no numbers to compare. Take a module and inputs on the CPU.")
         if returned and not any(tensor.numel() for tensor in returned):
