@@ -40,7 +40,7 @@ def environment_of(own: Subject) -> Environment:
 
 def layer_of(own: Subject) -> LayerInfo:
     """Return what a subject is called, and what it was made with."""
-    return LayerInfo(own.label or type(own.module).__name__, dict(own.made_with))
+    return LayerInfo(own.name, dict(own.made_with))
 
 
 def report(

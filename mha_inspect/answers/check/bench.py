@@ -317,7 +317,7 @@ class Bench:
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
         self.restore()
-        before, modes = self._state, [(part, part.training) for part in self.module.modules()]
+        before = self._state
         try:
             change(self.module)
             self._state = self.own.state()
@@ -325,8 +325,6 @@ class Bench:
         finally:
             self._state = before
             self.restore()
-            for part, mode in modes:
-                part.training = mode
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
