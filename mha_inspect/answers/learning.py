@@ -21,7 +21,7 @@ from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, Part
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
 from .look import in_dtype, run_in_dtype
-from .trace import environment_of
+from .run_report import environment_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
 LEARNING_RATE = 0.1

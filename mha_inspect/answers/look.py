@@ -17,12 +17,12 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
-from ..record.arguments import first_tensor, tensors_in
+from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
 from ..text import first_line
 from .kernels import drops_at_random
-from .trace import environment_of
+from .run_report import environment_of
 
 T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
@@ -93,7 +93,7 @@ class Look:
         """
         with torch.no_grad(), self.own.apart() as own:
             seen = own.recorded(keep=True)
-        returned = [tensor for _, tensor in tensors_in(seen.returned)]
+        returned = [dense(tensor) for _, tensor in tensors_in(seen.returned)]
         if any(tensor.is_meta for tensor in returned):
             raise DeviceError("device meta has shapes and no numbers to compare. Take a module and inputs on the CPU.")
         if returned and not any(tensor.numel() for tensor in returned):

@@ -24,7 +24,7 @@ from ..targets.target import Target
 from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
-from .trace import environment_of, layer_of
+from .run_report import environment_of, layer_of
 
 INPUTS = InputSpec(batch=2, seq_len=5)
 """On what a layer built from flags is run: small, and of no size one."""

@@ -23,7 +23,7 @@ from ..targets.room import Room
 from ..targets.triple import Triple
 from .kernels import is_hidden, path_of
 from .look import Look, Rows, WiderRun
-from .trace import environment_of, layer_of
+from .run_report import environment_of, layer_of
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads does not make again in each turn."""

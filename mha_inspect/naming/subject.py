@@ -24,7 +24,7 @@ from ..record.replay import uncollected
 from ..record.storage import Stages, unshared
 from ..record.xray import BUDGET, XRay
 from .axes import AxisNames
-from .sizes import named_after
+from .wider import named_after
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
