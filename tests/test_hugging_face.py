@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from mha_inspect.layers.spec import InputSpec
 from mha_inspect.targets import hugging_face
+from mha_inspect.targets.build import load_target
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.hugging_face import NetworkNeededError
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.target import Target, TargetSpec
 from mha_inspect.targets.vocabulary import Flags
 
 from .built import trace_module
@@ -334,9 +336,13 @@ def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
         assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
 
 
-@pytest.mark.parametrize("kind", ["blip_2_qformer", "parakeet_ctc", "voxtral_realtime_encoder", "jamba"])
+RUNS = ["blip_2_qformer", "parakeet_ctc", "voxtral_realtime_encoder", "jamba", "granite_speech5_encoder"]
+RUNS += ["laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
+
+
+@pytest.mark.parametrize("kind", RUNS)
 def test_what_a_model_takes_is_what_runs(kind):
-    """States to attend to, sounds in frames of bins or bins of frames, layers of two kinds."""
+    """States to attend to, sounds in frames of bins or bins of frames, widths and lists that hang on each other."""
     target = load(f"hf:{kind}", {"small": "true"})
     made = call(target)
     with torch.no_grad():
@@ -344,6 +350,26 @@ def test_what_a_model_takes_is_what_runs(kind):
     again = made.without_ones
     if again is not None:  # with other sizes it is called the same way
         assert again(target.module).kwargs.keys() == made.kwargs.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        ("hunyuan_v1_dense", "head_dim"),
+        ("nemotron", "num_key_value_heads"),
+        ("lfm2_moe", "layer_types"),
+        ("aya_vision", "num_attention_heads"),
+        ("qwen3_vl", "num_heads"),
+    ],
+)
+def test_what_a_small_one_leaves_open_is_chosen_and_said(kind, chosen):
+    """Its default cannot be built, or is large whatever its widths are divided by."""
+    target = load(f"hf:{kind}", {"small": "true"})
+    assert re.search(rf"divided by \d+, and .*{chosen}.* chosen so that it can be built", target.notes[0])
+    assert sum(parameter.numel() for parameter in target.module.parameters()) < 60_000_000
+    with torch.no_grad():
+        made = call(target)
+        assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
 
 
 def test_a_small_one_takes_settings_and_leaves_the_weights_of_a_directory(saved):

@@ -131,8 +131,8 @@ def _is_whole(graph: Graph, found: Attention) -> bool:
 def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
     """One attention of all its turns; each for itself where they are not all of them."""
     first = group[0]
-    if len(group) == 1:
-        return group
+    if len({(own.stages["q_heads"].id, own.stages["k_heads"].id) for own in group}) < len(group) or len(group) == 1:
+        return group  # the same scores, for another part of the values
     turned = _turned(graph, first)
     if turned is not None:
         batch = first.score_product.axes(graph.dimensions).batch

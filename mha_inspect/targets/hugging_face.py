@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,14 +34,14 @@ from .hugging_face_small import small_values
 from .importing import in_one_line
 from .memory import require_memory
 from .room import of_bounded_number
+from .target import Target, TargetSpec, settings_of_forward
 from .values import convert
-
-if TYPE_CHECKING:
-    from .target import Target, TargetSpec
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
 _SMALL = "small"
+_LARGE = 60_000_000
+"""Parameters from which a small model is made smaller still, if it can be."""
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
 """How the files of tokenizers begin."""
 _NETWORK = re.compile(
@@ -59,8 +59,6 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         UnsafeFileError: the configuration asks for code of its own.
         DoesNotFitError: the model is larger than the free memory.
     """
-    from .target import Target, settings_of_forward
-
     transformers = _transformers()
     name = text.removeprefix("hf:")
     if not name:
@@ -79,8 +77,8 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
     described = f"a configuration of type {kind}"
     if convert(_SMALL, small, bool, False, {}):
         # Weights would not fit it.
-        (held, factor), folder = _small(transformers, config_class, held, text), None
-        described = f"a small configuration of type {kind}, its widths divided by {factor}"
+        (held, smaller), folder = _small(transformers, config_class, held, text), None
+        described = f"a small configuration of type {kind}, {smaller}"
     values, left, flags = config_values(config_class, held, own, spec)
     require_few_layers({**held, **values}, text)
     config = make_config(config_class, {**held, **values}, text)
@@ -165,17 +163,23 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
 
 def _small(
     transformers: ModuleType, config_class: Any, held: Mapping[str, Any], text: str
-) -> tuple[dict[str, Any], int]:
-    """Return the smallest configuration that can be built, and by what its widths were divided."""
+) -> tuple[dict[str, Any], str]:
+    """Return the first small configuration that can be built, or a smaller one where that is still large.
+
+    Also returns how it was made smaller, in words.
+    """
     before = torch.get_default_dtype()
     ways = [*small_values(config_class, held, text)]
-    for values, factor in ways:
+    built: list[tuple[int, int]] = []
+    for at, (values, _) in enumerate(ways):
         with suppress(Exception), torch.device("meta"):
             config = make_config(config_class, values, text)
-            _model_class(transformers, config, text)._from_config(config)
-            return values, factor
+            module = _model_class(transformers, config, text)._from_config(config)
+            built.append((sum(parameter.numel() for parameter in module.parameters()), at))
+            if built[-1][0] <= _LARGE:
+                return ways[at]
         torch.set_default_dtype(before)
-    return ways[-1]  # why it cannot be built is told where it is
+    return ways[min(built)[1] if built else -1]  # why it cannot be built is told where it is
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -113,8 +113,10 @@ def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool, in_patches: 
 
 
 def _looks(config: Any) -> Any:
-    """The part of a configuration that is for images."""
-    return getattr(config, "vision_config", getattr(config, "image_config", config))
+    """The part of a configuration that is for images: the innermost one that tells their size."""
+    own = getattr(config, "vision_config", getattr(config, "image_config", config))
+    inner = getattr(own, "backbone_config", None)
+    return inner if hasattr(inner, "image_size") and not hasattr(own, "image_size") else own
 
 
 def _patches(name: str, config: Any, batch: int) -> Plan | None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..text import listed
 from .hugging_face_config import make_config
 
 _LAYERS = 2
@@ -23,21 +24,28 @@ _KINDS = 4
 _MARKED = 4
 """Layers that are kept of those that a list names by their number."""
 _FACTORS = (16, 8, 4, 2, 1)
+_EVEN = 64
+"""Features of a head that can be made fewer by any factor."""
 _LEAST = 8
 """Features that a head has at least, of those that its rotation turns."""
 
 _OWN_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth", "encoder_layers")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "width", "emb_dim")
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads")
-_DEPTH = re.compile(r"(num|n)_(\w+_)?(layers?|blocks)|(\w+_)?layers|(\w+_)?depths?")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_SAID_TWICE = ("out_features", "num_layers_per_stack")
+"""What other numbers of a configuration say as well."""
+_DEPTH = re.compile(r"(num|n)_(?!.*_per_)(\w+_)?(layers?|blocks)|(\w+_)?layers|(\w+_)?depths?")
 _MOST = (
-    (re.compile(r"\w*vocab_size"), _WORDS),
-    (re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts"), 4),
+    (re.compile(r"\w*vocab(_size)?|vocab_size_per_layer_input"), _WORDS),
+    (re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|zero_expert_num"), 4),
     (re.compile(r"\w*experts_per_tok(en)?|moe_(topk|k)|\w*top_k_experts|experts_top_k|num_selected_experts|top_k"), 2),
     (re.compile(r"n_group|topk_group|num_expert_group|num_nextn_predict_layers"), 1),
-    (re.compile(r"num_kv_shared_layers"), 0),
+    (re.compile(r"num_kv_shared_layers|merge_index"), 0),
+    (re.compile(r"vision_feature_layers?"), 1),
     (re.compile(r"num_queries"), 8),
     (re.compile(r"max_source_positions|max_length"), 64),
+    (re.compile(r"num_self_attends_per_block"), _LAYERS),
     (re.compile(r"attn_layer_period"), _LAYERS),
     (re.compile(r"attn_layer_offset"), _LAYERS - 1),
     (_DEPTH, _LAYERS),
@@ -47,12 +55,12 @@ _WORD = re.compile(r"\w*(token_ids?|token_index|_idx|word_id)")
 _MARKS = re.compile(r"\w*(indices|indexes|idxs|_index|layers|layer_ids)")
 _IMAGE = re.compile(r"(pretrain_)?(image|img)_size|crop_size")
 _WIDTH = re.compile(
-    r"d_(model|kv|ff|inner|head|embed|proj|rel)|n_(embd|inner)|(emb_|query_|key_|value_)?dim|width|kv_channels|rotary_dim"
+    r"d_(model|latents|kv|ff|inner|head|embed|proj|rel)|n_(embd|inner)|(emb_|query_|key_|value_)?dim|width|kv_channels|rotary_dim"
     r"|(\w+_)?(hidden|embed|embedding|ffn|feedforward|inner|mlp|intermediate|latent|projection|projector|proj|head"
     r"|output|hidden_per_head|fusion|neck|pooler|router|condition|codevector|query|value|key|stage|rope|nope|v|qk"
     r")_(size|sizes|dim|dims|width|channels|dimension|units)"
     r"|(\w+_)?(ffn_dim|lora_rank|dim_feedforward|pos_feats|linear_units|text_hidden_size|feature_dims)"
-    r"|adapter_rank|laurel_rank|dim_head|embed_dim_per_stage|backbone_channel_list|mamba_(headdim|d_head)"
+    r"|adapter_(rank|(in|out)(put)?_(dim|size|dims))|laurel_rank|dim_head|embed_dim_per_stage|backbone_channel_list|mamba_(headdim|d_head|d_ssm)|hidden_size_global"
     r"|(\w+_)?bottleneck_size|coordinate_size|shape_size|upsample_groups"
 )
 _NO_WIDTH = re.compile(
@@ -60,8 +68,10 @@ _NO_WIDTH = re.compile(
 )
 
 
-def small_values(config_class: Any, held: Mapping[str, Any], text: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """Return what a configuration says once it is small, and by what its widths were divided: the smallest first.
+def small_values(config_class: Any, held: Mapping[str, Any], text: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Return what a configuration says once it is small, and how that was made of it, in words: the smallest first.
+
+    Last come those that also say what this one leaves open, and some models cannot be built without.
 
     Args:
         config_class: the class of the configuration, whose defaults stand for what `held` does not say.
@@ -71,9 +81,42 @@ def small_values(config_class: Any, held: Mapping[str, Any], text: str) -> Itera
     Raises `InputError` where the class refuses what is held.
     """
     whole: dict[str, Any] = make_config(config_class, dict(held), text).to_dict()
-    for factor in _FACTORS:
-        if all(_divides(factor, own) for own in _configs(whole)):
-            yield _made_small(copy.deepcopy(whole), factor), factor
+    full = copy.deepcopy(whole)
+    said = [words for own in [*_configs(full)] for words in _say_all(own)]
+    for values, more in ((whole, []), (full, said)):
+        for factor in _FACTORS:
+            if all(_divides(factor, own) for own in _configs(values)):
+                chosen = f", and {listed(list(dict.fromkeys(more)))} chosen so that it can be built" if more else ""
+                yield _made_small(copy.deepcopy(values), factor), f"its widths divided by {factor}{chosen}"
+
+
+def _say_all(own: dict[str, Any]) -> Iterator[str]:
+    """Say what a configuration leaves open, in place; return the names of it."""
+    hidden, heads, depth = (_first(own, names) for names in (_HIDDEN, _HEADS, _OWN_DEPTH))
+    if hidden and heads and not own.get("head_dim") and (hidden % heads or hidden // heads % _EVEN):
+        name = next(name for name in _HEADS if own.get(name) == heads)
+        fitting = [count for count in range(1, hidden + 1) if hidden % count == 0]
+        even = [count for count in fitting if hidden // count % _EVEN == 0] or fitting
+        own[name] = heads = min(even, key=lambda count: abs(count - (heads or 0)))
+        yield name
+    values = {
+        "head_dim": hidden // heads if hidden and heads else None,
+        "num_key_value_heads": heads,
+        "layer_types": ["full_attention"] * (depth or 0) or None,
+        "mlp_layer_types": ["dense"] * (depth or 0) or None,
+        **dict.fromkeys(_EXPERTS, 4),
+        **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2),
+        **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1),
+        "moe_intermediate_size": hidden,
+    }
+    for name, value in values.items():
+        if name in own and own[name] is None and value is not None:
+            own[name] = value
+            yield name
+    if own.get("rope_parameters") == {} and isinstance(own.get("layer_types"), list):
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        own["rope_parameters"] = {kind: dict(rope) for kind in own["layer_types"]}
+        yield "rope_parameters"
 
 
 def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
@@ -81,14 +124,35 @@ def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
     every = [*_configs(values)]
     # What has no heads cannot be narrower by theirs: the convolutions that see an image before a decoder does.
     backbones = (own["backbone_config"] for own in every if isinstance(own.get("backbone_config"), dict))
-    convolutions = [id(own) for own in (values, *backbones) if not any(_first(held, _HEADS) for held in _configs(own))]
+    convolutions = [
+        id(own)
+        for own in (values, *backbones)
+        if "vocab_size" not in own and not any(_first(held, _HEADS) for held in _configs(own))
+    ]
     words: dict[int, int] = {}
+    before = copy.deepcopy(every)
     for own in every:
-        own.pop("out_features", None)  # what out_indices say, in other words
+        _let_run(own)
+        for name in _SAID_TWICE:
+            own.pop(name, None)
         _cut_layers(own)
         own |= _smaller(own, 1 if id(own) in convolutions else factor, words)
         _split_rotation(own)
+    for own, large in zip(every, before, strict=True):
+        _fit_features(own, large)
     return values
+
+
+def _let_run(own: dict[str, Any]) -> None:
+    """Say, in place, what a configuration can be built without, and not run: experts of a token, one attention."""
+    experts = any(type(own.get(name)) is int for name in _EXPERTS)
+    if experts and own.get("num_experts_per_tok", 1) is None:
+        own["num_experts_per_tok"] = 2
+    if own.get("attn_layer_indices", 1) is None:
+        own["attn_layer_indices"] = [_LAYERS - 1]
+    kinds = own.get("layer_types")
+    if isinstance(kinds, list) and {*kinds} == {"linear_attention"}:
+        kinds[_LAYERS - 1] = "full_attention"
 
 
 def _configs(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -154,6 +218,21 @@ def _smaller(own: dict[str, Any], factor: int, words: dict[int, int]) -> dict[st
     return made
 
 
+def _fit_features(own: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Say how large the features of an image are at each depth, once the image is smaller than it was `before`."""
+    sides = [_numbers(config.get("backbone_config", {}).get("image_size"))[:1] for config in (before, own)]
+    if "backbone_feature_sizes" in own and all(sides):
+        (large,), (small,) = sides
+        own["backbone_feature_sizes"] = [
+            [side * small // large for side in one] for one in own["backbone_feature_sizes"]
+        ]
+
+
+def _numbers(said: Any) -> list[int]:
+    """Return whole numbers, of which there may be one, several or none."""
+    return [number for number in (said if isinstance(said, list) else [said]) if type(number) is int]
+
+
 def _change(
     name: str, numbers: list[Any], own: Mapping[str, Any], widths: set[int], factor: int, words: dict[int, int]
 ) -> Callable[[int], int] | None:
@@ -163,17 +242,21 @@ def _change(
         return lambda value: value if value < _WORDS else words.setdefault(value, _WORDS - 1 - len(words))
     most = next((most for pattern, most in _MOST if pattern.fullmatch(name)), None)
     if most is not None:
-        stays = name in _OWN_DEPTH and not isinstance(own[name], list)  # it is cut with what is listed layer by layer
-        return None if stays or _is_listed(own[name], own) else lambda value: min(value, most)
+        # What is listed layer by layer is cut with the layers, and so is their number.
+        cut = name in _OWN_DEPTH if type(own[name]) is int else len(numbers) == _first(own, _OWN_DEPTH)
+        stays = (cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and _is_listed(own[name], own))
+        return None if stays else lambda value: min(value, most)
     if _IMAGE.fullmatch(name):
         # Windows want to be whole ones at each depth.
-        said = own.get("patch_size")
-        patch: int = next((n for n in (said if isinstance(said, list) else [said]) if type(n) is int), 4)
+        said = own.get("patch_stride", own.get("patch_size"))
+        patch = next(iter(_numbers(said)), 4)
         whole = "depths" in own and "window_size" in own
         return None if whole else lambda value: min(value, patch * max(2, _SIDE // patch))
     as_wide = name.endswith("_channels") and {*numbers} <= widths
     if as_wide or (_WIDTH.fullmatch(name) and not _NO_WIDTH.fullmatch(name)):
-        return lambda value: max(1, value // factor) if value > 0 else value
+        # The rows of experts are multiplied in groups, whose rows begin at whole sixteen bytes.
+        step = 4 if name.startswith("moe_") else 1
+        return lambda value: max(step, value // factor // step * step) if value > 0 else value
     return None
 
 
@@ -189,10 +272,12 @@ def _cut_layers(own: dict[str, Any]) -> None:
         return
     keep = _LAYERS
     listed = {name: value for name, value in own.items() if isinstance(value, list) and value}
+    kinds_of = [value for value in listed.values() if len(value) == depth]
     marks = {
         name: value
         for name, value in listed.items()
         if _MARKS.fullmatch(name) and len(value) < depth and all(type(v) is int and 0 <= v <= depth for v in value)
+        if not any(value == [at for at, kind in enumerate(kinds) if kind == kinds[value[0]]] for kinds in kinds_of)
     }
     for name, value in marks.items():
         own[name] = [rank + (min(value) > 0) for rank in range(min(len(value), _MARKED))]

@@ -292,12 +292,14 @@ class _Maker:
         if is_hugging_face(self.module):
             free = set(self.parameters) - set(given) - set(said)
             ways = [*ways_of(self.module, names, free, self.asked.inputs)]
-            way = self.known.way
-            if self.asked.known is None and len(ways) > 1:
-                runs = (at for at, own in enumerate(ways) if self._probe(own, given, said, whole=True).error is None)
-                way = next(runs, 0 if ways[-1] else len(ways) - 1)
-                self.known = replace(self.known, way=way)
-            known = ways[way]
+            way, evidence = self.known.way, self.known.evidence
+            drawn = any(not plan.dtype for plan in ways[0].values())  # of which the width may be another
+            if self.asked.known is None and (drawn or len(ways) > 1):
+                probed = ((at, self._probe(own, given, said, whole=True)) for at, own in enumerate(ways))
+                runs = ((at, one.evidence) for at, one in probed if one.error is None)
+                way, evidence = next(runs, (0 if ways[-1] else len(ways) - 1, {}))
+                self.known = replace(self.known, way=way, evidence=evidence)
+            known = {n: self._as_wide(plan, evidence.get(n)) for n, plan in ways[way].items()}
             names = list(dict.fromkeys((*names, *ways[0], *known)))
         guessed = [name for name in names if name not in known]
         if self.open_ended and not (self.parameters or said or given or self.asked.known):
@@ -457,6 +459,12 @@ class _Maker:
         self.generator.set_state(state)
         call = self._in_order(values)
         return probe(self.module, call.args, call.kwargs, {name: values[name] for name in plans}, whole=whole)
+
+    def _as_wide(self, plan: Plan, evidence: Evidence | None) -> Plan:
+        """The plan that a configuration tells, with the width that the forward takes."""
+        if evidence is None or plan.dtype or evidence.kind != "width":
+            return plan
+        return replace(plan, shape=(*plan.shape[:-1], evidence.size))
 
     def _corrected(self, name: str, plan: Plan, evidence: Evidence | None) -> Plan:
         if evidence is None:

@@ -131,3 +131,25 @@ def test_scores_are_the_product_before_its_sign_or_power_is_another(module: type
     given = given**2 if module is Squared else -given
     assert_close(attention.canonical("masked_scores", "batch heads query key"), given)
     assert_close(attention.canonical("weights", "batch heads query key"), given.softmax(-1))
+
+
+class TwoHalves(Base):
+    """Differential attention in two calls: the same scores weigh one half of the values each."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        halves = [half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1)]
+        both = [nn.functional.scaled_dot_product_attention(q, k, half) for half in halves]
+        first, second = torch.cat(both, dim=-1).chunk(2, dim=1)
+        return first - 0.3 * second
+
+
+def test_two_calls_with_the_same_scores_are_no_loop_over_heads() -> None:
+    torch.manual_seed(0)
+    module, x = TwoHalves(heads=4).eval(), torch.randn(B, N, E)
+    found = attentions(module, x)
+    assert [one.names.num_heads for one in found] == [4, 4]
+    q, k, v = (module.split(layer(x)) for layer in (module.q, module.k, module.v))
+    weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
+    for one, half in zip(found, v.chunk(2, dim=1), strict=True):
+        assert_close(one.canonical("weights", "batch heads query key"), weights)
+        assert_close(one.canonical("context", "batch heads query head_dim"), weights @ half.repeat(1, 2, 1, 1))

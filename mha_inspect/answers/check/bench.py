@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from ...naming.subject import Run, Subject
 from ...record.arguments import dense, tensors_in
 from ...text import message_of
-from .arguments import Arguments, Source, sources_of
+from .arguments import Arguments
 from .evidence import Evidence, Outline, held, of_same_ops, outlined, whole
 from .intent import Intent
 from .sight import Sight, sights_of
+from .sources import Source, sources_of
 from .tokens import Flow
 
 _AT_ONCE = 1 << 18
@@ -75,7 +76,7 @@ class Bench:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens, the one that the output follows first."""
-        return sources_of(self)
+        return sources_of(self.module, self.values, self.intent, lambda: self.output.dim())
 
     @cached_property
     def sights(self) -> tuple[Sight, ...]:
@@ -316,7 +317,7 @@ class Bench:
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
         self.restore()
-        before, modes = self._state, [(part, part.training) for part in self.module.modules()]
+        before = self._state
         try:
             change(self.module)
             self._state = self.own.state()
@@ -324,8 +325,6 @@ class Bench:
         finally:
             self._state = before
             self.restore()
-            for part, mode in modes:
-                part.training = mode
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
