@@ -89,6 +89,8 @@ class _Finder:
         value = averaged.left if value_first else averaged.right
         if any(step.tensor.id == softmax.output.id for step in graph.back(value, graph.carries)):
             return None  # weights that meet themselves, as where a matrix of them is inverted
+        if graph.comes_from_inputs(key) and not graph.is_given_or_learned(value):
+            return None  # the mean of numbers that nobody gave or learned, such as places: it says where, and not what
         q_heads, q_scale = self._heads(product, query, transposed=key_first)
         k_heads, k_scale = self._heads(product, key, transposed=not key_first)
         v_heads, _ = self._heads(averaged, value, transposed=value_first)
@@ -96,7 +98,9 @@ class _Finder:
         scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
         keys = scored.left_rows if key_first else scored.right_columns
         values = summed.left_inner if value_first else summed.right_inner
-        ends = self.projections.behind(stages, product.op.module, {"key": set(keys), "value": set(values)})
+        queries = scored.columns if key_first else scored.rows
+        positions = {"query": set(queries), "key": set(keys), "value": set(values)}
+        ends = self.projections.behind(stages, product.op.module, positions)
         projections = self.projections.put_before(stages, ends)
         if not (scoring.masks and scoring.masks[0] is product.op):
             stages["scores"] = scoring.scores
@@ -199,12 +203,16 @@ class _Finder:
         context = stages["context"]
         apart = len(context.shape) > 2 and context.shape != stages.get("query", context).shape
 
+        # What a context is put beside its own query for, as in a decoder, is made of both.
+        queries = {self.graph.before_moves(stages[name]).id for name in ("query", "q_heads") if name in stages}
+
         def through(op: Op) -> bool:
             # What is added while heads are still apart belongs to the attention.
             residual = adds_up((op,)) and not (op.module == module and apart and op.output.shape == context.shape)
             return (
                 not self.graph.operands(op)
                 and not residual
+                and not (op.base_name == "cat" and queries & {self.graph.before_moves(t).id for t in op.inputs})
                 and (
                     op.kind != "compute"
                     or op.pointwise

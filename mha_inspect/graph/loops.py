@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..record.ops import Op, TensorRef
-from .dimensions import Dim, size_of, wide
+from .dimensions import Axis, Dim, size_of, wide
 from .found import Attention, Dimension, positions_of
 from .pieces import setting
 from .walk import Graph
@@ -22,10 +22,17 @@ def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for place, attention in enumerate(found):
         joined = _joined(graph, attention) if _is_whole(graph, attention) else None
-        key = (attention.softmax.source, attention.score_product.op.source, attention.module, joined)
+        lines = attention.softmax.source, attention.score_product.op.source
+        key = (*lines, attention.module, joined, _queries(graph, attention))
         groups.setdefault((place,) if joined is None else key, []).append(attention)
     merged = [one for group in groups.values() for one in _merge(graph, group)]
     return sorted(merged, key=lambda attention: attention.softmax.index)
+
+
+def _queries(graph: Graph, found: Attention) -> frozenset[Axis]:
+    """The axes of the queries of one softmax: of other pieces of an image they are others."""
+    axes = found.score_product.axes(graph.dimensions)
+    return frozenset(wide(axes.right_columns if found.key_first else axes.left_rows))
 
 
 def _turned(graph: Graph, found: Attention) -> Dimension | None:

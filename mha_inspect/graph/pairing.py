@@ -117,7 +117,10 @@ def _mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
 
 def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
     """Whether this is a norm over another dimension than the one that the softmax runs over: over the heads."""
-    return bool(over) and op.does("norms") and not over & set(graph.dimensions.of(op.inputs[0])[-1])
+    if not over or not op.does("norms"):
+        return False
+    dims = graph.dimensions.of(op.inputs[0])
+    return len(dims) > 1 and not over & set(dims[1 if "batch_norm" in op.base_name else -1])
 
 
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:

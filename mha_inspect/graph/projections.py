@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..record.ops import Op, TensorRef
 from .dimensions import Axis, wide
 from .pairing import mixing_of
+from .pieces import setting
 from .walk import Graph, inside
 
 
@@ -31,12 +32,15 @@ class Projections:
     def behind(
         self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
     ) -> dict[str, Projection]:
-        """The projections of query, key and value, those that there are."""
+        """The projections of query, key and value, those that there are; none of a recurrence's steps is one."""
         query = self._projection(stages["q_heads"], module, set())
         like = None if query is None else self._origin(query.op)
         found = {"query": query} | {
             name: self._projection(stages[f"{name[0]}_heads"], module, positions[name], like)
             for name in ("key", "value")
+        }
+        found = {
+            name: None if end is None or self._is_a_step(end, positions[name]) else end for name, end in found.items()
         }
         ends = {name: end for name, end in found.items() if end is not None}
         for name, end in ends.items():
@@ -98,6 +102,15 @@ class Projections:
             elif self._is_of(end, like) or (inside(op.module, module) and self._feeds(nearest.op, op)):
                 return end
         return nearest or along
+
+    def _is_a_step(self, end: Projection, positions: set[Axis]) -> bool:
+        """Whether this makes one position of many that are put side by side, as each step of a recurrence does."""
+        for op in end.path:
+            if op.base_name in ("cat", "stack") and len(op.inputs) > 2:
+                joined = self._graph.dimensions.of(op.output)[setting(op, 1, "dim", 0) % len(op.output.shape)]
+                if set(joined) & positions and self._graph.leads_to(op.inputs[0], op.inputs[1]):
+                    return True
+        return False
 
     def _gives(self, op: Op, positions: set[Axis]) -> bool:
         """Whether a projection makes positions, and no features."""

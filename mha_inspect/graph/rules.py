@@ -77,7 +77,7 @@ def _reshape(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _transpose(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     dims = list(inputs[0])
-    a, b = (op.args[1], op.args[2]) if op.base_name == "transpose" else (0, len(dims) - 1)
+    a, b = (op.args[1], op.args[2]) if op.base_name.startswith("transpose") else (0, len(dims) - 1)
     if dims:
         dims[a], dims[b] = dims[b], dims[a]
     yield tuple(dims)

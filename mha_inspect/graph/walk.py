@@ -58,6 +58,15 @@ class Graph:
         return frozenset(found)
 
     @cached_property
+    def _given_or_learned(self) -> frozenset[int]:
+        """Ids of tensors that depend on what came from outside, or on a parameter; buffers aside."""
+        found = set(self.recording.parameter_names) | self._from_inputs
+        for op in self.recording.ops:
+            if any(tensor.id in found for tensor in op.inputs):
+                found.update(tensor.id for tensor in op.outputs)
+        return frozenset(found)
+
+    @cached_property
     def _reread(self) -> dict[int, list[TensorRef]]:
         """Index of a writing operation to the tensors that look at what it wrote, other than those it returned."""
         found: dict[int, dict[int, TensorRef]] = {}
@@ -90,6 +99,10 @@ class Graph:
     def comes_from_inputs(self, tensor: TensorRef) -> bool:
         """Whether this depends on what the forward was given."""
         return tensor.id in self._from_inputs or tensor.id in self.recording.input_ids
+
+    def is_given_or_learned(self, tensor: TensorRef) -> bool:
+        """Whether this depends on what the forward was given, or on a parameter."""
+        return tensor.id in self._given_or_learned or tensor.id in self.recording.input_ids
 
     def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:
         """The two factors of a matrix product; None for any other operation."""
@@ -218,6 +231,19 @@ class Graph:
                         if tensor.id not in seen:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
+
+    def inputs_of(self, tensor: TensorRef) -> set[int]:
+        """Return the ids of the forward's inputs that have a part in a tensor."""
+        found, queue, seen = set[int](), [tensor], set[int]()
+        while queue:
+            tensor = queue.pop()
+            if tensor.id in self.recording.input_ids:
+                found.add(tensor.id)
+            op = self.recording.producer(tensor)
+            if op is not None and op.index not in seen:
+                seen.add(op.index)
+                queue += op.inputs
+        return found
 
     def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
         """Whether one tensor has a part in another, by whatever operations."""

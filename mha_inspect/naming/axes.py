@@ -132,7 +132,8 @@ class AxisNames:
         held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
         if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
             side = [*side, ("query", own_keys)]
-        if stage in _OWN_WIDTH and self._width(stage) not in (0, self._width("query") or self._width("output")):
+        width = self._width("query") or self._width("output")
+        if stage in _OWN_WIDTH and width and self._width(stage) not in (0, width):
             expected[-1] = _OWN_WIDTH[stage]
         if self._roles.own_value_width and _side(stage) in "vo":
             expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
@@ -191,6 +192,9 @@ class AxisNames:
             features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
             name_turns(features, len(self._found.branches), size_of(width))
             name_packed(features, packed[:2], self._roles, value=value)
+            apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == packed[1] > 1]
+            if len(apart) == 1 and has(dims, "head_dim"):
+                apart[0][:] = [packed[0]]
         if place is not None:
             # What a matrix takes in and gives is one axis, also where something else splits it.
             dims[place] = [*self._dimensions.of(tensor)[place]]
@@ -254,8 +258,8 @@ class AxisNames:
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
         width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
         name_turns([features], len(self._found.branches), size_of(width))
-        if stage in ("q_proj", "k_proj", "v_proj") and {"head_dim", "v_head_dim"} & set(features):
-            # Beside heads and their features: several queries, or keys, of each head in one matrix.
+        if stage in ("q_proj", "k_proj", "v_proj", "concat") and {"head_dim", "v_head_dim"} & set(features):
+            # Beside heads and their features: several queries, or keys, of each head in one matrix; several attentions.
             open_runs = [run for run in unnamed(features) if size_of_run(features, run) > 1]
             for run in open_runs[:1] if len(open_runs) == 1 else ():
                 features[slice(*run)] = ["packed"]

@@ -64,8 +64,12 @@ def _source(seen: Run, found: Attention) -> str:
     left, right = before(query), before(key)
     if left.id == right.id or _is_one(left, right) or _within(seen, found, query) & _within(seen, found, key):
         return "self"
-    # Heads that came in may have been projected from one tensor.
-    return "cross" if "query" in stages and "key" in stages else ""
+    if "query" in stages and "key" in stages:
+        return "cross"
+    given = [seen.graph.inputs_of(side) for side in (query, key)]
+    # Heads that both came in may have been projected from one tensor.
+    made = "query" in stages or "key" in stages or not any(own <= {left.id, right.id} for own in given)
+    return "cross" if made and all(given) and given[0] != given[1] else ""
 
 
 def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:

@@ -176,7 +176,8 @@ class StageFacts:
         before, after = self._found.stages[source].numel, self._found.stages[stage].numel
         if stage == "concat" and (self._found.branches or after > before):
             count = len(self._found.branches) or after // max(before, 1)
-            return f"the contexts of {count} {'turns' if self._found.turned else 'heads'} side by side"
+            apart = "turns" if self._found.turned else "heads" if self._found.branches else "attentions"
+            return f"the contexts of {count} {apart} side by side"
         computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"

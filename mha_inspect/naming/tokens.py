@@ -8,6 +8,9 @@ from math import prod
 from ..graph.dimensions import Axis, Dim, resolve, size_of
 from .roles import Group, Roles
 
+_SPLIT = ("batch", "windows", "query", "key", "head_dim", "v_head_dim")
+"""What may stand in several dimensions: the height and width of an image, or features that are looked at apart."""
+
 
 def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
     """A dimension as names, and atoms where there is none.
@@ -31,7 +34,7 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
                 (
                     f"{name}_{group.index(atom) + 1}"
                     for name, group in known
-                    if name in ("batch", "windows", "query", "key") and len(group) > 1 and atom in group
+                    if name in _SPLIT and len(group) > 1 and atom in group
                 ),
                 None,
             )

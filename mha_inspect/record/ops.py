@@ -110,11 +110,12 @@ class Op:
         rank = len(self.output.shape)
         if rank < 2:
             return False
-        if self.base_name == "transpose":
+        name = self.base_name.rstrip("_")
+        if name == "transpose":
             return {int(self.args[1]) % rank, int(self.args[2]) % rank} == {rank - 1, rank - 2}
-        if self.base_name == "permute":
+        if name == "permute":
             return [int(place) % rank for place in self.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
-        return self.base_name == "t"
+        return name == "t"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from .scripts import calls_in_script, is_script
 from .site import Site, is_in_script, place_of_site
 from .storage import Look
 
+_VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
+"""They give their tensor another shape, and write nothing."""
 _DTYPE_NAMES: dict[Any, str] = {}
 
 Entry = tuple[
@@ -90,7 +92,7 @@ class Replay:
         if kind is None:
             kind = "copy" if does(known.base_name, "copies") else "compute"
             if outputs and all(output.storage in given for output in outputs):
-                kind = "view" if written is None else "write"
+                kind = "view" if written is None or known.base_name in _VIEWS_IN_PLACE else "write"
         last_site, last_mark, place = self._last
         same = site is last_site
         if not same:
