@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from mha_inspect.layers.spec import Show
 from mha_inspect.measure import statistics as content
 from mha_inspect.measure.statistics import stats_of, values_of
 from mha_inspect.reports.common import Stats
+from mha_inspect.reports.json import to_json
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -77,3 +79,15 @@ def test_every_element_for_a_machine() -> None:
     alone = values_of(torch.tensor(True), Show(full_values=True))
     assert alone is not None
     assert alone.data == [True]
+
+
+def test_all_numbers_are_written_as_python_writes_them() -> None:
+    numbers = torch.randn(2, 3, 20_000, generator=torch.Generator().manual_seed(0))
+    numbers[0, 1, 17_000], numbers[1, 2, 0], numbers[1, 2, 1] = math.inf, math.nan, -math.inf
+    plain = json.loads(json.dumps(numbers.tolist()), parse_constant={"Infinity": "Infinity", "NaN": "NaN"}.get)
+    plain[1][2][1] = "-Infinity"
+    tensors = [numbers, numbers[0, 0].long(), numbers[0, :2, :3] > 0, torch.zeros(0), torch.tensor(3)]
+    wanted = [plain, *(tensor.tolist() for tensor in tensors[1:4]), [3]]
+    values = [values_of(tensor, Show(full_values=True)) for tensor in tensors]
+    written = "".join(to_json({"data": [value.data for value in values if value]}, "trace"))
+    assert written == json.dumps({"schema_version": 1, "command": "trace", "data": wanted}, indent=2) + "\n"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
+import torch
 from torch import Tensor
 from torch._tensor_str import printoptions
 
 from ..layers.spec import Show
 from ..reports.common import Rows, Stats, Values
 
-_CHUNK = 1 << 20
+_BLOCK = 1 << 14
+"""Elements that are made Python's numbers at a time."""
+_CHUNK = 1 << 17
 """Elements that are turned to float64 at a time."""
 
 
@@ -72,5 +76,6 @@ def values_of(tensor: Tensor, show: Show) -> Values | None:
 def _nested(tensor: Tensor) -> Rows:
     """Return nested lists, one a dimension, made as they are read; without dimensions a list of the one element."""
     if tensor.dim() < 2:
-        return Rows(tensor.numel(), tensor.reshape(-1).tolist)
+        blocks = torch.split(tensor.reshape(-1), _BLOCK)
+        return Rows(tensor.numel(), lambda: chain.from_iterable(block.tolist() for block in blocks))
     return Rows(len(tensor), lambda: map(_nested, tensor))

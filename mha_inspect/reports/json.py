@@ -15,8 +15,9 @@ from ..text import MESSAGE, printable_json, shown
 from .common import SCHEMA_VERSION, Rows
 
 R = TypeVar("R")
-_PIECE = 1 << 14
-"""Tokens of JSON that are written together."""
+_BLOCK = 1 << 14
+"""Numbers of a tensor that are written together."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -26,14 +27,52 @@ def to_json(report: Any, command: str) -> Iterator[str]:
     A field that is None by default was not asked for, and is left out while it is None. Others stay, as null.
     """
     content = {"schema_version": SCHEMA_VERSION, "command": command, **to_data(report)}
-    tokens = json.JSONEncoder(indent=2, ensure_ascii=False, allow_nan=False).iterencode(content)
-    while piece := "".join(islice(tokens, _PIECE)):
-        yield printable_json(piece)
+    yield from _written(content, "\n")
     yield "\n"
+
+
+def _written(value: Any, margin: str) -> Iterator[str]:
+    """Yield a value of `to_data` as `json.dumps(value, indent=2)` writes it after this margin, a line feed first."""
+    inner = margin + "  "
+    if isinstance(value, dict) and value:
+        mark = "{"
+        for key, item in value.items():
+            yield f"{mark}{inner}{_text(key)}: "
+            yield from _written(item, inner)
+            mark = ","
+        yield margin + "}"
+    elif isinstance(value, list) and len(value):
+        mark, items = "[", iter(value)
+        for item in items:
+            yield mark + inner
+            if isinstance(value, Rows) and not isinstance(item, Rows):
+                yield _numbers([item, *islice(items, _BLOCK)], "," + inner)
+            else:
+                yield from _written(item, inner)
+            mark = ","
+        yield margin + "]"
+    else:
+        yield _text(value)
+
+
+def _text(value: Any) -> str:
+    text = _ENCODER.encode(value)
+    return printable_json(text) if isinstance(value, str) else text
+
+
+def _numbers(numbers: list[Any], between: str) -> str:
+    encoder = json.JSONEncoder(separators=(between, ":"), allow_nan=False)
+    try:
+        text = encoder.encode(numbers)
+    except ValueError:  # some are not finite
+        text = encoder.encode(to_data(numbers))
+    return text[1:-1]
 
 
 def to_data(value: Any) -> Any:
     """Return the value in JSON's types. NaN and infinities become the strings `NaN`, `Infinity`, `-Infinity`.
+
+    Rows stay as they are, to be gone through where they are written.
 
     Raises `TypeError` for what JSON has no type for: a report holds plain data only.
     """
@@ -44,7 +83,7 @@ def to_data(value: Any) -> Any:
             value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         )
     if isinstance(value, Rows):
-        return Rows(len(value), lambda: map(to_data, value))
+        return value
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 _TO_LOAD = 768 * 2**20
 """Address space that torch takes while it is loaded, before it computes anything."""
+
+_LARGE = 2**20
+"""Bytes of a tensor from which on it has pages of its own."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Numbers that malloc.h has for these two settings."""
 
 
 def require_loadable() -> None:
@@ -43,6 +49,21 @@ def require_loadable() -> None:
             f"torch takes {byte_size(_TO_LOAD)} of address space to load, and a limit leaves "
             f"{byte_size(max(0, limit - used * 1024))}. Raise it: ulimit -v unlimited"
         )
+
+
+def free_at_once() -> None:
+    """Have this process give back what it frees, where its allocator is glibc's.
+
+    That keeps blocks of up to 32 MiB for later, and the more of them it has seen: what a run takes would hang on what
+    ran before it.
+    """
+    if sys.platform == "linux":
+        from ctypes import CDLL
+
+        with suppress(AttributeError):
+            mallopt = CDLL(None).mallopt
+            mallopt(_M_MMAP_THRESHOLD, _LARGE)
+            mallopt(_M_TRIM_THRESHOLD, 16 * _LARGE)
 
 
 def free_memory(device: torch.device | str) -> int | None:
