@@ -204,7 +204,8 @@ def _otherwise(name: str, plan: Plan, config: Any, inputs: InputSpec) -> Iterato
         yield from (replace(plan, shape=(batch, *shape)) for shape in ((frames, bins), (bins, frames)))
     elif name == "input_values":
         ratios = _held(config, "upsampling_ratios", "downsampling_ratios")
-        yield replace(plan, shape=(batch, 1, (320 if ratios is None else prod(ratios)) * inputs.seq_len))
+        if ratios is not None:
+            yield replace(plan, shape=(batch, 1, prod(ratios) * inputs.seq_len))
     elif name in ("input_ids", "decoder_input_ids") and len(rest) == 1:
         books = _held(config, "num_channels", "num_codebooks")
         if isinstance(books, int):
