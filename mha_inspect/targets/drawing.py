@@ -30,7 +30,7 @@ class Plan:
     """Token ids are drawn below this number."""
     avoid: tuple[int, ...] = ()
     """Token ids that mean something of their own, such as padding."""
-    rows: tuple[int, ...] = ()
+    rows: tuple[int | tuple[int, ...], ...] = ()
     """What each row holds, where that is known; empty: it is drawn."""
     sequence: bool = False
     """Whether it is `batch sequence ...`, and `sequence batch ...` for a forward that takes the sequence first."""

@@ -32,13 +32,16 @@ def ways_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSp
     if not plans:
         return
     more = [name for name in _SOMETIMES if name in free - set(plans)]
+    every = [plans]
     for also in (*([name] for name in more), more):
-        both = plans | _plans_of(module, also, free, inputs)
+        both = _masked(plans | _plans_of(module, also, free, inputs), module.config)
         if both.keys() != plans.keys():
             yield both
-    for name in plans:
-        for other in _otherwise(name, plans[name], module.config, inputs):
-            yield plans | {name: other}
+            every.append(both)
+    for both in (every[0], every[-1]) if len(every) > 1 else every:
+        for name in both:
+            for other in _otherwise(name, both[name], module.config, inputs):
+                yield _masked({**both, name: other}, module.config)
     if "input_values" in plans:
         yield {}  # a waveform is what it is for most: what takes something else says so when it runs
 
@@ -55,14 +58,25 @@ def _plans_of(module: nn.Module, names: list[str], free: set[str], inputs: Input
         wanted += [name for name in _OF_SERIES if name in free]
     if "spatial_shapes" in free and "pixel_values" in wanted:
         wanted += ["spatial_shapes", "pixel_attention_mask"]
+    in_patches = not free.isdisjoint(("spatial_shapes", "pixel_position_ids"))
     decodes = "decoder_input_ids" in wanted
-    plans = {}
+    plans: dict[str, Plan] = {}
     for name in dict.fromkeys(wanted):
         grid = any(other.endswith("grid_thw") for other in wanted)
         plan = _in_grid(name, config, inputs.batch) if grid else None
-        plan = plan or _plan(name, config, inputs, decodes, "spatial_shapes" in free)
+        plan = plan or _plan(name, config, inputs, decodes, in_patches)
         if plan is not None:
             plans[name] = plan
+    return _masked(plans, config)
+
+
+def _masked(plans: dict[str, Plan], config: Any) -> dict[str, Plan]:
+    """The plans, with a mask of sounds that is as long as they are: one for each frame, wherever the frames are."""
+    if "input_features_mask" in plans and "input_features" in plans:
+        batch, *rest = plans["input_features"].shape
+        bins = _held(config, *_BINS)
+        frames = next((size for size in rest if size != bins), rest[0])
+        plans = {**plans, "input_features_mask": _whole("input_features_mask", (batch, frames), 2)}
     return plans
 
 
@@ -72,9 +86,11 @@ _HELD_AGAINST = ("pixel_values", "input_features", "input_values")
 """What a text is held against, where both get a place in one space."""
 _SOMETIMES = (
     *("input_ids", "pixel_values", "bbox", "visual_feats", "visual_pos", "encoder_hidden_states", "query_embeds"),
-    *("input_values", "past_values_padding"),
+    *("input_values", "past_values_padding", "input_features", "input_features_mask", "qformer_input_ids"),
 )
 """What comes with a text or an image, and most models do without."""
+_PAIRED = 32
+"""Pixels along a side of two images that are matched, point by point."""
 _PATCHES = 4
 """Patches along each side of an image that is handed over in patches."""
 _OF_SERIES = (
@@ -94,10 +110,19 @@ def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool, in_patches: 
         if not isinstance(vocabulary, int):
             return None
         return Plan("ids", (inputs.batch, length), "int64", vocabulary, _special(words))
-    if name in ("spatial_shapes", "pixel_attention_mask") or (name == "pixel_values" and in_patches):
+    if name in ("qformer_input_ids", "task_inputs"):
+        words = getattr(config, "qformer_config", config)
+        known = _held(words, "vocab_size", "text_encoder_vocab_size")
+        length = getattr(config, "task_seq_len", inputs.seq_len)
+        return Plan("ids", (inputs.batch, length), "int64", known) if known else None
+    if name in ("spatial_shapes", "pixel_position_ids", "pixel_attention_mask") or (
+        name == "pixel_values" and in_patches
+    ):
         patches = _patches(name, _looks(config), inputs.batch)
         if patches is not None:
             return patches
+    if name == "input_features_mask":
+        return _whole(name, (inputs.batch, key_len), 2)
     if name in ("bbox", "visual_feats", "visual_pos"):
         width = 4 if name == "bbox" else getattr(config, name.replace("feats", "feat") + "_dim", None)
         return None if width is None else Plan("other", (inputs.batch, inputs.seq_len, width))
@@ -126,6 +151,9 @@ def _patches(name: str, config: Any, batch: int) -> Plan | None:
         return Plan("other", (batch, _PATCHES**2, channels * config.patch_size**2))
     if name == "spatial_shapes":
         return Plan("ids", (batch, 2), "int64", _PATCHES + 1, tuple(range(_PATCHES)))
+    if name == "pixel_position_ids":
+        places = tuple((at // _PATCHES, at % _PATCHES) for at in range(_PATCHES**2))
+        return Plan("ids", (batch, _PATCHES**2, 2), "int64", rows=places)
     return _whole(name, (batch, _PATCHES**2), 2) if name == "pixel_attention_mask" else None
 
 
@@ -133,6 +161,8 @@ def _in_grid(name: str, config: Any, batch: int) -> Plan | None:
     """Images as rows of patches one after the other, and how many there are in time, height and width of each."""
     if name.endswith("grid_thw"):
         return Plan("ids", (batch, 3), "int64", rows=(1, _PATCHES, _PATCHES))
+    if name == "merge_sizes":
+        return Plan("ids", (batch,), "int64", rows=(1,))
     channels = next((getattr(config, n) for n in ("in_channels", "in_chans", "num_channels") if hasattr(config, n)), 3)
     size = getattr(config, "patch_size", None)
     if name not in ("hidden_states", "pixel_values") or not isinstance(size, int):
@@ -155,10 +185,14 @@ def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Pl
         return Plan("other", (batch, bins, 2 * config.max_source_positions))
     if hasattr(config, "spec_size") and bins is not None:
         return Plan("other", (batch, 1, config.spec_size * (config.spec_size // bins), bins))
-    for field, times in (("input_feat_per_channel", 4), ("feature_projection_input_dim", 1), ("num_mel_bins", 1)):
+    for field, times in zip(_BINS, (4, 1, 1), strict=True):
         if isinstance(_held(config, field), int):
             return Plan("other", (batch, times * key_len, _held(config, field)))
-    return None
+    return Plan("other", (batch, 4 * key_len, 128)) if name == "input_features" else None
+
+
+_BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
+"""What a configuration calls the numbers of a frame."""
 
 
 def _otherwise(name: str, plan: Plan, config: Any, inputs: InputSpec) -> Iterator[Plan]:
@@ -172,8 +206,13 @@ def _otherwise(name: str, plan: Plan, config: Any, inputs: InputSpec) -> Iterato
         ratios = _held(config, "upsampling_ratios", "downsampling_ratios")
         if ratios is not None:
             yield replace(plan, shape=(batch, 1, prod(ratios) * inputs.seq_len))
+    elif name in ("input_ids", "decoder_input_ids") and len(rest) == 1:
+        books = _held(config, "num_channels", "num_codebooks")
+        if isinstance(books, int):
+            yield from (replace(plan, shape=(*plan.shape, number)) for number in (books, books + 1))
     elif name == "pixel_values" and len(rest) == 3:
         yield replace(plan, shape=(batch, 1, *rest))
+        yield replace(plan, shape=(batch, 2, rest[0], _PAIRED, _PAIRED))
     elif name == "pixel_values" and len(rest) == 1:
         channels = int(_held(config, "num_channels", "in_channels") or 3)
         size = int(_held(config, "patch_size"))
@@ -200,7 +239,10 @@ def _series(name: str, config: Any, batch: int, seq_len: int) -> Plan | None:
     if hasattr(config, "num_input_channels") and name == "past_values":
         return Plan("other", (batch, config.context_length, config.num_input_channels))
     if not hasattr(config, "lags_sequence"):
-        return None
+        shape = (batch, getattr(config, "context_length", 0))
+        if name == "past_values_padding" and shape[-1]:
+            return Plan("ids", shape, "int64", rows=(0,))
+        return Plan("other", shape) if name == "past_values" and shape[-1] else None
     past, future = config.context_length + max(config.lags_sequence), config.prediction_length
     values = () if config.input_size == 1 else (config.input_size,)
     shapes = {

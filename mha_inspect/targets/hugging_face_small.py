@@ -26,6 +26,8 @@ _MARKED = 4
 _FACTORS = (16, 8, 4, 2, 1)
 _EVEN = 64
 """Features of a head that can be made fewer by any factor."""
+_PLACE = 4
+"""Numbers of a box, its place and its size: no width."""
 _LEAST = 8
 """Features that a head has at least, of those that its rotation turns."""
 
@@ -61,10 +63,10 @@ _WIDTH = re.compile(
     r")_(size|sizes|dim|dims|width|channels|dimension|units)"
     r"|(\w+_)?(ffn_dim|lora_rank|dim_feedforward|pos_feats|linear_units|text_hidden_size|feature_dims)"
     r"|adapter_(rank|(in|out)(put)?_(dim|size|dims))|laurel_rank|dim_head|embed_dim_per_stage|backbone_channel_list|mamba_(headdim|d_head|d_ssm)|hidden_size_global"
-    r"|(\w+_)?bottleneck_size|coordinate_size|shape_size|upsample_groups"
+    r"|(\w+_)?bottleneck_size|coordinate_size|shape_size|vit_dim|upsample_groups"
 )
 _NO_WIDTH = re.compile(
-    r"(?!.*hidden_size$).*(kernel|window|chunk|patch|image|vocab|conv|input|codebook|group|position_embedding)_.*|.*_kernel_dim"
+    r"(?!.*hidden_size$).*(kernel|window|chunk|patch|image|vocab|conv|input|codebook(?!_dim$)|group|position_embedding)_.*|.*_kernel_dim"
 )
 
 
@@ -150,6 +152,8 @@ def _let_run(own: dict[str, Any]) -> None:
         own["num_experts_per_tok"] = 2
     if own.get("attn_layer_indices", 1) is None:
         own["attn_layer_indices"] = [_LAYERS - 1]
+    if own.get("default_language", 1) is None and own.get("languages"):
+        own["default_language"] = own["languages"][0]
     kinds = own.get("layer_types")
     if isinstance(kinds, list) and {*kinds} == {"linear_attention"}:
         kinds[_LAYERS - 1] = "full_attention"
@@ -256,7 +260,7 @@ def _change(
     if as_wide or (_WIDTH.fullmatch(name) and not _NO_WIDTH.fullmatch(name)):
         # The rows of experts are multiplied in groups, whose rows begin at whole sixteen bytes.
         step = 4 if name.startswith("moe_") else 1
-        return lambda value: max(step, value // factor // step * step) if value > 0 else value
+        return lambda value: max(step, value // factor // step * step) if value > _PLACE else value
     return None
 
 
@@ -302,4 +306,4 @@ def _split_rotation(own: dict[str, Any]) -> None:
     head_dim = _head_dim(own)
     for rope in _ropes(own) if head_dim else ():
         half = (_turned(own, rope, head_dim or 0) + 1) // 2
-        rope["mrope_section"] = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
+        rope["mrope_section"] = [half * 3 // 8, half * 3 // 8, half - 2 * (half * 3 // 8)]
