@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.answers.diff import _layer_run, diff_layers
-from mha_inspect.answers.shared_weights import share_drawn
+from mha_inspect.answers.diff import diff as diff_of_sides
+from mha_inspect.answers.layer_beside import two_layers
+from mha_inspect.answers.shared_weights import share
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
@@ -28,7 +29,8 @@ INPUTS = InputSpec(batch=BATCH, seq_len=QUERY)
 
 def diff(left: str, right: str, inputs: InputSpec = INPUTS, **settings: Any) -> DiffReport:
     sets = {name: settings.pop(name, {}) for name in ("left_set", "right_set")}
-    return diff_layers(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
+    planned = make_sides(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
+    return diff_of_sides(*two_layers(planned))
 
 
 def stage(report: DiffReport, name: str) -> StageRow:
@@ -67,8 +69,8 @@ def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
     """The oracle: the places that each layer declares, into which the same numbers are put."""
     other = "wide" if layer == "wide" else "torch"
     planned = make_sides(other, layer, SPEC, INPUTS, RunSpec(), {}, change)
-    runs = [_layer_run(side, "float32") for side in planned]
-    share_drawn(*runs, planned, "float32")
+    runs = two_layers(planned)
+    share(*runs)
     weights = canonical_weights(planned[0].spec)
     for run_of, side in zip(runs, planned, strict=True):
         expected = side.kind.build(side.spec)
@@ -268,9 +270,8 @@ def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights(
 def test_each_side_has_the_kernel_that_its_settings_give_it():
     # The fast path asks for an even number of heads.
     spec = AttentionSpec(embed_dim=22, num_heads=2)
-    report = diff_layers(
-        "torch", "torch", spec, INPUTS, RunSpec(grad=True), left_set={"need_weights": False}, right_set={"grad": False}
-    )
+    sets = {"need_weights": False}, {"grad": False}
+    report = diff_of_sides(*two_layers(make_sides("torch", "torch", spec, INPUTS, RunSpec(grad=True), *sets)))
     assert "scaled_dot_product" in report.left.path.plain
     assert "_native_multi_head_attention" in report.right.path.plain
     assert report.verdict == "same"

@@ -14,10 +14,11 @@ import torch
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from mha_inspect.layers.spec import InputSpec
 from mha_inspect.targets import hugging_face
+from mha_inspect.targets.build import load_target
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.hugging_face import NetworkNeededError
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.target import Target, TargetSpec
 from mha_inspect.targets.vocabulary import Flags
 
 from .built import trace_module

@@ -35,10 +35,10 @@ BEFORE_TORCH = (
 """With cli, render, reports and schemas: what an answer without torch goes through."""
 
 
-def nodes(tree: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+def nodes(tree: ast.AST, *, at_import: bool, typed: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
     """The import statements; with `at_import` those alone that run when the module is imported.
 
-    Those that only a type checker reads are left out.
+    Those that only a type checker reads are left out where they are not `typed` for.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -46,20 +46,20 @@ def nodes(tree: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.Import
             continue
         if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             continue
-        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for_types = not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if for_types:
             assert isinstance(node, ast.If)
             for other in node.orelse:
-                yield from nodes(other, at_import=at_import)
+                yield from nodes(other, at_import=at_import, typed=typed)
             continue
-        yield from nodes(node, at_import=at_import)
+        yield from nodes(node, at_import=at_import, typed=typed)
 
 
 @cache
-def imports(module: str, *, at_import: bool = False) -> frozenset[str]:
+def imports(module: str, *, at_import: bool = False, typed: bool = False) -> frozenset[str]:
     """What a module imports: `torch`, `rich.table`; of the package itself with a point in front: `.errors`."""
     found: set[str] = set()
-    for node in nodes(ast.parse(FILES[module].read_text(encoding="utf-8")), at_import=at_import):
+    for node in nodes(ast.parse(FILES[module].read_text(encoding="utf-8")), at_import=at_import, typed=typed):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
             continue
@@ -75,8 +75,8 @@ def imports(module: str, *, at_import: bool = False) -> frozenset[str]:
     return frozenset(found)
 
 
-def own(module: str, *, at_import: bool = False) -> set[str]:
-    found = imports(module, at_import=at_import)
+def own(module: str, *, at_import: bool = False, typed: bool = False) -> set[str]:
+    found = imports(module, at_import=at_import, typed=typed)
     return {name[1:] for name in found if name.startswith(".") and name != "."}
 
 
@@ -94,7 +94,8 @@ def test_the_sources_are_read_right() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    order = list(TopologicalSorter({module: own(module, at_import=True) for module in FILES}).static_order())
+    """Neither when it is imported, nor in a function, nor for a type checker."""
+    order = list(TopologicalSorter({module: own(module, typed=True) for module in FILES}).static_order())
     assert set(order) | {""} == set(FILES)
 
 

@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mha_inspect.answers.params import layers_for_params
+from mha_inspect.answers.params import INPUTS
 from mha_inspect.answers.params import params as report_of
-from mha_inspect.errors import DoesNotFitError, InputError, SpecError
+from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.measure.weights import Numbers, Weights
 from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.params import ParamsReport
+from mha_inspect.targets.load import load_layer
 from mha_inspect.text import byte_size
 
 from .foreign.truth import cut
@@ -42,7 +43,8 @@ def params_spec(
     per_head: bool = False,
     num_heads: tuple[int, ...] = (),
 ) -> ParamsReport:
-    own, *others = layers_for_params(spec, run or RunSpec(), layer, num_heads=num_heads, per_head=per_head)
+    specs = [replace(spec, num_heads=count) for count in num_heads] or [spec]
+    own, *others = [load_layer(one, INPUTS, run or RunSpec(), layer) for one in specs]
     return report_of(own, show, per_head=per_head, beside=others)
 
 
@@ -281,11 +283,11 @@ def test_on_meta_there_are_shapes_and_no_content() -> None:
     assert "on meta" in made.changes
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(DoesNotFitError) as caught:
-        report(AttentionSpec(embed_dim=2**20, num_heads=1))
-    assert byte_size(4 * (4 * 2**40 + 4 * 2**20)) in str(caught.value)
-    assert "--device meta" in str(caught.value)
+def test_what_does_not_fit_is_refused(invoke) -> None:
+    refused = invoke("params", "--embed-dim", str(2**20), "--num-heads", "1")
+    assert refused.code == 3
+    assert byte_size(4 * (4 * 2**40 + 4 * 2**20)) in refused.err
+    assert "--device meta" in refused.err
 
 
 def test_statistics_and_values_when_asked_for() -> None:

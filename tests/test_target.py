@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
+from mha_inspect.targets.build import load_target
 from mha_inspect.targets.importing import stdout_for_the_answer
-from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.target import Target, TargetSpec
 from mha_inspect.targets.vocabulary import Flags
 
 STYLES = str(Path(__file__).parent / "targets" / "styles.py")

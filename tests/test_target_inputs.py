@@ -11,9 +11,10 @@ from torch import nn
 
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
 from mha_inspect.layers.spec import InputSpec
+from mha_inspect.targets.build import load_target
 from mha_inspect.targets.call import Call
 from mha_inspect.targets.inputs import Asked, make_call
-from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.target import Target, TargetSpec
 from mha_inspect.targets.values import InputShape, parse_shapes
 from mha_inspect.targets.vocabulary import Flags
 

@@ -25,8 +25,8 @@ from .head_runs import HeadRun, Place, overall
 from .head_sentences import Carried, Walk, answer, reason
 from .learning import Learner, compare_gradients, compare_training
 from .look import Look
+from .run_report import environment_of, layer_of
 from .timing import compare_times
-from .trace import environment_of, layer_of
 
 _ORDER = {part: number for number, part in enumerate(PARTS)}
 _GIVEN = ("query", "key", "value")

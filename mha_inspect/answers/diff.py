@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..measure.stage_difference import BLOCKED_BELOW, compare_stage
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..reports.common import Verdict
@@ -26,15 +23,12 @@ from ..reports.diff import (
     StageRow,
     StageSide,
 )
-from ..targets.device import resolve
-from ..targets.layer_sides import LayerSide, make_sides
-from ..targets.load import load_layer, plan_layer
-from ..targets.room import Room
 from .diff_answer import Blocked, answer, notes, stage_note
 from .kernels import has_shape_only
 from .look import Rows, without
+from .masked_rows import row_content
 from .parameter_pairs import parameter_pairs
-from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share, share_drawn
+from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share
 from .side import Side
 
 COPIES = 4
@@ -48,71 +42,18 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
     computed. Stages are compared in canonical axes, and judged by the larger rounding error of the two, measured
     against float64 in this run.
 
-    Raises `InputError` where a side cannot be run in float64.
+    Raises:
+        InputError: a side cannot be run in float64.
+        WeightsError: both are layers, and the weights of the one cannot be those of the other.
     """
     return _Comparison(left, right, share(left, right) if carry else AS_THEY_ARE).report()
-
-
-def diff_layers(
-    left: str,
-    right: str,
-    spec: AttentionSpec,
-    inputs: InputSpec,
-    run: RunSpec,
-    *,
-    left_set: Mapping[str, Any] | None = None,
-    right_set: Mapping[str, Any] | None = None,
-) -> DiffReport:
-    """Compare two layers of the catalog, built from the same spec, each with settings of its own where there are any.
-
-    Both get the same drawn weights as far as each has a place for them, and the same input.
-
-    Args:
-        left: name in the catalog of layers.
-        right: likewise; the same name for one layer under two settings.
-        spec: what both have, but for the settings below and those that a layer has no use for.
-        inputs: likewise.
-        run: likewise.
-        left_set: fields of the three specs, by name, that the left side has for itself.
-        right_set: likewise.
-
-    Raises:
-        SpecError: a layer or a setting is unknown, or the sizes of the two cannot agree.
-        InputError: a file or a mask does not fit.
-        WeightsError: the weights of the one cannot be carried into the other.
-        DeviceError: the device is not there, cannot run the dtype, or has no numbers (meta).
-        DoesNotFitError: the runs would need more memory than is free.
-    """
-    planned = make_sides(left, right, spec, inputs, run, left_set or {}, right_set or {})
-    for side in planned:
-        if resolve(side.run.device, side.spec.dtype).type == "meta":
-            raise DeviceError(
-                "device meta has shapes and no numbers, and diff compares numbers. Try --device cpu, or "
-                "`mha-inspect trace --device meta` for the shapes."
-            )
-    room = Room(lambda: diff_layers(left, right, spec, inputs, run, left_set=left_set, right_set=right_set), COPIES)
-    for side in planned:
-        room.require(plan_layer(side.spec, side.inputs, side.run, side.kind.name))
-    finer = min((side.spec.dtype for side in planned), key=lambda name: torch.finfo(getattr(torch, name)).eps)
-    runs = [_layer_run(side, finer) for side in planned]
-    shared = share_drawn(runs[0], runs[1], planned, finer)
-    unheard = dict.fromkeys(sentence for side in planned for sentence in side.unheard)
-    return _Comparison(runs[0], runs[1], shared, tuple(unheard)).report()
-
-
-def _layer_run(side: LayerSide, finer: Any) -> Side:
-    def made(spec: AttentionSpec) -> Any:
-        return load_layer(spec, side.inputs, side.run, side.kind.name)
-
-    exact = made(replace(side.spec, dtype=finer)) if finer != side.spec.dtype else None
-    return Side(side.name, made(side.spec), side.settings, exact)
 
 
 class _Comparison:
     """Two sides with their weights in place, run."""
 
-    def __init__(self, left: Side, right: Side, shared: Shared, noted: tuple[str, ...] = ()) -> None:
-        self._left, self._right, self._shared, self._noted = left, right, shared, noted
+    def __init__(self, left: Side, right: Side, shared: Shared) -> None:
+        self._left, self._right, self._shared = left, right, shared
 
     @property
     def _counts(self) -> list[int]:
@@ -163,7 +104,8 @@ class _Comparison:
             answer=(),
         )
         blocked = self._blocked() if self._masked else None
-        noted = (*self._noted, *notes(report, (left.drops, right.drops), self._counts, blocked))
+        own = dict.fromkeys(note for side in (left, right) for note in side.notes)
+        noted = (*notes(report, (left.drops, right.drops), self._counts, blocked), *own)
         return replace(report, notes=noted, answer=answer(report, shared, blocked))
 
     def _stage_rows(self, place: int) -> Iterator[StageRow]:
@@ -269,12 +211,11 @@ class _Comparison:
         def of_weights(run: Side) -> RowContent:
             content = run.get(place, "weights")
             inside = content is not None and batch < content.shape[0] and query < content.shape[2]
-            return _content(content[batch, :, query]) if content is not None and inside else "finite"
+            return _weights_content(content[batch, :, query]) if content is not None and inside else "finite"
 
         def of_output(run: Side) -> RowContent:
             inside = run.rows is not None and batch < run.rows[0] and query < run.rows[1]
-            kind = _content(run.output[batch, query]) if inside else "finite"
-            return "finite" if kind == "uniform" else kind
+            return row_content(run.output[batch, query]) if inside else "finite"
 
         left, right = self._left, self._right
         found = (of_weights(left), of_weights(right), of_output(left), of_output(right))
@@ -333,13 +274,10 @@ def _noise_source(left: str, right: str) -> NoiseSource:
     return NoiseSource(sides[names[0]], names)
 
 
-def _content(row: Tensor) -> RowContent:
-    if bool(row.isnan().any()):
-        return "nan"
-    if not bool(row.any()):
-        return "zero"
+def _weights_content(row: Tensor) -> RowContent:
     low, high = row.double().aminmax()
-    return "uniform" if float(high - low) <= 1e-2 * float(high) else "finite"
+    found = row_content(row)
+    return "uniform" if found == "finite" and float(high - low) <= 1e-2 * float(high) else found
 
 
 def _written(scores: Tensor) -> str:

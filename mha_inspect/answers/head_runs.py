@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..naming.canonical import returned_content
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
 from ..record.rounding import beside, rounding_error
@@ -54,7 +55,7 @@ class HeadRun:
     @property
     def label(self) -> str:
         """What reports call it."""
-        return self.own.label or type(self.module).__name__
+        return self.own.name
 
     @cached_property
     def output(self) -> Tensor:
@@ -127,7 +128,7 @@ class HeadRun:
     def by_query(self) -> Tensor | None:
         """The output as `batch query embed`; None where it has other axes."""
         look = self.nearest
-        content = look.laid_out(self.output)
+        content = returned_content(look.run, self.output)
         if content is not None:
             return content
         # Of a model the output has features of its own, laid out as its attention is all the same.

@@ -1,24 +1,35 @@
-"""A layer of the catalog as one side of a diff, with the sizes and the input of the module on the other side."""
+"""Layers of the catalog as sides of a diff: two of them, or one with the sizes and the input of a module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ..errors import SpecError
 from ..layers.catalog import LayerKind
-from ..layers.settings import check_settings, spec_for
+from ..layers.settings import spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..targets.call import Call
-from ..targets.load import load_layer
+from ..targets.layer_sides import LayerSide, layer_side, require_same_input
 from ..targets.pairing import layer_inputs
+from ..targets.room import Room
 from ..targets.triple import Triple
 from .side import Side
 
 _GIVEN = ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "dropout")
 """Sizes and settings that a layer has of its own where somebody gave them."""
+
+
+def two_layers(planned: Iterable[LayerSide], room: Room | None = None) -> tuple[Side, Side]:
+    """Build two layers that `make_sides` planned. Raises as `load_layer`."""
+    planned = tuple(planned)
+    finer = min((side.spec.dtype for side in planned), key=lambda name: torch.finfo(getattr(torch, name)).eps)
+    left, right = (Side.of_layer(side, dtype=finer, room=room) for side in planned)
+    return left, right
 
 
 def layer_beside(
@@ -45,23 +56,21 @@ def layer_beside(
 
     Raises `SpecError` where a size contradicts the module, or the layer has no use for a setting.
     """
-
-    def own(cls: type) -> dict[str, Any]:
-        return {field.name: settings[field.name] for field in fields(cls) if field.name in settings}
-
     tensors = layer_inputs(beside.own.module, call)
     unbatched = tensors[0].dim() == 2
     if not unbatched and not call.batch_first:
         tensors = _turned(tensors)
     query, key, _ = tensors
-    spec = replace(_spec(kind, beside, tensors, given), **own(AttentionSpec))
     batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
     key_len = None if key is query else key.shape[-2]
     inputs = replace(inputs, input=None, batch=batch, seq_len=query_len, key_len=key_len, unbatched=unbatched)
-    inputs, run = replace(inputs, **own(InputSpec)), replace(run, **own(RunSpec))
-    check_settings(kind, spec, inputs, run)
-    tensors = tensors if spec.batch_first or unbatched else _turned(tensors)
-    return Side(name, load_layer(spec, inputs, run, kind.name, given=tensors), dict(settings))
+    spec = _spec(kind, beside, tensors, given)
+    side, like = (
+        layer_side(name, kind, spec, inputs, run, settings, kind),
+        LayerSide(beside.name, kind, spec, inputs, run),
+    )
+    require_same_input(*((side, like) if name == "left" else (like, side)))
+    return Side.of_layer(side, given=tensors if side.spec.batch_first or unbatched else _turned(tensors))
 
 
 def _turned(tensors: Triple) -> Triple:

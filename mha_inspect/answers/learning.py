@@ -21,7 +21,7 @@ from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, Part
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
 from .look import in_dtype, run_in_dtype
-from .trace import environment_of, layer_of
+from .run_report import environment_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
 LEARNING_RATE = 0.1
@@ -70,7 +70,7 @@ class Learner:
 
         Raises `InputError` where it does not run in that.
         """
-        dtype, label = self._beside[0], layer_of(self.own).name
+        dtype, label = self._beside[0], self.own.name
         other = replace(self, own=in_dtype(label, self.own.copied, dtype))
         return run_in_dtype(label, dtype, lambda: measure(other))
 
@@ -117,7 +117,7 @@ class Learner:
             if is_out_of_memory(error):
                 raise
             raise InputError(
-                f"There is no gradient of {layer_of(self.own).name}: {first_line(error)} Leave out --gradients and "
+                f"There is no gradient of {self.own.name}: {first_line(error)} Leave out --gradients and "
                 "--steps, or let its forward change nothing in place."
             ) from None
 

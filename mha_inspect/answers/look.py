@@ -14,15 +14,15 @@ from ..errors import DeviceError, InputError, MhaInspectError, is_out_of_memory
 from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
-from ..naming.canonical import canonical, content_of, own_axes, sizes_in
+from ..naming.canonical import content_of, returned_content
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.subject import Run, Subject
-from ..record.arguments import first_tensor, tensors_in
+from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
 from ..text import first_line
 from .kernels import drops_at_random
-from .trace import environment_of, layer_of
+from .run_report import environment_of
 
 T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
@@ -78,7 +78,7 @@ class Look:
     @property
     def label(self) -> str:
         """What sentences call it."""
-        return layer_of(self.own).name
+        return self.own.name
 
     @property
     def dtype(self) -> str:
@@ -93,7 +93,7 @@ class Look:
         """
         with torch.no_grad(), self.own.apart() as own:
             seen = own.recorded(keep=True)
-        returned = [tensor for _, tensor in tensors_in(seen.returned)]
+        returned = [dense(tensor) for _, tensor in tensors_in(seen.returned)]
         if any(tensor.is_meta for tensor in returned):
             raise DeviceError("device meta has shapes and no numbers to compare. Take a module and inputs on the CPU.")
         if returned and not any(tensor.numel() for tensor in returned):
@@ -149,22 +149,8 @@ class Look:
     def output(self) -> Tensor:
         """What the forward returns first, in canonical axes where they are known."""
         output = first_tensor(self.run.returned).detach()
-        content = self.laid_out(output)
+        content = returned_content(self.run, output)
         return output if content is None else content
-
-    def laid_out(self, output: Tensor) -> Tensor | None:
-        """Return what a run like this one gave as `batch query embed`; None where its axes are not known."""
-        pattern = next(iter(own_axes(self.run).returned), "")
-        if not self.attentions or (len(pattern.split()) != output.dim() and "(" not in pattern):
-            return None
-        found, names = self.attentions[-1]
-        for stage in ("output", "concat"):
-            sizes = sizes_in(found, names, stage) if stage in found.stages else {}
-            sizes = {**sizes, "heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
-            content = canonical(output, stage, pattern, sizes)
-            if content is not None:
-                return content
-        return None
 
     @property
     def rows(self) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import torch
 from ..graph.attention import Attention
 from ..graph.evaluate import Replay
 from ..naming.axes import AxisNames
-from ..naming.canonical import canonical, contents_of, is_by_turn, own_axes, sizes_in
+from ..naming.canonical import canonical, contents_of, is_by_turn, returned_content, sizes_in
 from ..naming.kind import barred_by
 from ..naming.sizes import POSITIONS
 from ..naming.subject import Run
@@ -82,7 +82,7 @@ def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
 
     The run must have been recorded with its tensors kept.
     """
-    outputs = _output(first_tensor(seen.returned).detach(), own_axes(seen).returned[0], seen)
+    outputs = returned_content(seen, first_tensor(seen.returned).detach())
     zero = _output_of_zero(seen) if len(seen.attentions) == 1 else None
     made: dict[tuple[int, int], MaskedRow] = {}
     for (found, names), own in zip(seen.attentions, rows, strict=True):
@@ -92,12 +92,12 @@ def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
         for batch, query in own:
             if (batch, query) in made:
                 continue
-            content = {stage: _content(_row(value, stage, batch, query)) for stage, value in stages.items()}
+            content = {stage: row_content(_row(value, stage, batch, query)) for stage, value in stages.items()}
             first = next((stage for stage, found_in in content.items() if found_in != "finite"), "")
             inside = outputs is not None and batch < outputs.shape[0] and query < outputs.shape[1]
             at_end: Content = "finite"
             if inside and outputs is not None:
-                at_end = _content(outputs[batch, query])
+                at_end = row_content(outputs[batch, query])
                 if at_end == "finite" and zero is not None and torch.equal(outputs[batch, query], zero):
                     at_end = "zero"
             context = content.get("concat", content.get("context", "finite"))
@@ -105,22 +105,13 @@ def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
     return tuple(made[row] for row in sorted(made))
 
 
-def _output(output: torch.Tensor, pattern: str, seen: Run) -> torch.Tensor | None:
-    """Return an output as `batch query embed`; None where its axes are others."""
-    found, names = seen.attentions[-1]
-    for stage in (stage for stage in ("output", "concat") if stage in found.stages):
-        content = canonical(output, stage, pattern, sizes_in(found, names, stage))
-        if content is not None:
-            return content
-    return None
-
-
 def _row(value: torch.Tensor, stage: str, batch: int, query: int) -> torch.Tensor:
     """Return what belongs to one query: of `batch heads query ...`, or of `batch query ...`."""
     return value[batch, :, query] if stage in ("scores", "masked_scores", "weights", "context") else value[batch, query]
 
 
-def _content(row: torch.Tensor) -> Content:
+def row_content(row: torch.Tensor) -> Content:
+    """Return what a row holds: NaN, nothing but zeros, or numbers."""
     if bool(row.isnan().any()):
         return "nan"
     return "zero" if not bool(row.any()) else "finite"

@@ -12,25 +12,21 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError
 from ..layers import torch_mha
 from ..layers.catalog import LayerKind, find_layer
-from ..layers.settings import own_spec
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..layers.spec import AttentionSpec, InputSpec, Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.subject import Run, Subject
-from ..reports.common import LayerInfo
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from ..targets.device import resolve
 from ..targets.inputs import Asked, make_call
-from ..targets.load import Layer, load_layer
-from ..targets.memory import require_memory
+from ..targets.load import Layer
 from ..targets.target import Target
 from .head_norms import head_norms
 from .head_proof import prove
 from .parameter_columns import Counted, side_by_side
-from .trace import environment_of
+from .run_report import environment_of, layer_of
 
-_INPUTS = InputSpec(batch=2, seq_len=5)
+INPUTS = InputSpec(batch=2, seq_len=5)
 """On what a layer built from flags is run: small, and of no size one."""
 _AXES = {
     nn.Linear: {"weight": "out_features in_features", "bias": "out_features"},
@@ -52,23 +48,6 @@ class _Known:
         """The role of one parameter. What nothing is known of keeps its sizes for axes."""
         role = self.roles.get(name, ParameterRole("", ""))
         return replace(role, axes=role.axes or " ".join(map(str, parameter.shape)))
-
-
-def layers_for_params(
-    spec: AttentionSpec, run: RunSpec, layer: str = "torch", *, num_heads: Sequence[int] = (), per_head: bool = False
-) -> list[Layer]:
-    """Build a layer for each of several head counts, or one as the spec says, on little input.
-
-    Raises:
-        SpecError: the layer is unknown, or a head count does not fit.
-        DeviceError: the device is not there, or cannot run spec.dtype.
-        DoesNotFitError: the parameters are larger than the free memory.
-    """
-    kind = find_layer(layer)
-    spec = own_spec(kind, spec)
-    specs = [replace(spec, num_heads=count) for count in num_heads] or [spec]
-    _require_memory(kind, specs[0], resolve(run.device, spec.dtype), per_head, several=len(specs) > 1)
-    return [load_layer(one, _INPUTS, run, layer) for one in specs]
 
 
 def params(
@@ -106,7 +85,7 @@ def params(
     rows = _parameters(own.module, known, Show() if show is None else show, per_head)
     return ParamsReport(
         environment=replace(environment_of(Subject(own.module, (), {})), seed=own.seed),
-        layer=LayerInfo(own.label or type(own.module).__qualname__, dict(own.made_with)),
+        layer=layer_of(own),
         parameters=rows,
         total=ParametersTotal(
             sum(row.numel for row in rows), sum(row.nbytes for row in rows), known.formula, known.formula_numel
@@ -123,16 +102,11 @@ def params(
 
 def _seen(own: Subject, per_head: bool) -> Run:
     """Run the module, which leaves no trace; where heads are to be proved, without dropout, which would change them."""
-    training = [module for module in own.module.modules() if module.training] if per_head else []
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad(), own.replaying(own.state()):
-            # Kept for tables of indices: which features they pick is a matter of their numbers.
-            return own.recorded(keep=True)
-    finally:
-        for module in training:
-            module.training = True
+    with torch.no_grad(), own.replaying(own.state()):
+        for part in own.module.modules() if per_head else ():
+            part.training = False
+        # Kept for tables of indices: which features they pick is a matter of their numbers.
+        return own.recorded(keep=True)
 
 
 def _known(own: Subject, seen: Run | None, per_head: bool) -> _Known:
@@ -156,8 +130,8 @@ def _counted(own: Subject, seen: Run) -> Counted:
     parameters = {name: parameter.detach() for name, parameter in own.module.named_parameters()}
     if not seen.attentions:
         raise InputError(
-            f"No attention was found in the forward of {own.label or type(own.module).__qualname__}, so that nothing "
-            "is told of its heads. Give one number: --num-heads 8."
+            f"No attention was found in the forward of {own.name}, so that nothing is told of its heads. Give one "
+            "number: --num-heads 8."
         )
     names = seen.attentions[0][1]
     return Counted(names.num_heads, names.head_dim, parameters, roles_of(seen))
@@ -195,7 +169,7 @@ def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
     spec, weight = torch_mha.spec_of(module), module.out_proj.weight
     if _dtype(weight) != spec.dtype:
         return _Known({})
-    own = make_call(Target(module, "torch", {}), Asked(_INPUTS)).of(module)
+    own = make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module)
     return _read_off(own, _seen(own, per_head), per_head)
 
 
@@ -225,13 +199,3 @@ def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) ->
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _require_memory(kind: LayerKind, spec: AttentionSpec, device: torch.device, per_head: bool, several: bool) -> None:
-    """Refuse before anything is allocated: drawn in float32, cast, and for the proof held in float64 as well."""
-    count = _with_formula(_Known({}), kind, spec).formula_numel or 0
-    size = torch.finfo(getattr(torch, spec.dtype)).bits // 8
-    drawn = 4 + (size if size != 4 else 0)
-    need = count * max(drawn + (size if several else 0), size + (8 + 4 if per_head else 0))
-    way_out = "Shapes and counts need none: try --device meta."
-    require_memory(need, device, f"{count} parameters ({spec.dtype}, embed_dim {spec.embed_dim})", way_out)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsError
+from ..layers.spec import AttentionSpec
 from ..measure.weights import PARTS, Carried, LeftOut, Numbers, Weights, carry, draw
 from ..record.arguments import copy_module
 from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
-from ..targets.layer_sides import LayerSide
 from ..targets.load import Layer
 from ..text import first_few, listed
 from .side import Side
@@ -56,12 +56,16 @@ AS_THEY_ARE = Shared(
 def share(left: Side, right: Side) -> Shared:
     """Give both sides the same weights as far as that can be done, and say how it was done.
 
-    Where names and shapes agree it is one state dict. Otherwise the weights of each attention are carried by head: into
-    a layer as far as it has a place for them; between modules whole, in the direction in which that can be done, or
-    else as far as they fit.
+    Two layers get weights that are drawn for both. Of any others, where names and shapes agree, it is one state dict;
+    else the weights of each attention are carried by head: into a layer as far as it has a place for them; between
+    modules whole, in the direction in which that can be done, or else as far as they fit.
+
+    Raises `WeightsError` where two layers have no weights that both could compute with.
     """
     # The coarser of two dtypes rounds the numbers: the finer one can hold them.
     source, other = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
+    if isinstance(left.own, Layer) and isinstance(right.own, Layer):
+        return _drawn(left, right, left.own.spec, right.own.spec, getattr(torch, other.dtype))
     if _agree(source.own.module, other.own.module):
         _write(other, lambda: other.own.module.load_state_dict(source.own.module.state_dict()))
         return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", (), None))
@@ -227,13 +231,12 @@ def _rest(run: Side) -> tuple[str, ...]:
     return (f"{run.label}: {said}, stay as they were built.",)
 
 
-def share_drawn(left: Side, right: Side, planned: tuple[LayerSide, LayerSide], finer: str) -> Shared:
+def _drawn(left: Side, right: Side, spec: AttentionSpec, other: AttentionSpec, dtype: torch.dtype) -> Shared:
     """Draw weights for two layers, all that one or the other has a place for, and give each what it can hold.
 
     Key and value heads are as many as both can repeat from. Raises `WeightsError` where key/value heads are shared and
     the head counts differ.
     """
-    spec, other = (side.spec for side in planned)
     is_shared = any(one.kv_heads != one.num_heads for one in (spec, other))
     kv_heads = math.gcd(spec.kv_heads, other.kv_heads) if is_shared else spec.num_heads
     if kv_heads != spec.num_heads and spec.num_heads != other.num_heads:
@@ -252,7 +255,7 @@ def share_drawn(left: Side, right: Side, planned: tuple[LayerSide, LayerSide], f
         shapes |= {"b_q": heads, "b_k": (kv_heads, heads[1]), "b_v": (kv_heads, heads[1]), "b_o": (width,)}
     if spec.add_bias_kv or other.add_bias_kv:
         shapes |= {"bias_k": heads, "bias_v": heads}
-    numbers = draw(shapes, spec.seed, getattr(torch, finer))
+    numbers = draw(shapes, spec.seed, dtype)
     left_out: list[str] = []
     poorer: list[SideName] = []
     sliced: list[Sliced] = []

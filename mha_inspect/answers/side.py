@@ -10,17 +10,20 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from ..layers.spec import AttentionSpec, DtypeName
 from ..measure.weights import Weights, weights_of
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
 from ..reports.common import Environment
 from ..reports.diff import DiffSide, SideName, StageSide
 from ..reports.trace import OpRef
-from ..targets.layer_sides import written
-from ..targets.load import Layer
+from ..targets.layer_sides import LayerSide, written
+from ..targets.load import Layer, load_layer
+from ..targets.room import Room
+from ..targets.triple import Triple
 from .kernels import is_hidden, path_of
 from .look import Look, Rows, WiderRun
-from .trace import environment_of, layer_of
+from .run_report import environment_of, layer_of
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads does not make again in each turn."""
@@ -50,6 +53,22 @@ class Side(Look):
         self.name, self.settings, self.finer = name, settings or {}, finer
         super().__init__(own, wider=wider, copied=self._copy)
 
+    @classmethod
+    def of_layer(
+        cls, asked: LayerSide, *, dtype: DtypeName | None = None, room: Room | None = None, given: Triple | None = None
+    ) -> Side:
+        """Build a layer as a side, with its inputs or those that are `given`.
+
+        Where the other side has a finer `dtype`, it is built in that as well. Raises as `load_layer`.
+        """
+
+        def made(spec: AttentionSpec, room: Room | None = None) -> Subject:
+            return load_layer(spec, asked.inputs, asked.run, asked.kind.name, room, given)
+
+        own = replace(made(asked.spec, room), notes=asked.unheard)
+        finer = made(replace(asked.spec, dtype=dtype)) if dtype and dtype != asked.spec.dtype else None
+        return cls(asked.name, own, asked.settings, finer)
+
     def _copy(self, dtype: torch.dtype) -> Subject:
         of = self.finer if self.finer is not None and dtype == torch.float64 else self.own
         return of.copied(dtype)
@@ -59,6 +78,11 @@ class Side(Look):
         """What sentences call it: `torch`, `torch with dtype bfloat16`."""
         parts = [f"{setting} {written(value)}" for setting, value in self.settings.items()]
         return f"{super().label} with {', '.join(parts)}" if parts else super().label
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided about it, as sentences that name its forward."""
+        return tuple(note.replace("The forward", f"{self.own.label}.forward", 1) for note in self.own.notes)
 
     def with_module(self, module: torch.nn.Module) -> Side:
         """Return the same side with another module, which is run as this one."""

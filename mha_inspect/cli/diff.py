@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,8 @@ def diff(
     around = subject.running
     if _are_checkpoints(left, right):
         compared, around = _checkpoints(options, *asked), subject.waiting
-    elif is_target(left) or is_target(right):
-        compared = _targets(options, asked)
     else:
-        compared = _layers(options, *asked)
+        compared = _sides(options, *asked)
     export = prepare(options)
     named = " with ".join(one.text for one in asked if one.text) or options.layer
     with around(options, f"comparing {named}"):
@@ -144,7 +143,7 @@ class _Asked:
 
 
 def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], CheckpointDiffReport]:
-    """Return what diffs two files of tensors, once everything is judged as in `_layers`."""
+    """Return what diffs two files of tensors, once everything is judged as in `_sides`."""
     for one in (left, right):
         if one.settings or one.path is not None:
             flag = f"{one.name}-{'set' if one.settings else 'module'}"
@@ -160,11 +159,26 @@ def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], 
     return compared
 
 
-def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:
-    """Return what diffs two layers, once everything is judged that can be before torch is imported.
+def _sides(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:
+    """Return what diffs two layers or targets, once everything is judged that can be before torch is imported.
 
     Raises `MhaInspectError` when a side is none that there is, or options contradict it.
     """
+    made = (_targets if is_target(left.text) or is_target(right.text) else _layers)(options, left, right)
+
+    def compared() -> DiffReport:
+        from ..answers.diff import COPIES
+        from ..answers.diff import diff as report_of
+        from ..targets.room import Room
+
+        room = Room(lambda: report_of(*made(room)), copies=COPIES)
+        return report_of(*made(room))
+
+    return compared
+
+
+def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
+    """Return what builds two layers."""
     from ..targets.layer_sides import make_sides, parse_settings
 
     left.require_no_module()
@@ -175,26 +189,26 @@ def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffR
     # The layer whose sizes are checked here is the one that both are, or else one that takes any.
     options.layer = first if first == second and first in LAYERS else "torch"
     spec = subject.attention(options, subject.single_head_count(options, "diff"))
-    inputs, run = subject.inputs(options), subject.run(options)
-    make_sides(first, second, spec, inputs, run, ours, theirs)
+    planned = make_sides(first, second, spec, subject.inputs(options), subject.run(options), ours, theirs)
+    for side in planned:
+        _require_numbers(side.run.device)
 
-    def compared() -> DiffReport:
-        from ..answers.diff import diff_layers
+    def made(room: Room) -> tuple[Side, Side]:
+        from ..answers.layer_beside import two_layers
 
-        return diff_layers(first, second, spec, inputs, run, left_set=ours, right_set=theirs)
+        return two_layers(planned, room)
 
-    return compared
+    return made
 
 
-def _targets(options: Options, asked: tuple[_Asked, _Asked]) -> Callable[[], DiffReport]:
-    """Return what diffs two sides, at least one of them a target, once everything is judged as in `_layers`.
+def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
+    """Return what builds and runs two sides, at least one of them a target.
 
     A side that is not named is --layer, or the target under other settings.
     """
     from ..targets.layer_sides import parse_settings as layer_settings
     from ..targets.values import parse_settings
 
-    left, right = asked
     again = bool(left.settings or right.settings or right.path)
     beside = left.text if again and "layer" not in options.typed else options.layer
     sides = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
@@ -202,36 +216,25 @@ def _targets(options: Options, asked: tuple[_Asked, _Asked]) -> Callable[[], Dif
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
             parse_settings(list(one.settings), one.flag)
-            own, _ = _options_of(options, one)
-            subject.inputs(own)
-            _require_numbers(own)
+            changed, _ = _options_of(options, one)
+            subject.inputs(changed)
+            _require_numbers(changed.device)
         else:
             find_layer(one.text)
-            layer_settings(one.flag, one.settings)
+            own = layer_settings(one.flag, one.settings)
+            _require_numbers(own.get("device", options.device))
             one.require_no_module()
     subject.single_head_count(options, "diff")
     subject.inputs(options)
-    _require_numbers(options)
+    return partial(_runs, options, *sides)
 
-    def compared() -> DiffReport:
-        from ..answers.diff import COPIES
-        from ..answers.diff import diff as report_of
-        from ..targets.room import Room
 
-        room = Room(lambda: report_of(*_runs(options, *sides, room)), copies=COPIES)
-        runs = _runs(options, *sides, room)
-        report = report_of(*runs)
-        said = dict.fromkeys(
-            sentence.replace("The forward", f"{run.own.label}.forward", 1) for run in runs for sentence in run.own.notes
+def _require_numbers(device: str) -> None:
+    if device == "meta":
+        raise DeviceError(
+            "device meta has shapes and no numbers, and diff compares numbers. Try --device cpu, or "
+            "`mha-inspect trace --device meta` for the shapes."
         )
-        return replace(report, notes=(*report.notes, *said))
-
-    return compared
-
-
-def _require_numbers(options: Options) -> None:
-    if options.device == "meta":
-        raise DeviceError("device meta has shapes and no numbers, and diff compares numbers. Try --device cpu.")
 
 
 def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Side, Side]:
@@ -283,15 +286,31 @@ def _loaded(
     """Build a target, and return the options as it has them: what is set and none of its arguments may be of a run."""
     try:
         return subject.load_target(one.text, options, one.settings, sizes, _taken_by(other)), options
-    except SpecError:
+    except SpecError as error:
         own, settings = _options_of(options, one)
         if len(settings) == len(one.settings):
-            raise
+            raise SpecError(_of_side(str(error), one)) from None
         return subject.load_target(one.text, own, settings, sizes, _taken_by(other)), own
 
 
-_OF_RUN = frozenset({"dtype", "device", "training", "causal", "padding", "attn_mask"})
+_OF_RUN = frozenset(
+    {"dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights"}
+)
 """Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
+_OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
+"""What makes the input, and is the same on both sides where one is a target."""
+
+
+def _of_side(message: str, one: _Asked) -> str:
+    """Return what is wrong with --set as what is wrong with the settings of a side, some of which both have."""
+    for typed in (text.partition("=")[0].strip() for text in one.settings):
+        name = typed.replace("-", "_")
+        if name in _OF_BOTH and message.startswith(f"--set {typed} is no argument"):
+            return (
+                f"{one.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
+                f"--{name.replace('_', '-')} in its place."
+            )
+    return message.replace("--set ", f"{one.flag} ")
 
 
 def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
@@ -320,7 +339,8 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call) -> 
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
-    own = subject_of(target, call, options.seed, options.grad)
+    changed, _ = _options_of(options, asked)
+    own = subject_of(target, call, options.seed, changed.grad)
     run = Side(asked.name, own, dict(parse_settings(list(asked.settings))))
     with subject.explaining(own):
         _ = run.run

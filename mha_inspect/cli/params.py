@@ -145,11 +145,17 @@ def _on_meta(text: str, options: Options) -> Subject:
 
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
     with subject.running(options, f"reading {options.layer}"):
-        from ..answers.params import layers_for_params, params
+        from ..answers.params import INPUTS, params
+        from ..targets.load import load_layer
+        from ..targets.room import Room
 
-        spec, run = subject.attention(options, heads[0]), subject.run(options)
-        first, *others = layers_for_params(spec, run, options.layer, num_heads=heads, per_head=asked["per_head"])
-        return params(first, beside=others, **asked)
+        specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
+
+        def report(room: Room | None = None) -> ParamsReport:
+            first, *others = [load_layer(spec, INPUTS, run, options.layer, room) for spec in specs]
+            return params(first, beside=others, **asked)
+
+        return report(Room(report, copies=len(heads), shapes_do=True))
 
 
 def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:

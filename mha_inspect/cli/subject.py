@@ -282,8 +282,8 @@ def load_target(
 
     `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
+    from ..targets.build import load_target as build
     from ..targets.target import TargetSpec
-    from ..targets.target import load_target as build
     from ..targets.values import parse_settings
 
     set_flags = flags(options)

@@ -73,6 +73,21 @@ def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> tor
     return rearrange(joined, "1 (batch heads) query features -> batch heads query features", heads=names.num_heads)
 
 
+def returned_content(seen: Run, value: torch.Tensor) -> torch.Tensor | None:
+    """Return what a run like this one returned first as `batch query embed`; None where its axes are not known."""
+    pattern = next(iter(own_axes(seen).returned), "")
+    if not seen.attentions or (len(pattern.split()) != value.dim() and "(" not in pattern):
+        return None
+    found, names = seen.attentions[-1]
+    for stage in ("output", "concat"):
+        sizes = sizes_in(found, names, stage) if stage in found.stages else {}
+        sizes = {**sizes, "heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
+        content = canonical(value, stage, pattern, sizes)
+        if content is not None:
+            return content
+    return None
+
+
 def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:
     """Whether each turn of a loop over heads has this stage for itself, with its own heads in it.
 

@@ -24,7 +24,7 @@ from ..record.replay import uncollected
 from ..record.storage import Stages, unshared
 from ..record.xray import BUDGET, XRay
 from .axes import AxisNames
-from .sizes import named_after
+from .wider import named_after
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
@@ -35,7 +35,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 @dataclass(frozen=True)
 class State:
-    """What a run may change, at one moment: generators, buffers, and what modules hold by name."""
+    """What a run may change, at one moment: generators, buffers, modes, and what modules hold by name."""
 
     cpu: torch.Tensor
     gpus: dict[int, torch.Tensor]
@@ -43,6 +43,8 @@ class State:
     """Each buffer with a copy of its content."""
     held: list[tuple[Any, Any]]
     """What each module holds, with a copy of it; one that is scripted holds its own out of reach."""
+    modes: list[tuple[nn.Module, bool]]
+    """Whether each module is in training mode."""
 
     def restore(self) -> None:
         """Put everything back to this moment."""
@@ -54,6 +56,9 @@ class State:
                 buffer.copy_(content)
         for names, held in self.held:
             _put_back(names, held)
+        for part, mode in self.modes:
+            if part.training != mode:
+                part.training = mode
 
 
 def _held_by(module: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -112,6 +117,11 @@ class Subject:
 
     None where there is no such forward, or nobody knows how to call it.
     """
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.label or type(self.module).__name__
 
     @property
     def described(self) -> str:
@@ -239,6 +249,7 @@ class Subject:
                 if not isinstance(part, torch.jit.ScriptModule)
                 for held in _held_by(part)
             ],
+            [(part, part.training) for part in self.module.modules()],
         )
 
     @contextmanager

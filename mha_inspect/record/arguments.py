@@ -70,16 +70,25 @@ def with_parts(value: Any, parts: list[Any]) -> Any:
 
 
 def first_tensor(result: Any) -> Tensor:
-    """Return the tensor that a module's result is, or begins with: `output` of `(output, weights)`.
+    """Return the tensor that a module's result is, or begins with: `output` of `(output, weights)`, as `dense` has it.
 
     Raises `InputError` when there is none.
     """
     for _, tensor in tensors_in(result):
-        return tensor
+        return dense(tensor)
     raise InputError(
         f"the forward returned {'None' if result is None else a_kind(result)}, with no tensor in it to "
         "compare. Let it return its output."
     )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor with a number at every place: one that is nested, sparse or quantized is written out."""
+    if tensor.is_nested:
+        return cast(Tensor, torch.nested.to_padded_tensor(tensor, 0.0))
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def described(values: Mapping[str, Any]) -> str:

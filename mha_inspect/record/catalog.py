@@ -118,9 +118,14 @@ def _known(base_name: str) -> tuple[str, frozenset[str]]:
     return _OPERATIONS.get(base_name) or _OPERATIONS.get(base_name.rstrip("_")) or ("", frozenset())
 
 
-def does(base_name: str, *traits: Trait) -> bool:
-    """Return whether an operation has one of these traits; false for one that the table does not know."""
-    return not _known(base_name)[1].isdisjoint(traits)
+def traits(base_name: str) -> frozenset[str]:
+    """Return the traits of an operation; none for one that the table does not know."""
+    return _known(base_name)[1]
+
+
+def does(base_name: str, *wanted: Trait) -> bool:
+    """Return whether an operation has one of these traits."""
+    return not traits(base_name).isdisjoint(wanted)
 
 
 def axes_rule(base_name: str) -> str:

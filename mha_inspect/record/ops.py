@@ -54,6 +54,11 @@ def _base_name(name: str) -> str:
     return name.split(".")[1]
 
 
+@cache
+def _traits(name: str) -> frozenset[str]:
+    return catalog.traits(_base_name(name))
+
+
 @dataclass(slots=True)
 class Op:
     """One tensor operation that PyTorch dispatched."""
@@ -87,7 +92,7 @@ class Op:
 
     def does(self, *traits: catalog.Trait) -> bool:
         """Return whether this has one of these traits; the table of them is `record.catalog`."""
-        return catalog.does(self.base_name, *traits)
+        return not _traits(self.name).isdisjoint(traits)
 
     @property
     def makes_result(self) -> bool:

@@ -6,13 +6,15 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from threading import Lock
 from typing import Any
 
 from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
 from .schema import About
-from .site import Site, place_of_site
+from .scripts import calls_in_script, is_script
+from .site import Site, is_in_script, place_of_site
 from .storage import Look
 
 _DTYPE_NAMES: dict[Any, str] = {}
@@ -55,6 +57,8 @@ class Replay:
         self._calls: list[int] = []
         """The number of the call of each operation, before turns of loops are told apart."""
         self._whole: set[int] = set()
+        self._scripts: set[int] = set()
+        """Numbers of calls of which each is all of a compiled module."""
         self._last: tuple[Any, int, tuple[str, str]] = (None, 0, ("", ""))
         self._names: dict[Any, str] = {}
 
@@ -101,6 +105,8 @@ class Replay:
         self._calls.append(call)
         if mark < 0:
             self._whole.add(call)
+        elif is_in_script(site):
+            self._scripts.add(call)
         read = tuple(inputs)
         read = plain_args if read == plain_args else read  # one tuple where it may be: there are many
         wrote = tuple(outputs)
@@ -122,9 +128,18 @@ class Replay:
 
     def ops(self) -> tuple[Op, ...]:
         """Return the operations up to here."""
-        calls = tell_turns_apart(self._calls, [op.name for op in self._ops], self._whole)
-        for op, call in zip(self._ops, calls, strict=True):
-            op.call = call
+        free = max(self._calls, default=-1) + 1
+        for call, group in groupby(zip(self._calls, self._ops, strict=True), key=itemgetter(0)):
+            ops = [op for _, op in group]
+            if call in self._whole or len(ops) == 1:
+                own = [call] * len(ops)
+            elif call in self._scripts or is_script(ops):
+                own = calls_in_script(ops, free)
+            else:
+                own = turns_of(call, [op.name for op in ops], free)
+            free = max(free, max(own) + 1)
+            for op, number in zip(ops, own, strict=True):
+                op.call = number
         return tuple(self._ops)
 
     def named(self, looks: Iterable[tuple[str, Look]]) -> list[Named]:
@@ -214,23 +229,14 @@ def uncollected() -> Iterator[None]:
                 gc.enable()
 
 
-def tell_turns_apart(calls: Sequence[int], names: Sequence[str], whole: frozenset[int] | set[int]) -> list[int]:
+def turns_of(call: int, names: Sequence[str], free: int) -> list[int]:
     """Return the number of the call of each operation, those of each turn of `for w in ws: x = w @ x` their own.
 
     A call is told by where Python stands, and there it stands in every turn. What gives the turns away is that the same
-    operations come over and over. Calls in `whole` are known to be one.
+    operations come over and over. The first turn keeps the number; the others take those from `free` on.
     """
-    free = max(calls, default=-1) + 1
-    told = list(calls)
-    for call, group in groupby(range(len(calls)), key=calls.__getitem__):
-        together = list(group)
-        if len(together) == 1 or call in whole:
-            continue
-        size = _period([names[place] for place in together])
-        for start in range(size, len(together), size):
-            told[together[start] : together[start] + size] = [free] * size
-            free += 1
-    return told
+    size = _period(names)
+    return [call if place < size else free + place // size - 1 for place in range(len(names))]
 
 
 def _period(names: Sequence[str]) -> int:

@@ -149,9 +149,12 @@ def _wide(numbers: Tensor) -> Tensor:
 
 def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same elements of two tensors of one shape, detached: a part at a time on the CPU; elsewhere, where each
-    look is waited for, all at once. Each pair has one shape again, of fewer rows or dimensions."""
+    look is waited for, all at once. Each pair has one shape again, of fewer rows or dimensions; complex is two.
+    """
     if left.device != right.device or left.device.type == "mps":  # mps has no float64: it hands its numbers over
         left, right = left.cpu(), right.cpu()
+    if left.is_complex() or right.is_complex():
+        left, right = (torch.view_as_real(side.to(torch.complex128)) for side in (left, right))
     yield from _split(left.detach(), right.detach())
 
 

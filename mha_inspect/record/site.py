@@ -110,6 +110,11 @@ class ModuleCall:
         """Where torch's multi-head attention stood when it was last asked why it takes no fast path."""
 
 
+def is_in_script(site: Site) -> bool:
+    """Return whether no Python runs inside the innermost call of a module: what is called there was compiled."""
+    return len(site) == 3 and isinstance(site[-1], ModuleCall)
+
+
 def place_of_site(site: Site) -> tuple[str, str]:
     """Return the line that asked for an operation, and the path of the module that it ran in.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,23 +88,12 @@ def way_out(own: Subject) -> str:
     if own.module.training:
         return own.hint
     try:
-        with torch.no_grad(), own.apart() as fresh, in_training(fresh.module):
+        with torch.no_grad(), own.apart() as fresh:
+            fresh.module.train()
             fresh.plain()
     except Exception:  # it has another reason
         return own.hint
     return "It runs in training mode: --train."
-
-
-@contextmanager
-def in_training(module: nn.Module) -> Iterator[None]:
-    """Put a module, and what is in it, in training mode inside the block."""
-    before = [(part, part.training) for part in module.modules()]
-    module.train()
-    try:
-        yield
-    finally:
-        for part, mode in before:
-            part.training = mode
 
 
 def _in_forward(error: BaseException) -> bool:

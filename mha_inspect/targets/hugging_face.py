@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +34,8 @@ from .hugging_face_small import small_values
 from .importing import in_one_line
 from .memory import require_memory
 from .room import of_bounded_number
+from .target import Target, TargetSpec, settings_of_forward
 from .values import convert
-
-if TYPE_CHECKING:
-    from .target import Target, TargetSpec
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
@@ -59,8 +57,6 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         UnsafeFileError: the configuration asks for code of its own.
         DoesNotFitError: the model is larger than the free memory.
     """
-    from .target import Target, settings_of_forward
-
     transformers = _transformers()
     name = text.removeprefix("hf:")
     if not name:

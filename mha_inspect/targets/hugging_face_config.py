@@ -12,18 +12,16 @@ from contextlib import suppress
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoints.stored import opened
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from ..text import did_you_mean, message_of, shown
 from .constructor import unknown_setting
 from .importing import in_one_line
+from .target import TargetSpec
 from .values import convert
 from .vocabulary import ALIASES, dashed, plain
-
-if TYPE_CHECKING:
-    from .target import TargetSpec
 
 _MOST_LAYERS = 5000
 _LONGEST_FILE = 2**24

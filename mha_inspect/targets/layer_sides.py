@@ -113,21 +113,26 @@ def make_sides(
         for name in settings:
             if name not in SETTINGS:
                 raise SpecError(_unknown(flag, name))
-    one = _side("left", kinds[0], kinds[1], spec, inputs, run, left_set)
-    other = _side("right", kinds[1], kinds[0], spec, inputs, run, right_set)
-    _require_agreement(one, other)
+    one = layer_side("left", kinds[0], spec, inputs, run, left_set, kinds[1])
+    other = layer_side("right", kinds[1], spec, inputs, run, right_set, kinds[0])
+    require_same_input(one, other)
+    _require_same_rows(one, other)
     return one, other
 
 
-def _side(
+def layer_side(
     name: SideName,
     kind: LayerKind,
-    other: LayerKind,
     spec: AttentionSpec,
     inputs: InputSpec,
     run: RunSpec,
     settings: Mapping[str, Any],
+    other: LayerKind,
 ) -> LayerSide:
+    """Return a layer with its own settings, and those of both that it has a use for where the `other` layer has.
+
+    Raises `SpecError` where the settings contradict each other, or neither layer has a use for one.
+    """
     unheard = []
     for setting, asked in OPTIONAL.items():
         value = asked(spec, inputs, run)
@@ -168,15 +173,19 @@ def _without(
     )
 
 
-def _require_agreement(left: LayerSide, right: LayerSide) -> None:
-    """The same weights and the same input need the same sizes. Raises `SpecError` that says which is not."""
-    for name, value in _SHARED.items():
+def require_same_input(left: LayerSide, right: LayerSide) -> None:
+    """Raise `SpecError` that says which of the sizes and numbers is not the same that make weights and input."""
+    for name, value in SHARED.items():
         ours, theirs = value(left), value(right)
         if ours != theirs:
             raise SpecError(
                 f"{name} is {ours} on the left{_why(left, name)} and {theirs} on the right{_why(right, name)}: diff "
                 f"gives both the same weights and the same input. {_way_out(left, right, name)}"
             )
+
+
+def _require_same_rows(left: LayerSide, right: LayerSide) -> None:
+    """Raise `SpecError` where the matrices are of other sizes, or one file would have to be laid out in two ways."""
     ours, theirs = (side.spec.num_heads * int(side.spec.head_dim) for side in (left, right))
     if ours != theirs:
         raise SpecError(
@@ -194,7 +203,7 @@ def _require_agreement(left: LayerSide, right: LayerSide) -> None:
         )
 
 
-_SHARED: dict[str, Callable[[LayerSide], Any]] = {
+SHARED: dict[str, Callable[[LayerSide], Any]] = {
     "seed": lambda side: side.spec.seed,
     "embed_dim": lambda side: side.spec.embed_dim,
     "kdim": lambda side: side.spec.key_width,
@@ -221,6 +230,6 @@ def _way_out(left: LayerSide, right: LayerSide, name: str) -> str:
     if name in OPTIONAL:
         for side, other in ((left, right), (right, left)):
             if name in side.kind.takes and name not in other.kind.takes:
-                value = int(other.spec.head_dim) if name == "head_dim" else _SHARED[name](other)
+                value = int(other.spec.head_dim) if name == "head_dim" else SHARED[name](other)
                 return f"Try --{name.replace('_', '-')} {value}."
     return f"Give one {name} for both: --{name.replace('_', '-')}, and not --left-set or --right-set."

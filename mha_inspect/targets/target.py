@@ -1,37 +1,19 @@
-"""A module of the user's own, built from `package.module:Class`, `path/to/file.py:Class` or `hf:TYPE`.
-
-A target is a class, a function that returns a module, or a module. Loading one runs its code.
-"""
+"""A module that was built, what it was built with, and what was said for its forward."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
+from ..errors import SpecError
 from ..layers.catalog import MaskStyle
 from ..layers.spec import AttentionSpec
-from ..naming.subject import seed_everything
-from ..text import a_kind, shown
-from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signature_of, unknown_setting
-from .device import resolve
-from .importing import in_one_line, load_object
-from .room import of_bounded_number, with_room
+from .constructor import signature_of, unknown_setting
 from .values import convert
-from .vocabulary import Flags, dashed
-
-HUGGING_FACE = "hf:"
-
-_OF_CONSTRUCTION = frozenset(
-    {"embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn"}
-    | {"dropout", "rope"}
-)
-"""Flags that can only be of use to a constructor."""
+from .vocabulary import Flags
 
 
 @dataclass(frozen=True)
@@ -72,126 +54,6 @@ class Target:
         return type(self.module).__qualname__
 
 
-def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
-    """Import what the text names, and build it.
-
-    Its random numbers come from spec.seed; it is in eval mode unless spec.training, on spec.device, in spec.dtype.
-
-    Raises:
-        InputError: it cannot be imported or built, or is no module.
-        SpecError: an argument does not fit, is needed and was not given, or is unknown.
-        UnsafeFileError: it would need the network, or code that a file names.
-        DoesNotFitError: it would not fit in memory.
-        DeviceError: the device is not there.
-    """
-    resolve(spec.device, spec.dtype or "float32")
-    seed_everything(spec.seed)
-    if text.startswith(HUGGING_FACE):
-        from .hugging_face import load_hugging_face
-
-        target = load_hugging_face(text, settings, spec)
-    else:
-        target = _load_python(text, settings, spec)
-    return _placed(target, spec)
-
-
-def _placed(target: Target, spec: TargetSpec) -> Target:
-    """The target on its device, in its dtype and mode."""
-    module = target.module
-    module.train(spec.training)
-    try:
-        # Not asked for is not touched: what builds itself in half precision stays as it is.
-        dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
-        if dtype is not None or spec.device != "cpu":
-            module.to(device=torch.device(spec.device), dtype=dtype)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
-    return target
-
-
-def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
-    found, home = load_object(text)
-    namespace = vars(home)
-    if isinstance(found, nn.Module):
-        return _already_made(text, found, settings, spec.flags, namespace)
-    if not callable(found) or (isinstance(found, type) and not issubclass(found, nn.Module)):
-        what = f"the class {found.__qualname__}" if isinstance(found, type) else f"of type {type(found).__name__}"
-        raise InputError(
-            f"{shown(text)} is {what}, and not a torch.nn.Module: a target is a class of modules, a function that "
-            "returns one, or a module."
-        )
-    name = getattr(found, "__name__", text.rpartition(":")[2])
-    bound = bind(found, settings, spec.flags, namespace, name)
-    try:
-        module = _build(found, bound, name, spec)
-    except InputError:
-        if not bound.guessed:
-            raise
-        # What was taken for its config may be another's: it may want a dictionary.
-        other = bind(found, settings, spec.flags, namespace, name, guess=False)
-        try:
-            module = _build(found, other, name, spec)
-        except MhaInspectError:
-            module = None
-        if module is None:
-            raise
-        bound = other
-    if not isinstance(module, nn.Module):
-        raise InputError(
-            f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
-            "modules, a function that returns one, or a module."
-        )
-    forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
-    unused = [f for f in _OF_CONSTRUCTION & spec.flags.typed if f not in _used(bound)]
-    if unused:
-        raise SpecError(_unused(name, sorted(unused)[0], bound))
-    return Target(
-        module=module,
-        made_from=text,
-        passed=_passed(bound),
-        notes=_notes(name, bound),
-        arguments=_all_arguments(found, bound),
-        forward_settings=forward_settings,
-    )
-
-
-def _build(found: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
-
-    def build() -> Any:
-        seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
-        return bound.call(found)
-
-    called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
-    try:
-        with of_bounded_number(shown(called)):
-            if spec.device == "meta":
-                with torch.device("meta"):
-                    return build()
-            return with_room(build, called)
-    except MissingSettingError as error:
-        raise SpecError(
-            f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "
-            f"Give it: --set {error.config}.{error.asked}=VALUE."
-        ) from None
-    except Exception as error:
-        if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
-            raise
-        raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
-
-
-def _already_made(
-    text: str, module: nn.Module, settings: Mapping[str, str], flags: Flags, namespace: Mapping[str, Any]
-) -> Target:
-    typed = sorted(_OF_CONSTRUCTION & flags.typed)
-    if typed:
-        raise SpecError(
-            f"{text} is a module that its file has made already: {dashed(typed[0])} cannot change it. "
-            f"Name its class, {type(module).__name__}, to build another."
-        )
-    chosen = settings_of_forward(module, dict(settings), [], text, namespace)
-    return Target(module, text, {}, forward_settings=chosen)
-
-
 def settings_of_forward(
     module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -210,66 +72,3 @@ def settings_of_forward(
             )
         chosen[key] = convert(key, text, parameters[key].annotation, parameters[key].default, namespace)
     return chosen
-
-
-def _used(bound: Arguments) -> set[str]:
-    read = {origin for config in bound.configs for origin in config.origins().values()}
-    return bound.used | {origin.removeprefix("--").replace("-", "_") for origin in read}
-
-
-def _unused(name: str, flag: str, bound: Arguments) -> str:
-    names = ", ".join(bound.names) or "none"
-    return (
-        f"{name} takes no argument that {dashed(flag)} could be: its arguments are {names}. "
-        f"Drop it, or name the argument: --set NAME=VALUE."
-    )
-
-
-def _passed(bound: Arguments) -> dict[str, Any]:
-    passed: dict[str, Any] = {}
-    for name, value in bound.values.items():
-        inner = {key: v for key, v in bound.origins.items() if key.startswith(f"{name}.")}
-        if isinstance(value, FlagConfig):
-            passed |= {f"{name}.{key}": _plain(value[key]) for key in value.origins()}
-        elif inner or is_dataclass(value):
-            fields_of = vars(value) if hasattr(value, "__dict__") else {key[len(name) + 1 :]: None for key in inner}
-            passed |= {f"{name}.{key}": _plain(_get(value, key)) for key in fields_of if not key.startswith("_")}
-        else:
-            passed[name] = _plain(value)
-    return passed
-
-
-def _get(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
-def _notes(name: str, bound: Arguments) -> tuple[str, ...]:
-    """One sentence that says which of our flags went where."""
-    origins = dict(bound.origins)
-    for config in bound.configs:
-        origins |= {f"{config._name}.{key}": origin for key, origin in config.origins().items()}
-    passed = _passed(bound)
-    ours = [f"{key}={passed[key]} ({origin})" for key, origin in origins.items() if origin != "--set" and key in passed]
-    return (f"{name} was built with {', '.join(ours)}.",) if ours else ()
-
-
-def _all_arguments(found: Callable[..., Any], bound: Arguments) -> dict[str, Any]:
-    """Arguments by name, a config's own among them."""
-    known = {n: p.default for n, p in signature_of(found).items() if p.default is not inspect.Parameter.empty}
-    for value in bound.values.values():
-        if isinstance(value, Mapping):
-            known |= {str(key): item for key, item in value.items()}
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-            known |= vars(value)
-    return {**known, **bound.values}
-
-
-def _plain(value: Any) -> Any:
-    """A value as the report may hold it."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (type, torch.dtype)):
-        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.__name__
-    return a_kind(value)

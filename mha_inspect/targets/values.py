@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
@@ -50,7 +51,11 @@ def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapp
     """
     if annotation is _MISSING or annotation is Any or isinstance(annotation, str):
         if default is _MISSING or default is None:
-            return _free(text, namespace)
+            value = _free(text, namespace)
+            if name.endswith("dtype") and isinstance(value, str):
+                with suppress(TypeError):
+                    return _dtype(text)
+            return value
         annotation = _like(default)
     try:
         return typed_as(text, annotation, namespace)

@@ -360,6 +360,14 @@ def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke,
     assert (data["verdict"], data["first_differing_stage"]) == ("differs", "weights")
     alike = report_of(invoke, mine, "torch.nn:MultiheadAttention torch --left-set causal=true --right-set causal=true")
     assert alike["verdict"] == "same"
+    # What torch's layer takes as an argument of its own is its own: a dtype is one of torch's.
+    own = report_of(invoke, mine, "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set dtype=bfloat16")
+    assert [own[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
+    # The fast path asks for no gradients.
+    both = "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --batch-first"
+    paths = report_of(invoke, mine, f"{both} --left-set grad=true")
+    found = ["_native_multi_head_attention" in paths[side]["path"]["plain"] for side in ("left", "right")]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -380,6 +388,17 @@ def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke,
         ("mine:Packed mine:Broken", 1, "Broken failed on x float32 [3, 5, 22]"),
         ("mine:Packed torch --device meta", 2, "no numbers"),
         ("mine:Packed narrow --right-set kdim=7", 2, "no use for kdim 7"),
+        ("mine:Packed torch --right-set kdim=7", 2, "kdim is 22 on the left and 7 on the right"),
+        ("torch mine:Packed --left-set embed_dim=44", 2, "embed_dim is 44 on the left and 22 on the right"),
+        ("mine:Packed torch --right-set seq-len=4", 2, "seq_len is 5 on the left and 4 on the right"),
+        ("mine:Packed torch --right-set key_len=4", 2, "key_len is 5 on the left and 4 on the right"),
+        ("mine:Packed torch --right-set batch=2", 2, "batch is 3 on the left and 2 on the right"),
+        ("mine:Packed torch --right-set seed=4", 2, "seed is 0 on the left and 4 on the right"),
+        ("mine:Packed torch --right-set input=nowhere.pt", 2, "input is None on the left and nowhere.pt on the right"),
+        ("mine:Packed torch --right-set device=meta", 2, "no numbers"),
+        ("mine:Packed mine:Packed --right-set seq-len=4", 2, "--right-set seq_len is for both sides"),
+        ("mine:Packed mine:Packed --left-set seed=4", 2, "Give --seed in its place"),
+        ("mine:Packed mine:Packed --left-set colour=4", 2, "--left-set colour is no argument of Packed"),
         ("mine:Packed per-head mine", 2, "mine"),
         ("mine:Fixed bert --input-shape x=3x5x26", 2, "embed_dim 22 contradicts Fixed, which takes 26 features"),
         ("mine:Fixed mine:Packed", 2, "Fixed takes no argument that --embed-dim could be"),

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.answers.diff import diff_layers
-from mha_inspect.answers.params import layers_for_params, params
+from mha_inspect.answers.diff import diff
+from mha_inspect.answers.layer_beside import two_layers
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 from mha_inspect.targets.head_counts import layers_with_heads
+from mha_inspect.targets.layer_sides import make_sides
 
 from ..built import trace_layer
 
@@ -67,21 +68,14 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
     own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
     masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
     assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
-    assert diff_layers(layer, layer, plain, masked, run).verdict == "same"
-
-
-def params_of(own, *others):
-    return params(own, beside=others)
+    assert diff(*two_layers(make_sides(layer, layer, plain, masked, run, {}, {}))).verdict == "same"
 
 
 def test_so_it_is_for_several_head_counts():
     """No head count of `wide` needs to divide embed_dim."""
     plain, own = AttentionSpec(embed_dim=15, num_heads=5), spec_for(LAYERS["wide"], embed_dim=15, num_heads=5)
-    for report_of in (
-        lambda spec: params_of(*layers_for_params(spec, RunSpec(), "wide", num_heads=(1, 2))),
-        lambda spec: [own.spec for _, own in layers_with_heads(spec, (1, 2), InputSpec(), RunSpec(), "wide")],
-    ):
-        assert report_of(plain) == report_of(own)
+    made = ([one.spec for _, one in layers_with_heads(s, (1, 2), InputSpec(), RunSpec(), "wide")] for s in (plain, own))
+    assert next(made) == next(made)
 
 
 def test_json_has_the_resolved_head_dim():

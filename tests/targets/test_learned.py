@@ -12,11 +12,12 @@ import torch
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
 from mha_inspect.record.arguments import tensors_in
+from mha_inspect.targets.build import load_target
 from mha_inspect.targets.call import Call, explained
 from mha_inspect.targets.inputs import Asked, make_call
 from mha_inspect.targets.load import subject_of
 from mha_inspect.targets.pairing import with_the_same
-from mha_inspect.targets.target import Target, TargetSpec, load_target
+from mha_inspect.targets.target import Target, TargetSpec
 from mha_inspect.targets.values import parse_shapes
 from mha_inspect.targets.vocabulary import Flags
 

@@ -1,28 +1,17 @@
-"""The arguments of a forward by name, calls with others, and which of them hold tokens."""
+"""The arguments of a forward by name, and calls with others."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from ...errors import InputError
 from ...naming.subject import Subject
 from ...record.arguments import with_copies
-from ...targets.layout import batch_axis_in_words
 from ...text import did_you_mean
 
-if TYPE_CHECKING:
-    from .bench import Bench
-
-_NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
-"""Arguments of these names hold no tokens."""
 _ANY = inspect.signature(lambda *args, **kwargs: None)
 """Of a forward that does not tell its own."""
 
@@ -75,92 +64,3 @@ class Arguments:
                 given[name] = tuple(left.pop(f"{name}.{place}", item) for place, item in enumerate(given[name]))
         bound = inspect.BoundArguments(self._bound.signature, given)
         return with_copies((bound.args, bound.kwargs))
-
-
-@dataclass(frozen=True)
-class Source:
-    """Arguments that hold the same tokens: their names, and where the batch and the positions are."""
-
-    names: tuple[str, ...]
-    value: Tensor
-    batch: int | None
-    """The dimension that counts sequences; None where there is none."""
-    positions: int | None
-    """The dimension that counts tokens; None for an image."""
-
-    @property
-    def length(self) -> int:
-        """How many tokens there are in a row."""
-        return 1 if self.positions is None else self.value.shape[self.positions]
-
-    @property
-    def rows(self) -> int:
-        """How many sequences there are."""
-        return 1 if self.batch is None else self.value.shape[self.batch]
-
-    @property
-    def axes(self) -> list[int]:
-        """The dimensions that count sequences and tokens, those that there are."""
-        return [axis for axis in (self.batch, self.positions) if axis is not None]
-
-    def at(self, row: int | slice, position: int | slice | Tensor) -> tuple[Any, ...]:
-        """The index of one token, or of some."""
-        index: list[Any] = [slice(None)] * self.value.dim()
-        if self.batch is not None:
-            index[self.batch] = row
-        if self.positions is not None:
-            index[self.positions] = position
-        return tuple(index)
-
-
-def sources_of(bench: Bench) -> tuple[Source, ...]:
-    """Return the arguments with tokens, those that hold the same ones together, the one that the output follows first.
-
-    The output's dimensions tell whether features of tokens come with a batch.
-    """
-    groups: list[tuple[list[str], Tensor]] = []
-    for name, value in bench.values.items():
-        if not isinstance(value, Tensor) or not _has_tokens(bench, name, value, first=not groups):
-            continue
-        for names, other in groups:
-            if other is value or (other.shape == value.shape and torch.equal(other, value)):
-                names.append(name)
-                break
-        else:
-            groups.append(([name], value))
-    found = [Source(tuple(names), value, *_layout(bench, value)) for names, value in groups]
-    return tuple(sorted(found, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
-
-
-def _has_tokens(bench: Bench, name: str, value: Tensor, *, first: bool) -> bool:
-    told = (bench.intent.padding, bench.intent.cache)
-    if name in told or _NO_SOURCE.search(name) or value.dim() < 2 or value.dtype == torch.bool:
-        return False
-    if value.is_floating_point():
-        flat = next(v.dim() for v in bench.values.values() if isinstance(v, Tensor)) == 2
-        return value.dim() > 2 or first or flat
-    return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
-
-
-def _layout(bench: Bench, value: Tensor) -> tuple[int | None, int | None]:
-    """Return which dimensions of tokens are the batch and the positions."""
-    if value.dim() > 3:
-        return 0, None
-    if value.dim() == 2 and value.is_floating_point() and bench.intent.batch_axis is None:
-        # Features of tokens without a batch; or sequences of samples, of which something with features is made.
-        return (None, 0) if bench.output.dim() == 2 else (0, 1)
-    batch, _ = batch_axis_of(bench)
-    return batch, 1 - batch
-
-
-def batch_axis_of(bench: Bench) -> tuple[int, bool]:
-    """Return which dimension of the tokens counts sequences, and whether anything says so."""
-    declared, own = bench.intent.batch_axis, getattr(bench.module, "batch_first", None)
-    if declared is not None:
-        return declared, True
-    if isinstance(own, bool):
-        return (0 if own else 1), True
-    told = batch_axis_in_words(bench.module, bench.values)
-    if told is not None:
-        return told[0], True
-    return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in bench.values.items())

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
-from .arguments import Source, batch_axis_of
 from .bench import Bench, NotPossibleError, RaisedError, difference
 from .facts import scale_words
+from .sources import Source, batch_axis_of
 
 _OTHER_KERNELS = 20.0
 """Train may take other kernels than eval, which round otherwise: so many times what counts within one."""
@@ -98,7 +98,7 @@ def _leaks(bench: Bench, reach: Mapping[int, Tensor], source: Source) -> Iterato
     others = int((moved[1:].amax(1) > 0).sum())
     is_own = source.names == bench.sources[0].names
     fix = "keep the batch apart: look at each view, repeat and mask that joins it with heads or positions."
-    axis, sure = batch_axis_of(bench)
+    axis, sure = batch_axis_of(bench.module, bench.values, bench.intent)
     if not (mixes and alone and bench.follows):
         sure = not (is_own and any(sight.queries == bench.sources[0].length < sight.keys for sight in bench.sights))
         sentence = "A row of the batch moves the output of another row" + (

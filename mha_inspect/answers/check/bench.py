@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ...naming.subject import Run, Subject
-from ...record.arguments import tensors_in
+from ...record.arguments import dense, tensors_in
 from ...text import message_of
-from .arguments import Arguments, Source, sources_of
+from .arguments import Arguments
 from .evidence import Evidence, Outline, held, of_same_ops, outlined, whole
 from .intent import Intent
 from .sight import Sight, sights_of
+from .sources import Source, sources_of
 from .tokens import Flow
 
 _AT_ONCE = 1 << 18
@@ -75,7 +76,7 @@ class Bench:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens, the one that the output follows first."""
-        return sources_of(self)
+        return sources_of(self.module, self.values, self.intent, lambda: self.output.dim())
 
     @cached_property
     def sights(self) -> tuple[Sight, ...]:
@@ -316,7 +317,7 @@ class Bench:
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
         self.restore()
-        before, modes = self._state, [(part, part.training) for part in self.module.modules()]
+        before = self._state
         try:
             change(self.module)
             self._state = self.own.state()
@@ -324,21 +325,27 @@ class Bench:
         finally:
             self._state = before
             self.restore()
-            for part, mode in modes:
-                part.training = mode
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
-    """Return the tensors of numbers that a forward returned.
+    """Return the tensors of numbers that a forward returned, a loss and other single numbers last, as `[1]`.
 
     Raises `NotPossibleError` where there is none.
     """
-    made = [t.detach() for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()]
+    made = [_numbers(dense(tensor.detach())) for _, tensor in tensors_in(returned)]
+    made = sorted((t for t in made if t.is_floating_point() and t.numel()), key=lambda t: not t.dim())
     if not made and hasattr(returned, "to_tuple"):
         return outputs_of(returned.to_tuple())
     if not made:
         raise NotPossibleError("the forward returns no tensor of numbers")
-    return made
+    return [tensor if tensor.dim() else tensor.reshape(1) for tensor in made]
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Real numbers that can be compared: a complex one is two, and those of a byte are widened."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def difference(left: Tensor, right: Tensor) -> Tensor:
@@ -363,6 +370,9 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _alike(left: Any, right: Any) -> bool:
-    """Whether two runs returned the same, to the bit."""
-    one, other = outputs_of(left)[0], outputs_of(right)[0]
+    """Whether two runs returned the same, to the bit; so are any two that returned no numbers."""
+    try:
+        one, other = outputs_of(left)[0], outputs_of(right)[0]
+    except NotPossibleError:
+        return True
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

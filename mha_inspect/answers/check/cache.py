@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...reports.check import Finding
-from .arguments import Source
 from .bench import LOOSE, Bench, NotPossibleError, RaisedError
+from .sources import Source
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
 """Names of arguments that take what the forward returned second."""

@@ -72,7 +72,7 @@ def check(
         InputError: there is no attention in it, or the intent names no argument of its forward.
         SpecError: there is no check of a name.
     """
-    from ..trace import environment_of, layer_of
+    from ..run_report import environment_of, layer_of
 
     intent = intent or Intent()
     names = chosen_checks(only, skip)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...reports.check import Fact, Finding
 from ...text import shortened, spans
-from .arguments import Source
 from .bench import Bench, NotPossibleError, RaisedError
 from .sight import Sight
 from .softmax import masking, softmax
+from .sources import Source
 
 _MOST = 2
 """Mask arguments that are looked at."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...reports.check import Finding
-from .arguments import Source
 from .bench import LOOSE, Bench, NotPossibleError, RaisedError, difference
 from .masks import mask_faults
+from .sources import Source
 
 
 def padding(bench: Bench) -> Iterator[Finding]:

@@ -21,15 +21,13 @@ def reference(bench: Bench) -> Iterator[Finding]:
     if trusted is None:
         raise NotPossibleError("not declared: reference")
     args, kwargs = bench.given.of_call({})
-    modes = [(part, part.training) for part in trusted.modules()]
-    trusted.eval()
+    own = replace(bench.own, module=trusted, args=args, kwargs=kwargs, without_ones=None)
     try:
-        other = replace(bench.own, module=trusted, args=args, kwargs=kwargs, without_ones=None).recorded(keep=True)
+        with own.replaying(own.state()):
+            trusted.eval()
+            other = own.recorded(keep=True)
     except Exception as error:  # whatever somebody's code may raise
         raise NotPossibleError(f"the reference raises on these arguments: {type(error).__name__}") from error
-    finally:
-        for part, mode in modes:
-            part.training = mode
     theirs = bench.output_of(other.returned)
     if theirs.shape != bench.output.shape:
         yield Finding(

@@ -12,7 +12,7 @@ from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ...text import shortened, spans
-from .bench import Bench
+from .bench import Bench, NotPossibleError
 from .evidence import kinds
 from .gradients import gradients_of, weight_of
 from .kinds import each_kind
@@ -92,6 +92,8 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def parameters(bench: Bench) -> Iterator[Finding]:
     """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
+    if not bench.seen.recording.outputs:
+        raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
     living = Living(bench.seen.recording)
     yield from _twice(bench, living)
     yield from each_kind(bench, _copied_heads)

@@ -131,9 +131,8 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) 
     if own is like:
         with torch.no_grad(), own.replaying(own.state()):
             seen = own.recorded(keep=True)
-    module, label = own.module, own.label or type(own.module).__qualname__
     counts = {found.module: found.num_heads for found in by_names.attentions if found.num_heads is not None}
-    found = held_against(checkpoint.tensors, module, seen, label, counts if checkpoint.config else {})
+    found = held_against(checkpoint.tensors, own.module, seen, own.name, counts if checkpoint.config else {})
     return replace(by_names, like=found.like) if seen is None else found
 
 

@@ -16,7 +16,7 @@ from ...record.recorder import Recorder
 from ...reports.failure import FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof
 from ...text import MESSAGE, message_of, shortened
-from ..trace import environment_of, layer_of, report
+from ..run_report import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call
 from .causes import find_cause
 from .operand import ATTENTION, LAYERS

@@ -1,0 +1,91 @@
+"""What a forward may return that is no tensor of a number for each token: nobody is accused, and no command fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+
+
+@dataclass
+class Kept:
+    y: Tensor
+
+
+class Closed:
+    """Holds a tensor where nobody looks."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.__y = y
+
+
+COMPARED: dict[str, Callable[[Tensor], Any]] = {
+    "a loss": Tensor.mean,
+    "a loss and ids": lambda y: {"loss": y.mean(), "ids": y.argmax(-1)},
+    "complex": lambda y: torch.complex(y, y),
+    "sparse": Tensor.to_sparse,
+    "nested": lambda y: torch.nested.nested_tensor([y[0], y[1, :3]]),
+    "quantized": lambda y: torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8),
+    "eight bits": lambda y: y.to(torch.float8_e4m3fn),
+    "a dataclass": Kept,
+}
+NOTHING: dict[str, Callable[[Tensor], Any]] = {
+    "ids": lambda y: y.argmax(-1),
+    "truths": lambda y: y > 0,
+    "nothing": lambda y: None,
+    "text": lambda y: "done",
+    "an object": Closed,
+    "numbers of numpy": lambda y: y.detach().numpy(),
+    "no row": lambda y: y[:0],
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self._made = made
+
+    def forward(self, x: Tensor) -> Any:
+        return self._made(self.attention(x, x, x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", [*COMPARED, *NOTHING])
+def test_what_is_returned_accuses_nobody(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = Returning({**COMPARED, **NOTHING}[name]), torch.randn(2, 5, 8)
+    report = mha_inspect.check(module, x)
+    assert report.findings == ()
+    reasons = {one.check: one.reason for one in report.left_out}
+    assert (reasons.get("finite") == "the forward returns no tensor of numbers") == (name in NOTHING)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_is_returned_is_compared(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = Returning(COMPARED[name]), torch.randn(2, 5, 8)
+    other = Returning(COMPARED[name])
+    assert mha_inspect.diff(module, other, x).verdict == "differs"
+    assert mha_inspect.diff(module, other, x, same_weights=True).verdict == "same"
+
+
+def test_an_imaginary_part_is_compared() -> None:
+    class Turned(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = by
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.complex(x, self.by * x)
+
+    x = torch.randn(2, 5, 8)
+    assert mha_inspect.diff(Turned(1.0), Turned(2.0), x).verdict == "differs"
+    assert mha_inspect.diff(Turned(1.0), Turned(1.0), x).verdict == "same"
