@@ -106,8 +106,8 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
-_OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "causal", "padding", "attn_mask", "input")
-"""Options that a layer's parameters do not depend on."""
+_OF_INPUTS = ("causal", "padding", "attn_mask", "input")
+"""Options that say more of the inputs than their sizes: a layer's parameters do not depend on them."""
 _OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
 """Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 
