@@ -103,11 +103,13 @@ def fitting(text: str, room: int) -> int:
 def did_you_mean(typed: str, known: Iterable[str]) -> str:
     """Return ` Did you mean X?` for the nearest of the known words, or an empty string where none is near.
 
-    Near is a slip of the fingers, or some of the words of a name: `heads` for `num_heads`, `--embed` for `--embed-dim`.
+    Near is a slip of the fingers, or some of the words of a name, or more: `heads` for `num_heads`, `--embed` for
+    `--embed-dim`, `--batch-size` for `--batch`.
     """
     by_folded = {_folded(word): word for word in known}
     folded = _folded(typed[:MESSAGE])
     begun = sorted((word for word in by_folded if word.startswith(f"{folded}_")), key=len)[:1]
+    begun = begun or sorted((word for word in by_folded if folded.startswith(f"{word}_")), key=len)[-1:]
     near = begun or get_close_matches(folded, by_folded, n=1, cutoff=0.7)
     if not near and len(folded) > 2:
         near = [word for word in by_folded if _is_part(folded, word)][:1]

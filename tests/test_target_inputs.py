@@ -124,7 +124,7 @@ def test_an_argument_that_is_needed_is_named_with_its_flag():
         call(target("Stepping"))
     given = call(target("Needy"), ("freqs_cis=5x8",))
     assert shapes_of(given) == {"x": (3, 5, 8), "freqs_cis": (5, 8)}
-    assert (given.drawn, given.guessed) == (("x", "freqs_cis"), ("x",))
+    assert (given.drawn, given.guessed) == (("x", "freqs_cis"), {"x": "3x5x8:float32"})
 
 
 def test_what_a_forward_does_without_is_none():

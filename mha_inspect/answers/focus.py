@@ -139,7 +139,4 @@ def _answer(counts: Sequence[HeadsFocus]) -> str:
         known = [head.effective_keys for count in fewest for head in count.by_head]
         average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
         text += f"; with {few} {average} {_keys(f'{sum(known) / len(known):.3g}')}"
-    alike, apart = most[0].most_alike, most[0].least_alike
-    if len(most) == 1 and alike is not None and apart is not None and alike.divergence < apart.divergence:
-        text += f". Heads {alike.left} and {alike.right} are the most alike"
     return f"{text}."

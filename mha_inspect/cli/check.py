@@ -68,6 +68,10 @@ def check(
         **_meaning(mask),
     }
     Intent(**declared)
+    if padding_side is not None and mask is None:
+        raise SpecError(
+            f"--padding-side {padding_side} says where padding stands, and none is declared. Add --mask NAME=keep."
+        )
     if "batch" not in options.given and not options.unbatched:
         options.batch = 2  # a row can be seen to move another
     subject.check(target, options, "check")

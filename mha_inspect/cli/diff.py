@@ -65,7 +65,7 @@ def diff(
     ),
     right: str = _side(
         "Another layer, or another module of your own.",
-        "LEFT under other settings, or else per-head; --layer beside a module of your own",
+        "--layer, LEFT under other settings, or per-head",
     ),
     left_set: list[str] | None = _settings("left"),
     right_set: list[str] | None = _settings("right"),
@@ -370,9 +370,9 @@ def _layer_run(options: Options, asked: _Asked, call: Call, beside: Side) -> Sid
 
 
 def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:
-    """Return the two layers: where one is not named, --layer is the left one.
+    """Return the two layers: where one is not named, --layer is it.
 
-    The right one is then the left one under other settings, or per-head (torch, where per-head is on the left).
+    The right one is else the left one under other settings, or per-head (torch, where per-head is on the left).
 
     Raises `SpecError` when --layer asks for a third.
     """
@@ -381,6 +381,8 @@ def chosen_layers(options: Options, left: str, right: str, *, several_settings: 
         raise SpecError(
             f"layer {options.layer} is a third one beside {left} and {right}: diff compares two. Drop --layer."
         )
+    if left and not right and "layer" in options.typed and options.layer != left:
+        right = options.layer
     if right:
         return first, right
     if several_settings:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from typer import style
+from typer._click.exceptions import UsageError
 from typer.core import TyperCommand, TyperGroup
 
 from ..render.screen import in_color
@@ -16,6 +17,14 @@ class _Grouped:
 
     epilog: Any
     get_params: Any
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the command line; an error of it knows the command, which Typer's parser does not tell."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]  # of the class beside this one
+        except UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page; Typer takes the escapes out again where it thinks that there is no terminal."""

@@ -82,10 +82,13 @@ def usage_message(error: ClickException) -> str:
         return _no_such_option(error, ctx, command)
     if isinstance(error, BadOptionUsage):
         name = shown(error.option_name)
+        known = [] if ctx is None else ctx.command.params
+        own = next((one for one in known if name in (*one.opts, *one.secondary_opts)), None)
         if "does not take" in error.message:
-            return f"{name} takes no value: write {name} alone, or its opposite, as in --no-bias."
-        value = "NAME=VALUE" if name in ("--set", "--left-set", "--right-set", "--input-shape") else "VALUE"
-        return f"{name} was given without a value: write it as {name} {value}; `mha-inspect COMMAND --help` says which."
+            others = [] if own is None else own.opts if name in own.secondary_opts else own.secondary_opts
+            return f"{name} takes no value: write {name} alone" + (f", or {others[0]}." if others else ".")
+        value = "VALUE" if own is None else own.make_metavar(ctx)
+        return f"{name} was given without a value: write {name} {value}. What it takes: {path} --help"
     if isinstance(error, BadParameter) and error.param is not None:
         message = shown(" ".join(error.message.split()), MESSAGE)
         if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
@@ -111,18 +114,21 @@ def _flag(parameter: Any) -> str:
 
 
 def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
-    name, asked = shown(error.option_name), error.option_name
+    asked = error.option_name
+    if len(asked) == 2:  # of -num-heads its first letter is left
+        asked = next((word for word in sys.argv if word.startswith(asked) and word[2:]), asked)
+    name = shown(asked)
     flag = flag_of(asked.strip("-").replace("-", "_"))
     options = [] if ctx is None else _options(ctx.command)
     same = flag is not None and dashed(flag) in options
     near = f" Did you mean {dashed(flag)}?" if flag is not None and same else did_you_mean(asked, options)
-    if ctx is not None and ctx.parent is None:
-        if near:
-            return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"
-        return f"{name} stands before the command: options come after it, as in mha-inspect trace {name}."
-    group: Any = ctx.parent.command if ctx is not None else None
+    group: Any = None if ctx is None else (ctx.parent or ctx).command
     others = [] if group is None else group.list_commands(ctx)
     homes = [f"`mha-inspect {one}`" for one in others if asked in _options(group.get_command(ctx, one))]
+    if ctx is not None and ctx.parent is None:
+        if homes:
+            return f"{name} stands before the command: options come after it, as in {homes[0][1:-1]} {name}."
+        return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"
     if homes:
         return f"{command} has no option {name}: it belongs to {listed(homes)}.{near}"
     return f"{command} has no option {name}.{near} All of them: mha-inspect {command} --help"

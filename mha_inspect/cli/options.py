@@ -262,6 +262,8 @@ class Options:
         """Those that somebody has set on the command line, and not by a variable."""
         self.ids: Tensor | None = None
         """Ids of the tokens of a text, `batch seq`, that is the input of a target."""
+        self.has_picture = False
+        """Whether the command has a picture to draw."""
         self.__dict__.update({name: declared.default for name, declared in _SHARED.items()} | values)
 
     @classmethod
@@ -275,6 +277,7 @@ class Options:
         named = {name: source.name for name, source in sources.items() if source is not None}
         options.given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
         options.typed = frozenset(name for name in options.given if named[name] == "COMMANDLINE")
+        options.has_picture = any(own.name == "picture" for own in context.command.params)
         if options.json and options.format not in (None, "json"):
             if {"json", "format"} <= options.typed:
                 raise SpecError(f"--json and --format {options.format} are two formats: drop one of them.")
@@ -311,6 +314,9 @@ def is_target(text: str) -> bool:
     return ":" in text or text.endswith(".py")
 
 
+_EXPORT_OF_NO_PICTURE = option(
+    OUTPUT, "Also write it to a file that ends in .txt, .json, .svg or .html.", None, "-o --export", metavar="FILE"
+)
 _SHARED = {name: _named(name, getattr(Options, name)) for name in Options.__annotations__}
 """The shared options as they are declared."""
 
@@ -333,6 +339,8 @@ def command(
             for (name, declared), hint in zip(_SHARED.items(), Options.__annotations__.values(), strict=True)
             if (not only or name in only) and name not in without
         }
+        if all(parameter.name != "picture" for parameter in own):
+            shared["export"] = shared["export"].replace(default=_named("export", _EXPORT_OF_NO_PICTURE))
         parameters = {p.name: p.replace(kind=alone, default=_named(p.name, p.default)) for p in own} | shared
 
         def flat(**values: Any) -> ExitCode:

@@ -50,7 +50,8 @@ def prepare(options: Options, *, draws: bool = False, prints: bool = True, compu
         return None
     export = Destination.of(options.export)
     if export.format == "png" and not draws:
-        raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. Add --picture, or end it in .svg.")
+        way = "Add --picture, or end it in .svg." if options.has_picture else "End it in .svg, .html, .txt or .json."
+        raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. {way}")
     if export.format == "png" or (export.format == "svg" and draws and prints):
         from ..pictures.plot import require_matplotlib
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
+from ..targets.vocabulary import dashed
 from ..text import shown
 from . import subject
 from .options import TARGET, Options, command, option
@@ -74,6 +75,11 @@ def params(
     else:
         options.require_no_target_settings("params")
         subject.check_layer(options, heads)
+        unused = sorted(options.typed & {*_OF_INPUTS})
+        if unused:
+            raise SpecError(
+                f"{dashed(unused[0])} says what goes in, and a layer has the same parameters whatever does: drop it."
+            )
     picture = is_wanted(picture)
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
@@ -100,6 +106,8 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     return Drawn((norms_picture(report.head_norms),), printed=True)
 
 
+_OF_INPUTS = ("causal", "padding", "attn_mask", "input")
+"""Options that say more of the inputs than their sizes: a layer's parameters do not depend on them."""
 _OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
 """Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 

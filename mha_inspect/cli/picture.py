@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
 from ..render.export import Destination, ExportFormat
+from ..render.html import with_pre
 from ..render.screen import colours, columns, in_color
 from ..text import shown
 from .options import Options
@@ -253,4 +254,7 @@ class Drawn:
             from ..pictures.viewer import with_viewer
 
             return with_viewer(text, self.viewer())
-        return text + (self.text("plain") if format == "plain" and self.printed else "")
+        if not self.printed or format not in ("plain", "html"):
+            return text
+        drawn = self.text("plain")
+        return text + drawn if format == "plain" else with_pre(text, drawn)

@@ -14,7 +14,7 @@ from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
-from ..targets.vocabulary import Flags
+from ..targets.vocabulary import Flags, dashed
 from ..text import first_few, shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target
@@ -101,6 +101,10 @@ def show(options: Options) -> Show:
         )
     if options.edge_items < 1:
         raise SpecError(f"edge_items {options.edge_items} shows nothing: it must be 1 or more. Try --edge-items 3.")
+    for flag in () if options.values else sorted({"precision", "edge_items"} & options.typed):
+        raise SpecError(
+            f"{dashed(flag)} {getattr(options, flag)} says how tensors are printed, and none is. Add --values."
+        )
     for_a_machine = options.format == "json" or (
         options.export is not None and options.export.suffix.lower() == ".json"
     )

@@ -60,7 +60,7 @@ def size_of(picture: Picture) -> tuple[float, float]:
     count, rows, columns = picture.shape
     wide = 1 if picture.below else min(count, _BESIDE)
     width = 5.0 if count == 1 else _INCHES
-    return wide * width + 1, -(-count // wide) * width * min(max(rows / columns, 0.3), 3) + 0.9
+    return wide * width + 1.4, -(-count // wide) * width * min(max(rows / columns, 0.3), 3) + 0.9
 
 
 def onto(picture: Picture, figure: FigureBase) -> list[Axes]:

@@ -58,7 +58,7 @@ def _finding(finding: Finding, tone: Tone) -> tuple[Block, ...]:
 def _facts(facts: tuple[Fact, ...]) -> Iterator[Block]:
     for fact in facts:
         yield labelled(fact.name, fact.sentence)
-        if fact.picture:
+        if len(set("".join(fact.picture))) > 1:  # where every place is alike the sentence says it
             yield Verbatim("\n".join(fact.picture), "query × key")
 
 

@@ -19,6 +19,12 @@ def to_cell(page: Page) -> str:
     return CELL.replace("@PAGE@", _page(page), 1)
 
 
+def with_pre(page: str, text: str) -> str:
+    """Return a whole page with a text that is laid out by its characters at its end."""
+    body, _, end = page.rpartition("</body>")
+    return f'{body}<section class="scroll"><pre>{escape(text)}</pre></section>\n</body>{end}'
+
+
 def _page(page: Page) -> str:
     lines = [_titled("h1", page.title, page.detail), _element("p", page.subtitle, "muted")]
     for section in page.sections:

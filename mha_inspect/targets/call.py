@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from ..errors import ExitCode, MhaInspectError, is_out_of_memory
 from ..naming.subject import Subject
-from ..record.arguments import parts_of
 from .importing import in_one_line
 
 
@@ -25,8 +24,8 @@ class Call:
     """`x float32 [2, 10, 512]`."""
     drawn: tuple[str, ...] = ()
     """Names of those that nobody gave: another forward's may stand in their place."""
-    guessed: tuple[str, ...] = ()
-    """Names of those among them of whose shape nobody said anything."""
+    guessed: Mapping[str, str] = field(default_factory=dict)
+    """Those among them of whose shape nobody said anything, with the shape that they got: `2x10x512:float32`."""
     origin: str = "drawn from the seed"
     """Where those come from."""
     batch_first: bool = True
@@ -58,15 +57,8 @@ class Call:
     @property
     def hint(self) -> str:
         """How to call it with other inputs than those that were guessed; empty where none were."""
-        ways = [f"--input-shape {name}={self._shape(name)}" for name in self.guessed]
+        ways = [f"--input-shape {name}={shape}" for name, shape in self.guessed.items()]
         return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
-
-    def _shape(self, name: str) -> str:
-        owner, _, key = name.partition(".")
-        given: Any = self.kwargs.get(owner, self.args[0] if self.args else None)
-        tensor = {str(own): part for own, part in parts_of(given)}[key] if key else given
-        sizes = "x".join(map(str, tensor.shape))
-        return f"{sizes}:{str(tensor.dtype).removeprefix('torch.')}"
 
 
 class TargetFailedError(MhaInspectError):

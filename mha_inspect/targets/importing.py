@@ -40,8 +40,10 @@ def split_target(text: str) -> tuple[str, str]:
     if not colon:
         where, name = text, ""
     if where.endswith(".py") or (colon and (os.sep in where or "/" in where)):
-        if name:
+        if name and where.endswith(".py"):
             return where, name
+        if name:
+            raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(where)}.py:{name}.")
         names = _names_in_file(Path(where))
         found = ", ".join(f"{where}:{n}" for n in names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
         there = f"There are {found}." if found else f"Write {shown(where)}:Name."

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import InputError, SpecError
 from ..layers import torch_mha
 from ..layers.spec import InputSpec
+from ..naming.subject import Subject
 from ..record.arguments import described, parts_of
 from ..record.rehearsal import rehearsed
 from ..text import did_you_mean, printable, shown
@@ -30,8 +31,8 @@ from .files import read_tensors
 from .holders import Entries, Holder, Questioned, annotated
 from .hugging_face_inputs import is_hugging_face, ways_of
 from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of
-from .learned_masks import Learned, learn_masks
-from .masks import Masks, is_torchs, masks_of
+from .learned_masks import Learned, Taker, learn_blanks, learn_masks
+from .masks import Masks, is_torchs, mask_arguments, masks_of
 from .probe import Evidence, Probed, probe
 from .target import Target
 from .triple import Triple, require_fit
@@ -118,10 +119,13 @@ class _Maker:
         every = signature_of(self.module.forward)
         self.parameters = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self.open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in every.values())
-        if not self.parameters and any(p.kind is Parameter.VAR_POSITIONAL for p in every.values()):
-            self.parameters = {"x": Parameter("x", Parameter.POSITIONAL_ONLY)}
+        if not self.parameters:
+            self.parameters = {n: p for n, p in every.items() if p.kind is p.VAR_POSITIONAL}
         self.kinds = {n: kind_of(p) for n, p in self.parameters.items()}
-        told = {n: annotated(p.annotation) for n, p in self.parameters.items()}
+        told = {
+            n: Holder(tuple, ("0",)) if p.kind is p.VAR_POSITIONAL else annotated(p.annotation)
+            for n, p in self.parameters.items()
+        }
         self.holders = {n: holder for n, holder in told.items() if holder is not None}
         self.spec = target.spec
         if self.spec is None and type(self.module) is nn.MultiheadAttention:
@@ -136,6 +140,8 @@ class _Maker:
         self.batch_first = self._told_layout()
         self.open: tuple[str, ...] = ()
         self.asks: dict[str, Holder] = {}
+        self.entered: list[str] = []
+        self.lacking: list[str] = []
         self.raises = False
         self.said: list[str] = []
 
@@ -157,7 +163,10 @@ class _Maker:
         call = self._in_order(values)
         drawn = tuple(name for name in self._in_their_order(plans) if plans[name].kind != "lengths")
         return replace(
-            call, drawn=drawn, guessed=tuple(name for name in drawn if name not in shapes), said=tuple(self.said)
+            call,
+            drawn=drawn,
+            guessed={name: _as_shape(values[name]) for name in drawn if name not in shapes},
+            said=(*(self._held(owner, values) for owner in self.entered), *self.said),
         )
 
     def _in_their_order(self, names: Iterable[str]) -> list[str]:
@@ -173,7 +182,7 @@ class _Maker:
         for name, value in said.items():
             if name == "" and not tensors:
                 raise SpecError(f"{self._owner()} takes no argument: {flag} has nothing to give a tensor to.")
-            key = name or tensors[0]
+            key = name or tensors[0] + (".0" if self._is_star(tensors[0]) else "")
             if key.partition(".")[0] not in self.parameters and not self.open_ended:
                 listed = ", ".join(self.parameters)
                 raise SpecError(
@@ -252,8 +261,10 @@ class _Maker:
 
     def _kind(self, name: str) -> Kind:
         """What an argument is, or an entry of one that holds tensors: `batch.input_ids`."""
-        owner, dot, key = name.partition(".")
-        if dot and owner in self.parameters:
+        owner, dot, key = name.rpartition(".")
+        if dot and self._is_entry(name):
+            if self._kind(owner) == "mask":
+                return "mask"
             name = self.holders.get(owner, Holder()).word(key)
         elif name in self.kinds:
             return self.kinds[name]
@@ -302,14 +313,13 @@ class _Maker:
             known = {n: self._as_wide(plan, evidence.get(n)) for n, plan in ways[way].items()}
             names = list(dict.fromkeys((*names, *ways[0], *known)))
         guessed = [name for name in names if name not in known]
-        if self.open_ended and not (self.parameters or said or given or self.asked.known):
-            guessed = list(self._by_name())
         if self.spec is not None:
             return {name: self._first_guess(name) for name in guessed}
         if self.asked.known is not None:
             evidence = self.known.evidence
             return known | {n: self._corrected(n, self._first_guess(n), evidence.get(n)) for n in self.known.names}
-        plans = self._probed({n: self._first_guess(n) for n in guessed}, given, {**said, **known}) if guessed else {}
+        asks = guessed or (self.open_ended and not (self.parameters or said or given))
+        plans = self._probed({n: self._first_guess(n) for n in guessed}, given, {**said, **known}) if asks else {}
         self.known = replace(self.known, names=tuple(plans))
         return known | plans
 
@@ -362,7 +372,7 @@ class _Maker:
         extra = [
             n for n in list(plans) if self._kind(n) in ("unknown", "lengths") and (len(plans) > 1 or said or given)
         ]
-        extra = [n for n in extra if n != next(iter(self.parameters)) and "." not in n]
+        extra = [n for n in extra if n != next(iter(self.parameters), n) and "." not in n]
         certain = {n: plan for n, plan in plans.items() if n not in extra}
         attempts = [certain, plans] if extra else [plans]
         loose = [n for n, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
@@ -372,7 +382,12 @@ class _Maker:
             ]
         best: tuple[int, dict[str, Plan], Probed] | None = None
         for attempt in attempts:
-            probed = self._probe(attempt, given, said, whole=bool(extra))
+            probed = self._probe(attempt, given, said, whole=bool(extra) or self.open_ended)
+            missing = probed.error.args[0] if isinstance(probed.error, KeyError) and probed.error.args else None
+            if self.open_ended and isinstance(missing, str) and missing not in (*plans, *said, *given, *self.lacking):
+                if self._kind(missing) != "mask":
+                    return self._probed({**plans, missing: self._first_guess(missing)}, given, said)
+                self.lacking.append(missing)
             for owner in filter(None, (probed.holder, probed.maybe)):
                 rest = {n: plan for n, plan in plans.items() if n != owner}
                 held = self._entries(owner, rest, given, said, sure=owner == probed.holder)
@@ -389,11 +404,14 @@ class _Maker:
         firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
         doubtful = [n for n in extra if self._kind(n) == "unknown" and n not in firm]
         untold = [n for n in doubtful if (n in chosen or probed.error is not None)]
+        for name in untold or (plans if isinstance(probed.error, TypeError) else ()):
+            rest = {n: plan for n, plan in plans.items() if n != name}
+            if held := self._entries(name, rest, given, said, sure=False):
+                return self._probed({**rest, **held}, given, said)
         if untold:
-            name = untold[0]
             raise InputError(
-                f"{self._owner()} needs {name}, and nothing tells what that is. "
-                f"Give it: --input-shape {name}=2x10x512:float32 with its own sizes, or --input FILE with {name} in it."
+                f"{self._owner()} needs {untold[0]}, and nothing tells what that is. Give it: --input-shape "
+                f"{untold[0]}=2x10x512:float32 with its own sizes, or --input FILE with {untold[0]} in it."
             )
         self.known = replace(self.known, evidence=probed.evidence, holders=self.holders)
         return {name: self._corrected(name, plan, probed.evidence.get(name)) for name, plan in chosen.items()}
@@ -401,55 +419,74 @@ class _Maker:
     def _entries(
         self, owner: str, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], *, sure: bool
     ) -> dict[str, Plan]:
-        """Plans for what an argument holds: the entries that the forward asks it for.
+        """Plans for what an argument holds: the entries that the forward asks it for, or two where it joins them.
 
-        Empty where it asks for none, or, unless it is `sure` that it holds any, does not run with them. With no `owner`
-        they are the arguments by name of an open-ended forward.
+        Empty where it does not run with them, unless it is `sure` that it holds any.
 
         Raises `InputError` where it is sure, and nothing tells what it holds.
         """
+        if self._is_star(owner):
+            return self._starred(owner, plans, given, said)
         holder = self.holders.get(owner, Holder())
-        found = {f"{owner}.{key}": self._first_guess(f"{owner}.{key}") for key in holder.keys}
+        found = self._first_guesses(owner, holder.keys)
         while len(found) < _MOST_KEYS:
             self.asks = {owner: holder}
-            probed = self._probe({**plans, **found}, given, said, whole=True)
+            wanted = self._probe({**plans, **found}, given, said, whole=True).wanted
             self.asks = {}
-            wanted = probed.wanted
-            keys = [] if wanted is None else [key for key in wanted.keys if f"{owner}.{key}" not in found]
+            keys = [] if wanted is None else [key for key in wanted.keys if key not in holder.keys]
             if wanted is None or not keys:
                 break
             kind = wanted.kind if holder.kind is Entries else holder.kind
             holder = Holder(kind, (*holder.keys, *keys), wanted.words or holder.words)
             self.holders[owner] = holder
-            names = [f"{owner}.{key}" for key in keys if "mask" not in holder.word(key)]
-            found |= {name: self._first_guess(name) for name in names}
-        if not sure and (not found or self._probe({**plans, **found}, given, said, whole=True).error is not None):
-            self.holders.pop(owner, None)
-            return {}
-        if not found:
+            found |= self._first_guesses(owner, keys)
+        runs = sure and bool(holder.keys)
+        if not holder.keys:  # it asks for none by name or place: what joins tensors takes any number of them
+            self.holders[owner] = Holder(list, ("0", "1"))
+            found = self._first_guesses(owner, ("0", "1"))
+        for attempt in () if runs else (found, {name: self._ids(name) for name in found}):
+            if self._probe({**plans, **attempt}, given, said, whole=True).error is None:
+                found, runs = attempt, True
+                break
+        if sure and not (found and runs):
             raise InputError(
                 f"{self._owner()} takes several tensors in {owner}, and nothing tells what is in it. Give each entry: "
                 f"--input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
             )
-        names = [holder.word(key) + ("" if f"{owner}.{key}" in found else " (None)") for key in holder.keys]
+        if not (found and runs):
+            self.holders.pop(owner, None)
+            return {}
+        self.entered.append(owner)
+        return found
+
+    def _first_guesses(self, owner: str, keys: Iterable[str]) -> dict[str, Plan]:
+        names = [f"{owner}.{key}" for key in keys]
+        return {name: self._first_guess(name) for name in names if self._kind(name) != "mask"}
+
+    def _starred(
+        self, owner: str, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan]
+    ) -> dict[str, Plan]:
+        """Plans for `*args`: as few as make it run, or one where none do."""
+        for count in (*range(1, _MOST_STARS + 1), 1):
+            self.holders[owner] = Holder(tuple, tuple(map(str, range(count))))
+            found = self._first_guesses(owner, self.holders[owner].keys)
+            if self._probe({**plans, **found}, given, said, whole=True).error is None:
+                break
+        if len(found) > 1:
+            self.entered.append(owner)
+        return found
+
+    def _held(self, owner: str, values: Mapping[str, Any]) -> str:
+        """What was found out about an argument that holds tensors, as a sentence."""
+        holder = self.holders[owner]
+        there = {key for key in holder.keys if any(f"{name}.".startswith(f"{owner}.{key}.") for name in values)}
+        names = [holder.word(key) + ("" if key in there else " (None)") for key in holder.keys]
         if holder.kind in (tuple, list):
-            named = f": {', '.join(names)}" if holder.words else ""
+            named = f": {', '.join(names)}" if any(holder.words) else ""
             told = f"is a {holder.kind.__name__} of {len(names)}{named}"
         else:
             told = f"{'holds' if holder.kind is Entries else f'is {holder.kind.__name__} with'} {', '.join(names)}"
-        self.said.append(f"{owner} {told}, as the forward uses it.")
-        return found
-
-    def _by_name(self) -> dict[str, Plan]:
-        """Plans for what an open-ended forward asks its dictionary of arguments for."""
-        found: dict[str, Plan] = {}
-        while len(found) < _MOST_KEYS:
-            error = self._probe(found, {}, {}, whole=True).error
-            missing = error.args[0] if isinstance(error, KeyError) and error.args else None
-            if not isinstance(missing, str) or missing in found:
-                break
-            found[missing] = self._first_guess(missing)
-        return found
+        return f"{owner} {told}, as the forward uses it."
 
     def _probe(
         self, plans: Mapping[str, Plan], given: Mapping[str, Any], said: Mapping[str, Plan], *, whole: bool
@@ -609,21 +646,72 @@ class _Maker:
             blank=self.asked.blank,
             owner=self.target.made_from,
         )
-        made, self.open = masks_of(self.masks, self.parameters, values)
+        made, self.open = masks_of(self.masks, self.parameters, values, self._free_masks(values))
         return made
 
     def _learned(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with the masks whose meaning has to be learned by running the forward."""
-        if not self.open:
-            return values
-        if self.known.masks:
+        """The arguments with the masks whose meaning has to be learned by running the forward.
+
+        Those are what was asked for, and what it does not run without.
+        """
+        if self.asked.known is not None:
             learned = tuple(one.at(self.masks) for one in self.known.masks)
         else:
-            own = replace(self._in_order(values).of(self.module), seed=self.asked.seed, grad=False)
-            learned = learn_masks(own, self.masks, self.open)
+            learned, free = self._blanks(values), self._free_masks(values)
+            values = {**values, **{one.argument: one.mask for one in learned}}
+            asked = learn_masks(self._taker(values, free), self.open) if self.open else ()
+            taken = {one.argument for one in asked}
+            learned = (*(one for one in learned if one.argument not in taken), *asked)
             self.said += [one.words for one in learned]
-        self.known = replace(self.known, masks=learned)
+        self.known = replace(self.known, masks=learned, holders=self.holders)
         return {**values, **{one.argument: one.mask for one in learned if one.mask is not None}}
+
+    def _blanks(self, values: Mapping[str, Any]) -> tuple[Learned, ...]:
+        """Masks that bar nothing for a forward that does not run without any."""
+        empty = [n for n in self._free_masks(values) if values.get(n) is None]
+        required = [n for n in empty if n not in self.parameters or self.parameters[n].default is Parameter.empty]
+        if not required or self.device.type == "meta":
+            return ()
+        call = self._in_order(dict(values))
+        if not isinstance(probe(self.module, call.args, call.kwargs, {}, whole=True).error, _OF_NONE):
+            return ()
+        for owner in [name for name in required if name in self.parameters]:
+            if held := self._held_masks(owner, values):
+                required[required.index(owner) : required.index(owner) + 1] = held
+        return learn_blanks(self._taker(values, required), required)
+
+    def _held_masks(self, owner: str, values: Mapping[str, Any]) -> list[str]:
+        """The masks that the forward asks a mask argument for by name; none where it takes one as it is."""
+        others = {name: value for name, value in values.items() if name != owner}
+        holder = Holder()
+        while len(holder.keys) < _MOST_KEYS:
+            self.asks = {owner: holder}
+            call = self._in_order(others)
+            wanted = probe(self.module, call.args, call.kwargs, {}, whole=True).wanted
+            self.asks = {}
+            if wanted is None or wanted.kind is not Entries:
+                break
+            holder = Holder(Entries, (*holder.keys, *wanted.keys))
+        if holder.keys:
+            self.holders[owner] = holder
+            self.entered.append(owner)
+        return [f"{owner}.{key}" for key in holder.keys]
+
+    def _free_masks(self, values: Mapping[str, Any]) -> list[str]:
+        """The arguments that may take a mask and that nobody gave one, and entries of what holds several."""
+        named = [n for n in mask_arguments(self.parameters) if n not in self.holders]
+        entries = [f"{owner}.{key}" for owner, holder in self.holders.items() for key in holder.keys]
+        named += [n for n in entries if self._kind(n) == "mask"]
+        return [n for n in (*named, *self.lacking) if values.get(n) is None or self._kind(n) == "lengths"]
+
+    def _taker(self, values: Mapping[str, Any], free: list[str]) -> Taker:
+        """The forward with these arguments, of which those that are free may be other masks."""
+
+        def make(masks: Mapping[str, Tensor]) -> Subject:
+            own = self._in_order({**values, **masks}).of(self.module)
+            return replace(own, seed=self.asked.seed, grad=False)
+
+        return Taker(make, free, [n for n in free if self._kind(n) == "lengths"], self.masks)
 
     def _switch(self, values: dict[str, Any]) -> None:
         """The switches of our own that torch's layer has, and some of the others."""
@@ -648,27 +736,40 @@ class _Maker:
         held = {name.partition(".")[0] for name in values}
         return {**values, **{name: None for name in needed if name not in held}}
 
-    def _in_order(self, values: dict[str, Any]) -> Call:
-        folded = {name: value for name, value in values.items() if not self._is_entry(name)}
-        for owner in dict.fromkeys(name.partition(".")[0] for name in values if self._is_entry(name)):
-            held = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{owner}.")}
-            whole = tuple if all(map(str.isdecimal, held)) else Entries
-            folded[owner] = self.holders.get(owner, Holder(whole)).filled(held)
+    def _in_order(self, values: Mapping[str, Any]) -> Call:
+        folded = self._folded(values)
         ordered = {name: folded[name] for name in self._in_their_order(folded) if name in self.parameters}
         ordered |= {name: value for name, value in folded.items() if name not in ordered}
-        places = [n for n, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY and n in ordered]
-        words = described(ordered)
-        ordered |= {n: Questioned(holder, parts_of(ordered.get(n))) for n, holder in self.asks.items()}
+        kinds = {n: p.kind for n, p in self.parameters.items() if n in ordered}
+        places = [ordered[n] for n, kind in kinds.items() if kind is Parameter.POSITIONAL_ONLY]
+        places += [one for n in kinds if self._is_star(n) for one in ordered[n] or ()]
+        nameless = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
         return Call(
-            tuple(ordered[name] for name in places),
-            {name: value for name, value in ordered.items() if name not in places},
-            words,
+            tuple(places),
+            {name: value for name, value in ordered.items() if kinds.get(name) not in nameless},
+            "" if self.asks else described(ordered),
             batch_first=self.batch_first is not False,
         )
+
+    def _folded(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values with the entries of what holds several in it, the innermost first."""
+        folded = dict(values)
+        paths = [*(name for name in values if self._is_entry(name)), *(f"{owner}." for owner in self.asks)]
+        owners = {name.rsplit(".", depth)[0] for name in paths for depth in range(1, name.count(".") + 1)}
+        for owner in sorted(owners, key=lambda name: -name.count(".")):
+            inside = [name for name in folded if name.rpartition(".")[0] == owner and self._is_entry(name)]
+            held = {name.rpartition(".")[2]: folded.pop(name) for name in inside}
+            usual = Holder(tuple if all(map(str.isdecimal, held)) else Entries)
+            whole = self.asks.get(owner, self.holders.get(owner, usual)).filled(held)
+            folded[owner] = Questioned(self.asks[owner], parts_of(whole)) if owner in self.asks else whole
+        return folded
 
     def _is_entry(self, name: str) -> bool:
         owner, dot, _ = name.partition(".")
         return bool(dot) and owner in self.parameters
+
+    def _is_star(self, name: str) -> bool:
+        return name in self.parameters and self.parameters[name].kind is Parameter.VAR_POSITIONAL
 
     def _owner(self) -> str:
         return f"{self.target.name}.forward"
@@ -680,6 +781,15 @@ _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
 _MOST_KEYS = 16
 """Keys that a dictionary is asked for, at most."""
+_MOST_STARS = 4
+"""Tensors that `*args` is tried with, at most."""
+_OF_NONE = (TypeError, AttributeError, AssertionError, KeyError)
+"""What is raised where a mask is None, or not there, and is used all the same."""
+
+
+def _as_shape(tensor: Tensor) -> str:
+    """A tensor as --input-shape gives one: `2x10x512:float32`."""
+    return f"{'x'.join(map(str, tensor.shape))}:{str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _config_of(module: nn.Module) -> dict[str, Any]:

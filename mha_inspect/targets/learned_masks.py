@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -14,9 +14,8 @@ from torch import Tensor
 from ..errors import MhaInspectError, SpecError
 from ..naming.canonical import content_of
 from ..naming.subject import Run, Subject
-from .constructor import signature_of
-from .masks import Masks, MaskSizes, mask_arguments, padding_mask
-from .vocabulary import kind_of, plain
+from .masks import Masks, MaskSizes, padding_mask
+from .vocabulary import plain
 
 Says = Literal["bars", "keeps", "adds", "counts"]
 
@@ -26,10 +25,14 @@ _AXES = (
     "batch 1 query key",
     "batch heads query key",
     "(batch heads) query key",
+    "key query",
+    "batch key query",
     "batch key",
     "batch 1 key",
     "batch 1 1 key",
+    "key batch",
 )
+_FOR_KEYS = (*(axes for axes in _AXES if "query" not in axes), *(axes for axes in _AXES if "query" in axes))
 _VALUES: tuple[tuple[Says, torch.dtype | None], ...] = (
     ("keeps", torch.bool),
     ("bars", torch.bool),
@@ -37,7 +40,9 @@ _VALUES: tuple[tuple[Says, torch.dtype | None], ...] = (
     ("bars", torch.int64),
     ("keeps", None),
     ("bars", None),
-    ("adds", None),  # last: what is 1 - mask, or mask times a large number, bars what is -inf as well
+    ("adds", None),  # after those: what is 1 - mask, or mask times a large number, bars what is -inf as well
+    ("keeps", torch.uint8),
+    ("bars", torch.uint8),
 )
 """What True, one or a number says; None stands for the dtype of the module."""
 _COUNTS: tuple[tuple[str, tuple[Says, torch.dtype | None]], ...] = (("batch", ("counts", torch.int64)),)
@@ -82,11 +87,11 @@ class Learned:
             "adds": "it is added to the scores",
             "counts": "it is how many keys of a row are no padding",
         }
-        kind = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{' and '.join(self.flags)} made {self.argument}, {kind} `{self.axes}`: {means[self.says]}, as is learned "
-            "from the weights."
-        )
+        kind = f"{str(self.dtype).removeprefix('torch.')} `{self.axes}`"
+        made = f"{' and '.join(self.flags)} made {self.argument}, {kind}:"
+        if not self.flags:
+            made = f"The forward needs {self.argument}: it got {kind} that bars nothing;"
+        return f"{made} {means[self.says]}, as is learned from the weights."
 
     def of(self, barred: Tensor) -> Tensor:
         """Return the mask that bars what is True in `batch query key`."""
@@ -110,17 +115,41 @@ class Learned:
         return replace(self, mask=self.of(_barred(masks, self.flags, sizes)))
 
 
-def learn_masks(own: Subject, masks: Masks, flags: Sequence[str]) -> tuple[Learned, ...]:
+@dataclass(frozen=True)
+class Taker:
+    """A forward that is to take masks."""
+
+    make: Callable[[Mapping[str, Tensor]], Subject]
+    """Makes its run with these masks by name."""
+    free: Collection[str]
+    """The mask arguments that nobody gave anything."""
+    lengths: Collection[str]
+    """Those among them that take the lengths of sequences."""
+    masks: Masks
+
+    def arguments(self, flag: str) -> list[str]:
+        """Return the arguments that may take what a flag asks for, those first whose names are for this."""
+        good, bad = _HINTS[flag]
+
+        def rank(name: str) -> int:
+            word = plain(name)
+            return any(part in word for part in bad) - any(part in word for part in good)
+
+        return sorted((n for n in self.free if flag == "--padding" or n not in self.lengths), key=rank)
+
+
+def learn_masks(taker: Taker, flags: Sequence[str]) -> tuple[Learned, ...]:
     """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
 
     Raises `SpecError` where no form that was tried does what is asked.
     """
+    masks = taker.masks
     if masks.device.type == "meta":
         raise SpecError(
             f"what the masks of {masks.forward} mean is learned from numbers, and meta has none: {flags[0]} cannot "
             "make one there. Take --device cpu, or give the mask by name: --input FILE."
         )
-    base = _weights(own)
+    base = _weights(taker.make({}))
     found = [Learned((flag,), bars=False) for flag in flags if not _bars_any(masks, flag, base)]
     own_flags = [flag for flag in flags if not any(flag in one.flags for one in found)]
     if base and "--causal" in own_flags:
@@ -128,19 +157,19 @@ def learn_masks(own: Subject, masks: Masks, flags: Sequence[str]) -> tuple[Learn
         if any(_does(w, _barred(masks, ("--causal",), _sizes(w)), None) for w in square):
             found.append(Learned(("--causal",)))
             own_flags.remove("--causal")
-    apart, masked, seen = list(found), own, base
+    apart, seen, taken = list(found), base, dict[str, Tensor]()
     for flag in own_flags:
-        one = _learned(masked, masks, [flag], seen)
-        if one is not None:
+        one = _learned(taker, [flag], seen, taken)
+        if one is not None and one.mask is not None:
             apart.append(one)
-            masked = replace(masked, kwargs={**masked.kwargs, one.argument: one.mask})
-            seen = _weights(masked)
+            taken[one.argument] = one.mask
+            seen = _weights(taker.make(taken))
     if len(apart) == len(flags):
         return tuple(apart)
-    together = _learned(own, masks, own_flags, base) if len(own_flags) > 1 else None
+    together = _learned(taker, own_flags, base, {}) if len(own_flags) > 1 else None
     if together is None:
         lacking = next(flag for flag in own_flags if not any(flag in one.flags for one in apart))
-        names = ", ".join(_arguments(own, lacking)) or "its mask"
+        names = ", ".join(taker.arguments(lacking)) or "its mask"
         file = "--attn-mask FILE, or " if lacking == "--causal" else ""
         raise SpecError(
             f"{masks.forward} does not show what {names} means, so {lacking} cannot make it: no mask of the usual "
@@ -160,27 +189,58 @@ def _bars_any(masks: Masks, flag: str, base: list[Tensor]) -> bool:
 
 def _every_size(masks: Masks, base: list[Tensor]) -> list[MaskSizes]:
     """Return the sizes of each attention, by its weights, or by the inputs where none are known."""
+    return list(dict.fromkeys(map(_sizes, base))) or [_asked(masks)]
+
+
+def _asked(masks: Masks) -> MaskSizes:
     inputs = masks.inputs
-    asked = MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.key_len or inputs.seq_len)
-    return list(dict.fromkeys(map(_sizes, base))) or [asked]
+    return MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.key_len or inputs.seq_len)
 
 
-def _learned(own: Subject, masks: Masks, flags: Sequence[str], base: list[Tensor]) -> Learned | None:
-    """The first form in which an argument does what the flags ask for; None where none does."""
-    axes = _AXES if "--causal" in flags else (*_AXES[5:], *_AXES[:5])
-    parameters = signature_of(own.module.forward)
-    for argument, sizes in product(_arguments(own, flags[0]), _every_size(masks, base)):
+def learn_blanks(taker: Taker, names: Sequence[str]) -> tuple[Learned, ...]:
+    """Learn the form of masks that a forward does not run without, by barring the last key: theirs bar nothing.
+
+    Empty where none that was tried makes it run, or moves its weights as it should.
+    """
+    masks = replace(taker.masks, inputs=replace(taker.masks.inputs, padding=(1,)))
+    sizes = _asked(masks)
+    barred = _barred(masks, ("--padding",), sizes)
+    for axes, (says, dtype) in product(_FOR_KEYS, _VALUES):
+        form = Learned((), "", axes, says, dtype or masks.dtype, sizes, masks.inputs.seq_len)
+        blank = form.of(torch.zeros_like(barred))
+        if not _runs(taker.make(dict.fromkeys(names, blank))):
+            continue
+        base = _weights(taker.make(dict.fromkeys(names, blank)))
+        bars = (_weights(taker.make({**dict.fromkeys(names, blank), name: form.of(barred)})) for name in names)
+        if base and all(any(_does(w, barred, before) for w, before in _pairs(seen, base)) for seen in bars):
+            return tuple(replace(form, argument=name, mask=blank) for name in names)
+    return ()
+
+
+def _runs(own: Subject) -> bool:
+    try:
+        with torch.no_grad(), own.apart() as fresh:
+            fresh.plain()
+    except Exception:  # whatever somebody's code may raise for a mask that it does not take
+        return False
+    return True
+
+
+def _learned(taker: Taker, flags: Sequence[str], base: list[Tensor], taken: Mapping[str, Tensor]) -> Learned | None:
+    """The first form in which an argument does what the flags ask for, beside masks that are taken; None if none."""
+    masks = taker.masks
+    axes = _AXES if "--causal" in flags else _FOR_KEYS
+    for argument, sizes in product((n for n in taker.arguments(flags[0]) if n not in taken), _every_size(masks, base)):
         try:
             barred = _barred(masks, flags, sizes)
         except MhaInspectError:  # padding of each row of another batch
             continue
-        counts = kind_of(parameters[argument]) == "lengths"
-        for pattern, (says, dtype) in _COUNTS if counts else product(axes, _VALUES):
+        for pattern, (says, dtype) in _COUNTS if argument in taker.lengths else product(axes, _VALUES):
             if "query" not in pattern and "--causal" in flags:
                 continue
             one = Learned(tuple(flags), argument, pattern, says, dtype or masks.dtype, sizes, masks.inputs.seq_len)
             one = replace(one, mask=one.of(barred))
-            seen = _weights(replace(own, kwargs={**own.kwargs, argument: one.mask}))
+            seen = _weights(taker.make({**taken, argument: one.of(barred)}))
             if any(_does(w, barred, before) for w, before in _pairs(seen, base)):
                 return one
     return None
@@ -190,21 +250,6 @@ def _pairs(seen: list[Tensor], base: list[Tensor]) -> Iterator[tuple[Tensor, Ten
     for place, weights in enumerate(seen):
         before = base[place] if len(base) == len(seen) and base[place].shape == weights.shape else None
         yield weights, before
-
-
-def _arguments(own: Subject, flag: str) -> list[str]:
-    """The mask arguments that are free, those first whose names are for this. Lengths are given again."""
-    good, bad = _HINTS[flag]
-    parameters = signature_of(own.module.forward)
-    lengths = [n for n, p in parameters.items() if kind_of(p) == "lengths"]
-    free = [n for n in mask_arguments(parameters) if own.kwargs.get(n) is None or n in lengths]
-    free = free if flag == "--padding" else [n for n in free if n not in lengths]
-
-    def rank(name: str) -> int:
-        word = plain(name)
-        return any(part in word for part in bad) - any(part in word for part in good)
-
-    return sorted(free, key=rank)
 
 
 def _sizes(weights: Tensor) -> MaskSizes:

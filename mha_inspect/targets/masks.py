@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
@@ -229,9 +229,11 @@ class Masks:
 
 
 def masks_of(
-    asked: Masks, parameters: Mapping[str, Parameter], values: Mapping[str, Any]
+    asked: Masks, parameters: Mapping[str, Parameter], values: Mapping[str, Any], free: Collection[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the masks by the names of a forward's arguments, and the flags for which nothing tells how it takes them.
+
+    `free` has the places for masks that nobody gave one, also those inside of arguments.
 
     Raises:
         SpecError: the forward takes no such mask.
@@ -249,15 +251,15 @@ def masks_of(
         own = next(name for name, parameter in parameters.items() if kind_of(parameter) == "mask")
         return {own: in_style(mask, asked.style, query.dtype, asked.owner)}, ()
     of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
-    taken = [*mask_arguments(parameters), *(name for word, name in names.items() if word in _CAUSAL)]
+    taken = [*mask_arguments(parameters), *free, *(name for word, name in names.items() if word in _CAUSAL)]
     for flag, is_asked, is_taken in (
         ("--attn-mask", inputs.attn_mask is not None, of_scores is not None),
         ("--causal", inputs.causal, bool(taken)),
         ("--padding", bool(inputs.padding), bool(taken)),
     ):
         if is_asked and not is_taken:
-            listed = ", ".join(parameters)
-            raise SpecError(f"{asked.forward} takes no mask: its arguments are {listed}. Drop {flag}.")
+            listed = f"its arguments are {', '.join(parameters)}" if parameters else "it names no arguments"
+            raise SpecError(f"{asked.forward} takes no mask: {listed}. Drop {flag}.")
     if inputs.attn_mask is None and not inputs.causal and not inputs.padding:
         return {}, ()
     if is_torchs(asked.module) and tensors:

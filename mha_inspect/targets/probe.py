@@ -7,6 +7,7 @@ an image. Where the width is not what was tried, the run goes on with one that f
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,7 +84,8 @@ def probe(
     error: Exception | None = None
     wanted: Holder | None = None
     try:
-        with torch.no_grad(), Subject(module, (), {}).apart() as own, watch:
+        with torch.no_grad(), warnings.catch_warnings(), Subject(module, (), {}).apart() as own, watch:
+            warnings.simplefilter("ignore")  # what it warns of here is of a call that nobody asked for
             own.module(*args, **kwargs)
     except _EnoughError:
         pass

@@ -21,7 +21,18 @@ from mha_inspect.__main__ import run
         (["trace", "--heads", "4"], "belongs to `mha-inspect compare-heads`. Did you mean --num-heads?"),
         (["trace", "--seq", "4"], "trace has no option --seq. Did you mean --seq-len?"),
         (["trace", "a.py:A", "b.py:B"], "trace has no use for b.py:B beside another target. Two: mha-inspect diff"),
-        (["trace", "a.py:A", "--set"], "write it as --set NAME=VALUE; `mha-inspect COMMAND"),
+        (["trace", "a.py:A", "--set"], "write --set NAME=VALUE. What it takes: mha-inspect trace --help"),
+        (["--verbose"], "there is no option --verbose before the command. All of them: mha-inspect --help"),
+        (["trace", "--picture"], "write --picture STAGE. What it takes: mha-inspect trace --help"),
+        (["trace", "--batch-size", "4"], "trace has no option --batch-size. Did you mean --batch?"),
+        (["trace", "--no-bias=3"], "--no-bias takes no value: write --no-bias alone, or --bias."),
+        (["trace", "--causal=true"], "--causal takes no value: write --causal alone."),
+        (["trace", "--precision", "3"], "says how tensors are printed, and none is. Add --values."),
+        (["trace", "./model:Attention"], "Write ./model.py:Attention."),
+        (["params", "--causal"], "a layer has the same parameters whatever does: drop it."),
+        (["params", "--input", "x.pt"], "a layer has the same parameters whatever does: drop it."),
+        (["check", "--padding-side", "left"], "and none is declared. Add --mask NAME=keep."),
+        (["layers", "-o", "a.png"], "a.png is a picture, and none is drawn. End it in .svg, .html, .txt or .json."),
         (["compare-heads", "--heads", "0"], "heads 0 is not a number of heads: each must be 1 or more."),
         (["params", "notes.txt"], "notes.txt is a file of no kind that can be looked into"),
     ],
@@ -49,3 +60,11 @@ def test_a_folder_that_is_not_there_is_not_to_be_downloaded(
     error = capsys.readouterr().err
     assert "there is no folder ./nodir." in error
     assert "download" not in error
+
+
+def test_a_long_option_with_one_dash_is_told_as_it_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mha-inspect", "trace", "-num-heads", "4"])
+    assert run(["trace", "-num-heads", "4"]) == 2
+    assert "trace has no option -num-heads. Did you mean --num-heads?" in " ".join(capsys.readouterr().err.split())

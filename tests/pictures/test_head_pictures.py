@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -116,3 +117,23 @@ def test_a_variable_that_names_a_stage_for_trace_asks_for_the_picture_that_there
     monkeypatch.setenv("MHA_INSPECT_PICTURE", "sideways")
     assert (invoke(*line).code, invoke(*line).out) == (2, "")
     assert "MHA_INSPECT_PICTURE sideways is no stage" in invoke(*line).err
+
+
+@pytest.mark.parametrize("line", [("params", "--num-heads", "4"), ("compare-heads", "--heads", "1,2")])
+def test_a_page_has_the_picture_that_was_asked_for(invoke, tmp_path, line):
+    page = tmp_path / "page.html"
+    out = invoke(*line, "--embed-dim", "16", "--picture", "-o", str(page)).out
+    drawn = html.unescape(re.search(r"<pre>(.*?)</pre>", page.read_text(encoding="utf-8"), re.DOTALL)[1])
+    assert drawn.strip()
+    assert out.endswith(drawn)
+
+
+def test_nothing_of_panels_below_each_other_is_cut_off(invoke, tmp_path):
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    file = tmp_path / "heads.png"
+    invoke("compare-heads", "--embed-dim", "16", "--heads", "1,2,4", "--picture", "-o", str(file))
+    ink = np.array(Image.open(file).convert("L")) < 250
+    assert not ink[:, [0, -1]].any()
+    assert not ink[[0, -1]].any()

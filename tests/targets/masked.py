@@ -252,3 +252,53 @@ class Trains(Attention):
     def forward(self, x):
         assert self.training, "in training mode alone"
         return self.attended(x, lambda s: s)
+
+
+class NeedsTurned(Attention):
+    """Takes `key query`."""
+
+    def forward(self, x, mask):
+        return self.attended(x, lambda s: s.masked_fill(~mask.t(), -1e9))
+
+
+class NeedsBytes(Attention):
+    """Takes no mask but one of uint8, of its keys."""
+
+    def forward(self, x, mask):
+        assert mask.dtype == torch.uint8
+        return self.attended(x, lambda s: s.masked_fill(mask[:, None, None, :] == 1, -1e9))
+
+
+class NeedsColumns(Attention):
+    """Takes `key batch`."""
+
+    def forward(self, x, pad_mask):
+        return self.attended(x, lambda s: s.masked_fill(pad_mask.t()[:, None, None, :] == 0, -1e9))
+
+
+class NeedsHeld(Attention):
+    """Takes its mask in a dictionary."""
+
+    def forward(self, x, masks):
+        return self.attended(x, lambda s: s.masked_fill(masks["keys"][:, None, None, :] == 0, -1e9))
+
+
+class NeedsNamed(Attention):
+    """Asks its arguments by name for a mask."""
+
+    def forward(self, x, **rest):
+        return self.attended(x, lambda s: s + rest["attention_mask"][:, None, None, :])
+
+
+class NeedsInside(Attention):
+    """Takes all that it takes in a dictionary in a dictionary."""
+
+    def forward(self, batch):
+        inside = batch["inputs"]
+        return self.attended(inside["x"], lambda s: s.masked_fill(inside["mask"][:, None, None, :] == 0, -1e9))
+
+
+class NeedsTwo(Attention):
+    def forward(self, x, src_mask, tgt_mask):
+        half = self.attended(x, lambda s: s.masked_fill(src_mask.unsqueeze(1) == 0, -1e9))
+        return half + self.attended(x, lambda s: s.masked_fill(tgt_mask.unsqueeze(1) == 0, -1e9))

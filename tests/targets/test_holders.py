@@ -171,3 +171,71 @@ class Length(Attention):
 def test_a_tensor_whose_rows_are_looked_at_stays_a_tensor(kind: type[Attention]) -> None:
     _, call = called(kind)
     assert tuple(call.kwargs["x"].shape) == (2, 5, 6)
+
+
+class Joined(Attention):
+    def forward(self, states: Any) -> Tensor:
+        x = torch.cat(states, dim=1)
+        return self.attend(x, torch.cat([x, x[..., :4]], -1))
+
+
+class Stacked(Attention):
+    def forward(self, x: Tensor, layers: Any) -> Tensor:
+        return self.attend(x, torch.cat([x, x[..., :4]], -1)) + sum([*layers, x])
+
+
+class Deep(Attention):
+    def forward(self, state: Any) -> Tensor:
+        (query, context), more = state
+        return self.attend(query, context) + more
+
+
+class ListInside(Attention):
+    def forward(self, batch: Any) -> Tensor:
+        return self.attend(batch["streams"][0], batch["streams"][1])
+
+
+class Pairs(Attention):
+    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        for query, context in past:
+            x = x + self.attend(query, context)
+        return x
+
+
+class Stars(Attention):
+    def forward(self, *args: Tensor) -> Tensor:
+        query, context = args
+        return self.attend(query, torch.cat([context, context[..., :4]], -1))
+
+
+class JoinedIds(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(29, 6)
+
+    def forward(self, parts: Any) -> Tensor:
+        x = self.embedding(torch.cat(parts, dim=1))
+        return self.attend(x, torch.cat([x, x[..., :4]], -1))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "places", "said"),
+    [
+        (Joined, "states.0 states.1", "states is a list of 2, as the forward uses it."),
+        (Stacked, "x layers.0 layers.1", "layers is a list of 2, as the forward uses it."),
+        (Deep, "state.0.0 state.0.1 state.1", "state.0 is a tuple of 2: query, context, as the forward uses it."),
+        (ListInside, "batch.streams.0 batch.streams.1", "batch holds streams, as the forward uses it."),
+        (Pairs, "x past.0.0 past.0.1 past.1.0 past.1.1", "past is a list of 2, as the forward uses it."),
+        (Stars, "args.0 args.1", "args is a tuple of 2, as the forward uses it."),
+        (JoinedIds, "parts.0 parts.1", "parts is a list of 2, as the forward uses it."),
+    ],
+)
+def test_what_holds_tensors_is_found_however_deep(kind: type[Attention], batch: int, places: str, said: str) -> None:
+    module, call = called(kind, batch)
+    module(*call.args, **call.kwargs)
+    assert said in call.said
+    assert sorted(call.guessed) == sorted(places.split())
+    again = Asked(InputSpec(batch=batch), shapes=parse_shapes([f"{n}={s}" for n, s in call.guessed.items()]))
+    same = make_call(Target(module, "x", {}), again)
+    assert (same.described, same.guessed) == (call.described, {})

@@ -11,6 +11,7 @@ import torch
 
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
+from mha_inspect.record.arguments import tensors_in
 from mha_inspect.targets.build import load_target
 from mha_inspect.targets.call import Call, explained
 from mha_inspect.targets.inputs import Asked, make_call
@@ -121,6 +122,38 @@ def test_what_is_causal_by_itself_gets_no_mask() -> None:
 def test_what_cannot_be_learned_is_not_made(flag: str, asked: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=f"Deaf.forward does not show what mask means, so {flag} .*--input FILE"):
         made("Deaf", **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("Needed", "mask", "got bool `batch 1 key` that bars nothing; True keeps a key"),
+        ("NeedsTurned", "mask", "got bool `key query` that bars nothing; True keeps a key"),
+        ("NeedsBytes", "mask", "got uint8 `batch key` that bars nothing; 1 bars a key"),
+        ("NeedsColumns", "pad_mask", "got bool `key batch` that bars nothing; True keeps a key"),
+        ("NeedsHeld", "masks.keys", "got bool `batch key` that bars nothing; True keeps a key"),
+        ("NeedsNamed", "attention_mask", "got float32 `batch key` that bars nothing; it is added to the scores"),
+        ("NeedsInside", "batch.inputs.mask", "got bool `batch key` that bars nothing; True keeps a key"),
+        ("NeedsTwo", "src_mask", "got bool `batch 1 key` that bars nothing; True keeps a key"),
+    ],
+)
+def test_a_mask_that_is_needed_bars_nothing(name: str, place: str, said: str) -> None:
+    target, call = made(name)
+    assert [f"The forward needs {place}: it {said}, as is learned from the weights."] == [
+        words for words in call.said if f"needs {place}" in words
+    ]
+    x = dict(tensors_in(call.kwargs)).get("x", next(tensor for _, tensor in tensors_in(call.kwargs)))
+    with torch.no_grad():
+        plain = target.module.attended(x, lambda scores: scores) * (2 if name == "NeedsTwo" else 1)
+        assert torch.equal(target.module(**call.kwargs), plain)
+
+
+@pytest.mark.parametrize("name", ["NeedsTurned", "NeedsBytes", "NeedsColumns", "NeedsHeld", "NeedsNamed"])
+def test_padding_goes_into_a_mask_that_is_needed(name: str) -> None:
+    target, call = made(name, padding=(2, 2))
+    seen = moved(target, call, 4)[0]
+    assert seen.nonzero().flatten().tolist() == [4]
+    assert not any("bars nothing" in words for words in call.said)
 
 
 def test_torchs_transformer_masks_its_decoder() -> None:
