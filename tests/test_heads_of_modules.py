@@ -259,6 +259,16 @@ def test_a_query_without_a_key(x):
             compared((1, 3), x, asked=asked, mask=mask)
 
 
+def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
+    class Overflows(Attention):
+        def forward(self, x):
+            return super().forward(x) / 0  # inf or -inf, by the sign of what the heads give
+
+    report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
+    assert report.verdict == "differs"
+    assert report.answer[0].endswith("the outputs of 1 and 3 heads are not finite in the same places.")
+
+
 def test_weights_without_names_have_no_focus(x, monkeypatch):
     monkeypatch.setattr(Look, "get", lambda look, place, stage: None)
     with pytest.raises(RecordingError, match="--focus: an axis of the weights of Attention has no name"):

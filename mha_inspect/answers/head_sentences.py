@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from ..reports.compare_heads import HeadCount
 from ..text import listed, multiple, percent, plural
@@ -134,6 +135,8 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
             f"It cannot be told: with {given} the output of {_heads_of(unsure)} is within 10 times the rounding error."
         )
     furthest = max(differing, key=lambda count: count.relative_difference)
+    if not isfinite(furthest.relative_difference):
+        return f"Yes: with {given} the outputs of {_heads_of(counts)} are not finite in the same places."
     text = (
         f"Yes: with {given} the output of {_heads_of(differing)} differs from that of {baseline}, "
         f"by up to {percent(furthest.relative_difference)} and by up to "

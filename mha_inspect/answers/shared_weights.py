@@ -168,13 +168,14 @@ def _told(source: Side, other: Side, found: Sequence[Carried]) -> Shared:
     pairs_of_both = list(zip(other.weights, found, strict=True))
     lacking = tuple(dict.fromkeys(said for own, one in pairs_of_both for said in _lacks(own, one, other, source.label)))
     rest = (*_rest(source), *(() if is_layer else _rest(other)))
-    left_out = (*lacking, *rest)
+    left_out, filled = (*lacking, *rest), {part for one in found for part in one.filled}
+    where = f"loaded into {other.label}" if is_layer else f"written into the parameters of {other.label}"
+    how = f"read off the products of {source.label} and {where}"
+    how += ", the identity for W_o" if "W_o" in filled else ""
+    how += ", zeros for the biases" if filled & {*_BIASES} else ""
     if is_layer:
-        how = f"read off the products of {source.label} and loaded into {other.label}"
         how += ", as far as it holds them" if left_out else ""
     else:
-        how = f"read off the products of {source.label} and written into the parameters of {other.label}"
-        how += ", the identity for W_o" if any("W_o" in one.filled for one in found) else ""
         how += ", as far as they fit" if lacking else ""
     report = SharedWeights(not left_out, f"{how}.", left_out, None)
     sliced = next((own for own in (_slices(*pair, other) for pair in pairs_of_both) if own), None)
