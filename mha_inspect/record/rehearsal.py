@@ -29,6 +29,8 @@ _ENOUGH = 1 << 27
 """Bytes from which on what is allocated once, or a piece at a time, matters no more."""
 _MARGIN = 1.25
 """What the largest runs take beside it: memory is freed in pieces, and not at once."""
+_BESIDE = 1 << 24
+"""Bytes of what is loaded at first use, and written."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,11 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
         if seen[-1][1] > free or (len(seen) >= _LEAST and grown > min(_ENOUGH, free // 8)):
             break
     factors = _fitted(seen[-_LEAST:])
-    return lambda extent: int(_MARGIN * sum(one * term for one, term in zip(factors, extent.terms, strict=True)))
+
+    def foreseen(extent: Extent) -> int:
+        return _BESIDE + int(_MARGIN * sum(one * term for one, term in zip(factors, extent.terms, strict=True)))
+
+    return foreseen
 
 
 def _steps(whole: Extent) -> Iterator[Extent]:
