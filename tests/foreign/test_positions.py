@@ -309,3 +309,26 @@ def test_heads_that_ask_with_one_query_are_no_queries() -> None:
         "batch query (heads head_dim)",
         "context in heads, then mul",
     )
+
+
+class ChannelByChannel(nn.Module):
+    """Queries, keys and values by one matrix, and each of their channels convolved by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.near = nn.Conv2d(E, 3 * H * D, 1), nn.Conv2d(3 * H * D, 3 * H * D, 3, padding=1, groups=3 * H * D)
+        self.o = nn.Conv2d(H * D, E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            rearrange(t, "b (h d) x y -> b h (x y) d", h=H) for t in self.near(self.qkv(x)).chunk(3, 1)
+        )
+        return self.o(rearrange(attend(q, k, v), "b h (x y) d -> b (h d) x y", x=x.shape[2]))
+
+
+def test_what_is_convolved_channel_by_channel_has_the_channels_of_what_it_makes() -> None:
+    torch.manual_seed(0)
+    (attention,) = attentions(ChannelByChannel(), torch.randn(2, E, 3, 5))
+    assert_true(attention)
+    axes = attention.axes()
+    assert axes["query"] == axes["q_proj"] == "batch (qkv heads head_dim) query_1 query_2"
