@@ -31,19 +31,19 @@ _SAID = {
 }
 """What a tensor does beside the projections."""
 _TELLING = tuple(
-    (re.compile(rf"(?:(.*)\.)?(?:{names})"), [one.split() for one in axes.split(" or ")], text)
-    for names, axes, text in (
+    (re.compile(words), [one.split() for one in axes.split(" or ")], text)
+    for words, axes, text in (
         (
-            r"relative_attention_bias\.weight|relative_position_bias_table",
+            "relative_(?:attention_bias|position_bias_table)",
             "positions heads or heads rows columns",
             "added to the scores",
         ),
-        (r"attention_biases", "heads positions", "added to the scores"),
-        (r"pos_bias_[uv]|r_[rsw]_bias", "heads head_dim", "added to the queries"),
-        (r"rel_pos_[hw]", "positions head_dim", "its products with the queries are added to the scores"),
-        (r"logit_scale|temperature|head_scale\w*", "heads 1 1 or 1 heads 1 1", "a factor for each head"),
+        ("attention_biases", "heads positions", "added to the scores"),
+        ("pos_bias_[uv]|r_[rsw]_bias", "heads head_dim", "added to the queries"),
+        ("rel_pos_[hw]", "positions head_dim", "its products with the queries are added to the scores"),
+        ("logit_scale|temperature|head_scale.*", "heads 1 1 or 1 heads 1 1", "a factor for each head"),
         (
-            r"(?:\w*talking_heads\w*|proj_[lw])(?:\.weight)?|reattn_weights",
+            ".*talking_heads.*|proj_[lw]|reattn_weights",
             "heads heads or heads heads 1 1",
             "mixes the heads with one another",
         ),
@@ -148,19 +148,15 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
 
 def _tell(owners: Mapping[str, Parts], name: str, shape: tuple[int, ...]) -> None:
     """Note what a tensor beside the projections tells of the heads of its attention."""
-    for pattern, axes, text in _TELLING:
-        match = pattern.fullmatch(name)
-        sizes = next(filter(None, (_sizes(one, shape) for one in axes)), None)
-        if match is None or sizes is None:
-            continue
-        around = (match[1] or "").split(".")
-        paths = (".".join(around[: len(around) - up]) for up in range(min(2, len(around))))
-        parts = next((owners[path] for path in paths if path in owners and owners[path].whole), None)
-        if parts is not None:
-            parts.beside[name] = text
-            parts.num_heads = parts.num_heads or sizes.get("heads")
-            parts.head_dim = parts.head_dim or sizes.get("head_dim")
-            return
+    around, _, word = name.removesuffix(".weight").rpartition(".")
+    axes, text = next(((axes, text) for words, axes, text in _TELLING if words.fullmatch(word)), ([], ""))
+    sizes = next(filter(None, (_sizes(one, shape) for one in axes)), None)
+    paths = (around, around.rpartition(".")[0])
+    parts = next((owners[path] for path in paths if path in owners and owners[path].whole), None)
+    if sizes is not None and parts is not None:
+        parts.beside[name] = text
+        parts.num_heads = parts.num_heads or sizes.get("heads")
+        parts.head_dim = parts.head_dim or sizes.get("head_dim")
 
 
 def _sizes(axes: list[str], shape: tuple[int, ...]) -> dict[str, int] | None:
