@@ -270,7 +270,7 @@ def test_hostile_names(name, tmp_path):
 
 def test_torch_is_not_needed(tmp_path):
     path = saved(tmp_path / "x.safetensors", {"q_proj.weight": torch.zeros(4, 4)})
-    code = "import sys; from mha_inspect.__main__ import run; print(run(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from mha_inspect.__main__ import run; print(int(run(sys.argv[1:])), 'torch' in sys.modules)"
     for file in (path, tmp_path / "x.pt"):
         torch.save({"q_proj.weight": torch.zeros(4, 4)}, tmp_path / "x.pt")
         out = subprocess.run(
