@@ -10,9 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...checkpoints.attentions import FoundAttention, StoredProjection, find_attentions
+from ...checkpoints.attentions import FoundAttention, find_attentions
 from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoints.stored import StoredTensor
+from ...checkpoints.tensor_role import StoredProjection
 from ...errors import SpecError
 from ...reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
