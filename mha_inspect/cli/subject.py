@@ -17,7 +17,7 @@ from ..render.screen import Tick, progress
 from ..targets.vocabulary import Flags, dashed
 from ..text import first_few, shown
 from .messages import say
-from .options import FORMS, Options, counts, is_target, numbers_go_by_name, require_numbers
+from .options import FORMS, Options, counts, is_target, numbers_go_by_name
 from .process import resume_collection
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ def run(options: Options) -> RunSpec:
 def show(options: Options) -> Show:
     """Return what the report holds beyond names, shapes and axes.
 
-    Raises `SpecError` for a precision or a number of edge items that cannot be, and `DeviceError` on meta.
+    Raises `SpecError` for a precision or a number of edge items that cannot be.
     """
-    if options.stats or options.values:
-        require_numbers(options.device, "show")
     if not 0 <= options.precision <= 17:
         raise SpecError(
             f"precision {options.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
