@@ -36,7 +36,10 @@ def load(path: str | PathLike[str]) -> LiveTrace:
     with opened(Path(path), ".json") as (file, size):
         text = file.read(size)
     name = path_name(Path(path))
-    report = read_report(text, name, "trace", Trace)
+    try:
+        report = read_report(text, "trace", Trace)
+    except ValueError as error:
+        raise InputError(f"{name} {error}") from None
     try:
         trace = LiveTrace(report)
         repr(trace)

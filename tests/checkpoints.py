@@ -19,7 +19,7 @@ def saved(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, 
     path.parent.mkdir(exist_ok=True, parents=True)
     header, data = {}, b""
     for name, tensor in tensors.items():
-        own = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else b""
+        own = tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
         kind = _NAMES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(own)]}
         data += own

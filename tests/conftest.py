@@ -52,8 +52,14 @@ def environment() -> Callable[..., dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def interruptible() -> Callable[[], None]:
-    """A `preexec_fn` that lets a child be interrupted also where this process has SIGINT ignored."""
-    return lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None
+    """A `preexec_fn` that lets a child be ended by signals also where this process has them ignored (nohup)."""
+
+    def listen() -> None:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+    return listen
 
 
 @pytest.fixture(scope="session")

@@ -164,6 +164,38 @@ def test_head_by_head_and_part_by_part(tmp_path):
     assert {one.name: one.verdict for one in report.tensors}["a.query_key_value.weight"] == "same, permuted"
 
 
+def apart(tensors):
+    """`packed`, with q, k and v in three Linears, as porting it to plain layers leaves it."""
+    split = {"h.0.attn.o_proj.weight": tensors["h.0.attn.c_proj.weight"].T}
+    for kind, own in (("weight", tensors["h.0.attn.c_attn.weight"].T), ("bias", tensors["h.0.attn.c_attn.bias"])):
+        split |= {f"h.0.attn.{n}_proj.{kind}": part for n, part in zip("qkv", own.chunk(3), strict=True)}
+    return split
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
+    sides = (packed(), apart(packed()))[:: -1 if turned else 1]
+    where = ("right", "left") if turned else ("left", "right")
+    report = compared(tmp_path, *sides, left_config=None, right_config=None, num_heads=4)
+    words = f"q, k and v lie in one tensor on the {where[0]}, in several on the {where[1]}"
+    assert (report.verdict, report.only_left, report.only_right) == ("differs", (), ())
+    pairs = {(one.name, one.other)[:: -1 if turned else 1]: (one.verdict, one.note) for one in report.tensors}
+    whole = {f"h.0.attn.c_attn.{kind}": f"h.0.attn.{n}_proj.{kind}" for kind in ("weight", "bias") for n in "q"}
+    assert pairs.pop(("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight")) == ("same, permuted", "transposed")
+    expected = {(name, other.replace("q_proj", f"{n}_proj")) for name, other in whole.items() for n in "qkv"}
+    assert pairs == dict.fromkeys(expected, ("same, permuted", words))
+    assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
+
+
+def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
+    right = apart(packed())
+    right["h.0.attn.k_proj.weight"] = right["h.0.attn.k_proj.weight"].clone()
+    right["h.0.attn.k_proj.weight"][13, 5] += 3
+    report = compared(tmp_path, packed(), right, left_config=None, right_config=None, num_heads=4)
+    assert [one.other for one in report.tensors if one.verdict == "differs"] == ["h.0.attn.k_proj.weight"]
+    assert report.answer[-1] == "In h.0.attn only head 2 of W_k changed."  # row 13, in heads of 6
+
+
 def test_transposed(tmp_path):
     left = packed() | {"h.0.mlp.c_fc.weight": torch.randn(24, 30)}
     right = {name: own.T if own.dim() == 2 else own for name, own in left.items()}

@@ -15,7 +15,7 @@ from ..errors import DeviceError, SpecError
 from ..naming.stages import STAGES
 from ..render.export import Destination, ExportFormat
 from ..render.html import with_pre
-from ..render.screen import colours, columns, in_color
+from ..render.screen import columns, in_color
 from ..text import shown
 from .options import Options
 
@@ -234,10 +234,11 @@ class Drawn:
 
     def text(self, format: str, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file where there is none."""
+        from ..pictures.colour import depth_shown
         from ..pictures.terminal import draw
 
         width = None if stream is None else columns(stream)
-        depth = "none" if stream is None or format == "plain" or not in_color(stream) else colours()
+        depth = "none" if stream is None or format == "plain" or not in_color(stream) else depth_shown()
         return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
 
     def image(self, format: ExportFormat) -> bytes | None:

@@ -89,13 +89,14 @@ class LiveStage(_Shows):
 
         Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
         """
+        from ..pictures.colour import depth_shown
         from ..pictures.terminal import draw
-        from ..render.screen import colours, columns, in_color
+        from ..render.screen import columns, in_color
 
         drawn = self._picture(head, batch_row, tokens)
         shows = in_color(sys.stdout) if color is None else color
         width = columns(sys.stdout) if width is None else width
-        return draw(drawn, width=width, depth=colours() if shows else "none")
+        return draw(drawn, width=width, depth=depth_shown() if shows else "none")
 
     def plot(
         self, head: int | Sequence[int] | None = None, *, batch_row: int = 0, tokens: Sequence[str] = ()

@@ -5,6 +5,7 @@ A colour map is a table of steps of equal width, so that a colour tells the numb
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 Depth = Literal["true", "256", "none"]
@@ -71,3 +72,11 @@ NO_NUMBER = {"true": "2;255;0;255", "256": "5;201"}
 """NaN: magenta, which is in neither map."""
 INFINITE = {"true": "2;255;255;255", "256": "5;231"}
 """+inf: white, which is in neither map."""
+
+
+def depth_shown() -> Depth:
+    """Return how many colours a terminal shows that shows any, as far as it says."""
+    terminal = os.environ.get("TERM", "")
+    many = os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit") or terminal.endswith("-direct")
+    many = many or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ
+    return "true" if many else "256"

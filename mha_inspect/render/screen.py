@@ -6,12 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
 from ..text import printable
-
-if TYPE_CHECKING:
-    from ..pictures.colour import Depth
 
 _NO = ("", "0", "false")
 _AFTER = 1.0
@@ -42,14 +39,6 @@ def in_color(stream: IO[str] | None) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("FORCE_COLOR", "1").casefold() in _NO[1:]:
         return False
     return _forced() or (is_terminal(stream) and os.environ.get("TERM") != "dumb")
-
-
-def colours() -> Depth:
-    """Return how many colours a terminal shows that shows any, as far as it says."""
-    terminal = os.environ.get("TERM", "")
-    many = os.environ.get("COLORTERM", "").casefold() in ("truecolor", "24bit") or terminal.endswith("-direct")
-    many = many or os.environ.get("FORCE_COLOR") == "3" or "WT_SESSION" in os.environ
-    return "true" if many else "256"
 
 
 def columns(stream: IO[str] | None) -> int | None:

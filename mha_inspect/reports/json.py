@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import InputError
 from ..text import MESSAGE, printable_json, shown
 from .common import SCHEMA_VERSION, Rows
 
@@ -94,27 +93,28 @@ def to_data(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in a report")
 
 
-def read_report(text: bytes | str, path: str, command: str, kind: type[R]) -> R:
-    """Return the report in the text of a JSON file; `path` is what messages call it.
+def read_report(text: bytes | str, command: str, kind: type[R]) -> R:
+    """Return the report in the text of a JSON file.
 
-    Raises `InputError` when it holds something else, or anything of another type than reports have.
+    Raises `ValueError` when it holds something else, or anything of another type than reports have: it says what the
+    file is, and begins after its name.
     """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise InputError(f"{path} is not JSON. Save a report with --export FILE.json.") from None
+        raise ValueError("is not JSON. Save a report with --export FILE.json.") from None
     if not isinstance(data, dict) or data.get("command") != command:
-        raise InputError(f"{path} is not the JSON of mha-inspect {command}. Save one with --export FILE.json.")
+        raise ValueError(f"is not the JSON of mha-inspect {command}. Save one with --export FILE.json.")
     if data.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(
-            f"{path} has schema_version {shown(data.get('schema_version'))}, and this version reads {SCHEMA_VERSION}. "
+        raise ValueError(
+            f"has schema_version {shown(data.get('schema_version'))}, and this version reads {SCHEMA_VERSION}. "
             "Make it again with this version."
         )
     try:
         report: R = _build(kind, data)
         return report
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is not whole: {shown(error, MESSAGE)}. Make it again.") from None
+        raise ValueError(f"is not whole: {shown(error, MESSAGE)}. Make it again.") from None
 
 
 def _require(value: object, *kinds: type) -> None:

@@ -258,7 +258,7 @@ def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
     "line", [["--head-dim", "16"], ["--rope"], ["--num-kv-heads", "2"], ["--num-heads", "1,2", "--head-dim", "16"]]
 )
 def test_a_setting_that_a_layer_has_no_use_for_costs_no_torch(environment, line):
-    code = "import sys; from mha_inspect.__main__ import run; print(run(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from mha_inspect.__main__ import run; print(int(run(sys.argv[1:])), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, "params", *line], env=environment(), capture_output=True, text=True, check=True
     )

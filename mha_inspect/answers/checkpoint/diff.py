@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from torch import Tensor
 
-from ...checkpoints.attentions import FoundAttention, StoredProjection, find_attentions
+from ...checkpoints.attentions import FoundAttention, find_attentions
 from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoints.stored import StoredTensor
+from ...checkpoints.tensor_role import StoredProjection
 from ...errors import SpecError
 from ...reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
@@ -28,6 +29,8 @@ Projections = tuple[StoredProjection, ...]
 _Way = tuple[Projections, Projections, str, bool]
 """Where each side has its heads, a note on how they are packed, and whether that is known."""
 _SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
+_WORSE: tuple[TensorVerdict, ...] = (*_SAME, "same, permuted", "other shape", "differs")
+"""What stands for several, the last of them."""
 
 
 def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None) -> CheckpointDiffReport:
@@ -101,12 +104,13 @@ class _Comparison:
                 for name in own:
                     if name in pairs and pairs[name].verdict not in _SAME and found.holds(name):
                         pairs[name] = replace(pairs[name], verdict="same, permuted", note=found.packing)
-        for one in (*self._renamed(readings), *self._moved(pairs)):
-            pairs[one.name] = one
-        elsewhere = {one.other for one in pairs.values()}
-        only_left = tuple(StoredName(name, own.shape) for name, own in left.tensors.items() if name not in pairs)
-        only_right = tuple(StoredName(name, own.shape) for name, own in right.tensors.items() if name not in elsewhere)
-        tensors = tuple(pairs[name] for name in left.tensors if name in pairs)
+        found_pairs = [*pairs.values(), *self._renamed(readings)]
+        found_pairs += self._moved(found_pairs)
+        names, others = {one.name for one in found_pairs}, {one.other for one in found_pairs}
+        only_left = tuple(StoredName(name, own.shape) for name, own in left.tensors.items() if name not in names)
+        only_right = tuple(StoredName(name, own.shape) for name, own in right.tensors.items() if name not in others)
+        place = {name: at for at, name in enumerate(left.tensors)}
+        tensors = tuple(sorted(found_pairs, key=lambda one: place[one.name]))
         same = not only_left and not only_right and all(one.verdict in _SAME for one in tensors)
         report = CheckpointDiffReport(
             left.report(),
@@ -165,27 +169,39 @@ class _Comparison:
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def _renamed(self, readings: Iterable[_Reading]) -> Iterator[TensorPair]:
-        """Yield the tensors of attentions that hold the same parts under other names."""
+        """Yield the tensors of attentions that hold the same parts under other names, or in more tensors or fewer."""
         for reading in readings:
             verdicts = {part.part: part.verdict for part in reading.parts}
+            where = {own.part: own for own in reading.right if own.tensor not in self._left.tensors}
+            held: dict[tuple[str, str], list[str]] = {}
+            turned = set()
             for own in reading.left:
-                other = next((one for one in reading.right if one.part == own.part), None)
-                if other is None or own.part not in verdicts or own.tensor in self._right.tensors:
-                    continue
-                if other.tensor not in self._left.tensors:
-                    one, two = self._left.tensors[own.tensor], self._right.tensors[other.tensor]
-                    sizes = (one.shape, two.shape, one.dtype, two.dtype)
-                    yield TensorPair(own.tensor, other.tensor, *sizes, verdicts[own.part], None, None)
+                if own.part in where and own.part in verdicts and own.tensor not in self._right.tensors:
+                    theirs = where[own.part]
+                    held.setdefault((own.tensor, theirs.tensor), []).append(own.part)
+                    if own.axis != theirs.axis:
+                        turned.add(theirs.tensor)
+            lefts, rights = (Counter(pair[side] for pair in held) for side in (0, 1))
+            for (name, other), parts in held.items():
+                one, two = self._left.tensors[name], self._right.tensors[other]
+                verdict, note = max((verdicts[part] for part in parts), key=_WORSE.index), ""
+                if lefts[name] > 1 or rights[other] > 1:
+                    packed, apart = ("left", "right") if lefts[name] > 1 else ("right", "left")
+                    note = f"q, k and v lie in one tensor on the {packed}, in several on the {apart}"
+                elif other in turned:
+                    note = "transposed"
+                verdict = "same, permuted" if note and verdict in _SAME else verdict
+                yield TensorPair(name, other, one.shape, two.shape, one.dtype, two.dtype, verdict, None, None, note)
 
-    def _moved(self, pairs: Mapping[str, TensorPair]) -> Iterator[TensorPair]:
+    def _moved(self, pairs: Sequence[TensorPair]) -> Iterator[TensorPair]:
         """Yield tensors that are on one side under one name and on the other under another, with the same numbers."""
-        taken = {one.other for one in pairs.values()}
+        known, taken = {one.name for one in pairs}, {one.other for one in pairs}
         by_shape: dict[tuple[int, ...], list[str]] = {}
         for name, own in self._right.tensors.items():
             if name not in taken:
                 by_shape.setdefault(own.shape, []).append(name)
         for name, own in self._left.tensors.items():
-            for other in () if name in pairs else by_shape.get(own.shape, ()):
+            for other in () if name in known else by_shape.get(own.shape, ()):
                 found = _pair(name, other, own, self._right.tensors[other], until_differs=True)
                 ends = [text.rsplit(".", 2)[-2:] for text in (name, other)]
                 if found.verdict in _SAME and (ends[0] == ends[1] or not _is_constant(own, name)):

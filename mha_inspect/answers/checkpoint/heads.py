@@ -8,8 +8,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from ...checkpoints.attentions import StoredProjection
 from ...checkpoints.stored import StoredTensor
+from ...checkpoints.tensor_role import StoredProjection
 from ...reports.params import HeadNorms
 from ...targets.files import read_stored
 from ...text import listed, shown, spans

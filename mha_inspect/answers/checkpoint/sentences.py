@@ -120,6 +120,10 @@ def _most_changed(parts: Iterable[PartPair]) -> Iterator[str]:
             if where == module:
                 own[part].append(head)
         total = {one.part: len(one.differences) for one in parts if one.left == module and one.differences}
-        few = [f"{spans(heads)} of {part}" for part, heads in own.items() if 0 < len(heads) < total.get(part, 0)]
+        few = [
+            f"head{'s' if len(heads) > 1 else ''} {spans(heads)} of {part}"
+            for part, heads in own.items()
+            if 0 < len(heads) < total.get(part, 0)
+        ]
         if few:
-            yield f"In {shown(module) or 'the file'} only heads {listed(few)} changed."
+            yield f"In {shown(module) or 'the file'} only {listed(few)} changed."
