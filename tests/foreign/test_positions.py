@@ -316,7 +316,8 @@ class ChannelByChannel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.near = nn.Conv2d(E, 3 * H * D, 1), nn.Conv2d(3 * H * D, 3 * H * D, 3, padding=1, groups=3 * H * D)
+        width = 3 * H * D
+        self.qkv, self.near = nn.Conv2d(E, width, 1), nn.Conv2d(width, width, 3, padding=1, groups=width)
         self.o = nn.Conv2d(H * D, E, 1)
 
     def forward(self, x: Tensor) -> Tensor:
