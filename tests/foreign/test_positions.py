@@ -321,9 +321,7 @@ class ChannelByChannel(nn.Module):
         self.o = nn.Conv2d(H * D, E, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            rearrange(t, "b (h d) x y -> b h (x y) d", h=H) for t in self.near(self.qkv(x)).chunk(3, 1)
-        )
+        q, k, v = (rearrange(t, "b (h d) x y -> b h (x y) d", h=H) for t in self.near(self.qkv(x)).chunk(3, 1))
         return self.o(rearrange(attend(q, k, v), "b h (x y) d -> b (h d) x y", x=x.shape[2]))
 
 
