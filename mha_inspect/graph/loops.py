@@ -31,10 +31,13 @@ def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
 
 
 def _owner(graph: Graph, found: Attention) -> str | int:
-    """What turns of one loop have in common: their module, or of a single head what its query is made of."""
-    outside = set(wide(*positions_of(found, graph.dimensions, "query"))) if "query" in found.projections else set()
-    one_head = set(wide(found.score_product.axes(graph.dimensions).batch)) <= outside
-    return graph.before_moves(found.stages["query"]).id if outside and one_head else found.module
+    """What turns of one loop have in common: their module, or where that is a head's own what its query is made of."""
+    meeting = _meeting(graph, found)
+    if meeting is None or meeting[0].module == found.module or "query" not in found.projections:
+        return found.module
+    outside = set(wide(*positions_of(found, graph.dimensions, "query")))
+    several = set(wide(found.score_product.axes(graph.dimensions).batch)) - outside
+    return found.module if several else graph.before_moves(found.stages["query"]).id
 
 
 def _queries(graph: Graph, found: Attention) -> frozenset[Axis]:

@@ -8,7 +8,8 @@ from math import prod
 from ..graph.dimensions import Axis, Dim, resolve, size_of
 from .roles import Group, Roles
 
-_SPLIT = ("batch", "windows", "query", "key", "head_dim", "v_head_dim")
+_WIDTHS = ("head_dim", "v_head_dim")
+_SPLIT = ("batch", "windows", "query", "key", *_WIDTHS)
 """What may stand in several dimensions: the height and width of an image, or features that are looked at apart."""
 
 
@@ -24,7 +25,8 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
         for name, group in known:
             # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
             alone = len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1
-            if group and alone and _are_all_of(atoms[: len(group)], group, known):
+            own = tuple(atoms[: len(group)])
+            if group and alone and (own == group or (name in _WIDTHS and _are_all_of(own, group, known))):
                 tokens.append(name)
                 del atoms[: len(group)]
                 break
