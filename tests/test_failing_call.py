@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,9 @@ from mha_inspect.naming.subject import Run, run
 from mha_inspect.record.arguments import tensors_in
 
 from . import test_failure_causes as causes
+
+SAYS_WHERE = sys.version_info >= (3, 11)
+"""Whether Python says which expression was running; else the operation that raised is told, and what it was given."""
 
 
 class Watch(TorchFunctionMode):
@@ -130,11 +134,12 @@ def test_what_may_count_draw_or_write_is_not_called_again(body: Callable[..., An
     assert attempt.error is not None
     assert attempt.recorder is not None
     reading = read_call(attempt.error, attempt.recorder, attempt.recording, in_block=False)
-    assert ("" if reading.call is None else reading.call.name, reading.told) == (call, whole)
+    if SAYS_WHERE:
+        assert ("" if reading.call is None else reading.call.name, reading.told) == (call, whole)
     assert torch.equal(x, after)
     assert module.calls == watched.calls
     assert torch.equal(torch.get_rng_state(), ran)
-    if reading.call is not None and whole:
+    if SAYS_WHERE and reading.call is not None and whole:
         assert watch.raised is not None
         assert watch.raised[1] == shapes(reading.call.args, reading.call.kwargs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import mha_inspect
+from mha_inspect.layers.spec import Show
 from mha_inspect.record.storage import unshared
 
 
@@ -76,6 +79,22 @@ def test_writing_after_a_trace_does_not_reach_what_was_kept() -> None:
     write_into_everything(module, x, ())
     for name, tensor in contents(trace):
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("show", [Show(stats=True), Show(values=True)])
+def test_what_is_kept_for_an_answer_goes_with_it(show: Show) -> None:
+    """Without the collector: tensors in a circle would stay until it runs, which knows nothing of their size."""
+    module, x = Caching(), torch.randn(2, 7, 15)
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    module.out.register_forward_pre_hook(lambda _, args: made.append(weakref.ref(args[0].untyped_storage())))
+    gc.collect()
+    gc.disable()
+    try:
+        mha_inspect.trace(module, x, show=show)
+        module.cache.clear()
+        assert {storage() for storage in made} == {None}
+    finally:
+        gc.enable()
 
 
 def test_only_what_somebody_else_holds_is_copied() -> None:

@@ -28,7 +28,7 @@ from .replay import Replay, uncollected
 from .schema import About, about
 from .site import ATTENTION_FORWARD, ModuleCall, Site
 from .sketch import Sketch
-from .storage import Kept, Look, Outside, looker
+from .storage import Hold, Kept, Look, Outside, hold_whole, looker
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _Tensor = torch.Tensor
@@ -61,14 +61,14 @@ class Recorder(TorchDispatchMode):
         # sympy: 800 modules and a second.
         return False
 
-    def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
+    def __init__(self, root: nn.Module | None = None, *, keep: bool | Hold = False) -> None:
         super().__init__()
         self._entries: list[Any] = []
         """Entries of operations; names with what is known under them; what tells entries when it is called."""
         self._replay = Replay()
         self._outside: list[Outside] = []
         """What came from outside, but parameters and named inputs; a module that makes a mask may hold it anyhow."""
-        self._kept = Kept(self.hold) if keep else None
+        self._kept = Kept(hold_whole if keep is True else keep) if keep else None
         self._look = self._kept or looker()
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
@@ -310,13 +310,6 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return [self._plain(item) for item in value]
         return value if isinstance(value, (int, float, complex, str)) else str(value)
-
-    def hold(self, tensor: torch.Tensor) -> list[Any]:
-        """Return a place with what is kept of a tensor that was not seen before: all of it, or what can be cloned.
-
-        A clone is put into its place before the memory is written.
-        """
-        return [tensor.detach()]
 
     def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""

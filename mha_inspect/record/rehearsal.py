@@ -134,6 +134,7 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
         grown = seen[-1][1] - seen[0][1]  # what its parameters take says nothing
         if seen[-1][1] > free or (len(seen) >= _LEAST and grown > min(_ENOUGH, free // 8)):
             break
+    gc.collect()  # what the last one held in circles is not there when it runs for good
     factors = _fitted(seen[-_LEAST:])
 
     def foreseen(extent: Extent) -> int:

@@ -105,10 +105,20 @@ def _number(tensor: torch.Tensor) -> float | None:
     return None
 
 
+Hold = Callable[[torch.Tensor], list[Any]]
+"""Returns a place with what is kept of a tensor that was not seen before, which can be cloned: a clone is put into its
+place before the memory is written. Bound to a recorder it would hold it, and all that is kept, in a circle."""
+
+
+def hold_whole(tensor: torch.Tensor) -> list[Any]:
+    """Return a place with all of a tensor."""
+    return [tensor.detach()]
+
+
 class Kept:
     """Looks at tensors and keeps what is held of each: its content as it was then."""
 
-    def __init__(self, hold: Callable[[torch.Tensor], list[Any]]) -> None:
+    def __init__(self, hold: Hold) -> None:
         self._hold, self._look_at = hold, looker()
         self._held: dict[int, dict[Any, list[Any]]] = {}
         """By memory, and by how it was looked at since it was written last."""

@@ -31,6 +31,7 @@ from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
 from .sketch import Sketch, sketched
+from .storage import Hold
 
 _Key = torch._C.DispatchKey
 BUDGET = 1 << 30
@@ -54,7 +55,7 @@ class _Call:
 class XRay(Recorder):
     """The recorder that opens fused kernels."""
 
-    def __init__(self, root: nn.Module | None = None, *, keep: bool = False, budget: int = BUDGET) -> None:
+    def __init__(self, root: nn.Module | None = None, *, keep: bool | Hold = False, budget: int = BUDGET) -> None:
         super().__init__(root, keep=keep)
         self._budget = budget
         self._kernels: list[Kernel] = []

@@ -223,7 +223,7 @@ def _extent(inputs: InputSpec, shapes: Iterable[InputShape]) -> tuple[Extent, bo
     if inputs.input is not None:
         asked += [(tuple(own.shape), own.is_floating_point()) for own in without_numbers(inputs.input)]
     places = [split(shape, vectors=vectors)[0] for shape, vectors in asked]
-    length = max([inputs.seq_len, inputs.key_len or 0, *(max(sizes) for sizes in places)])
+    length = max([inputs.seq_len, inputs.key_len or 0, *(max(sizes, default=1) for sizes in places)])
     given = bool(asked) or inputs.key_len is not None or inputs.attn_mask is not None
     rows = max([inputs.batch, *(ceil(prod(sizes) / length) for sizes in places)])
     return Extent(rows, length), given

@@ -132,6 +132,7 @@ def test_a_file_that_is_absent(invoke, tmp_path, flag):
         ("list.pt", [1, 2], ["list", "not a tensor"]),
         ("wide.pt", torch.zeros(3, 5, 13), ["[3, 5, 13]", "embed_dim 14", "--embed-dim 13"]),
         ("flat.npy", np.zeros((5, 14), dtype=np.float32), ["[5, 14]", "`batch query embed`", "--unbatched"]),
+        ("number.npy", np.array(3.0), ["[]", "`batch query embed`", "3 dimensions"]),
         ("whole.pt", torch.zeros(3, 5, 14, dtype=torch.int32), ["int32", "floating-point"]),
         ("names.pt", {"q": torch.zeros(3, 5, 14), "k": torch.zeros(3, 5, 14)}, ["'q'", "query, key and value"]),
     ],

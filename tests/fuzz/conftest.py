@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 
@@ -23,6 +23,7 @@ def try_all(request: pytest.FixtureRequest) -> Callable[[Callable[[Any], None], 
             deadline=None,
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
+            phases=[phase for phase in Phase if phase is not Phase.explain],  # it traces every line, and takes its time
         )(given(cases)(lambda case: check(case)))()
 
     return run

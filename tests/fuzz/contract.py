@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import unicodedata
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from mha_inspect.text import printable
 
 CODES = (0, 1, 2, 3, 130, 141)
 SECONDS = 10
+"""Of this process's own time: a machine that does other things takes longer."""
+WAITING = 120
+"""Seconds on a clock after which it does nothing any more."""
 LONGEST = 2000
 """Characters of a message, which repeats a user's text only in part."""
 
@@ -26,15 +30,18 @@ def in_time() -> Iterator[None]:
     """Raise `TimeoutError` where the block takes longer than anything may."""
 
     def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"more than {SECONDS} s")
+        raise TimeoutError(f"more than {SECONDS} s, or nothing for {WAITING} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    timers = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAITING))
+    before = [signal.signal(number, late) for number, _, _ in timers]
+    for _, timer, seconds in timers:
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, timer, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 def require_message(error: MhaInspectError) -> None:
@@ -46,8 +53,10 @@ def require_message(error: MhaInspectError) -> None:
     assert acts_on_a_terminal(text) == [], printable(text)
 
 
-def require_answer(code: int, out: str, err: str) -> None:
-    """Codes of the table, nothing half said, no traceback."""
+def require_answer(code: int, out: str, err: str, *, in_color: bool = False) -> None:
+    """Codes of the table, nothing half said, no traceback; colors where they were asked for, and nothing else."""
+    if in_color:
+        out, err = (re.sub(r"\x1b\[[0-9;]*m", "", text) for text in (out, err))
     assert code in CODES, (code, err[-3000:])
     assert "Traceback (most recent call last)" not in err, err[-3000:]
     assert acts_on_a_terminal(out + err) == [], printable(out + err)

@@ -108,7 +108,7 @@ def test_command_lines(try_all, invoke, tmp_path, monkeypatch):
     def check(line):
         with in_time():
             code, out, err = invoke(*line)
-        require_answer(code, out, err)
+        require_answer(code, out, err, in_color="always" in line)
         if "json" in line and code == 0 and not {"--help", "-h", "--version"} & set(line) and out.startswith("{"):
             json.loads(out, parse_constant=lambda name: pytest_fail(name))
 

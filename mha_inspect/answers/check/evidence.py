@@ -50,26 +50,32 @@ class _Slot:
         return self
 
 
-class _Sieve(XRay):  # type: ignore[no-untyped-call]  # torch's modes are not annotated, nor how one is derived
-    """A recorder that holds of the tensors it looks at what `wanted` makes of them, by the number of the look."""
+class _Sieve:
+    """Holds of the tensors that a recorder looks at what `wanted` makes of them, by the number of the look."""
 
-    def __init__(self, own: Subject, wanted: Mapping[int, Keep]) -> None:
+    def __init__(self, wanted: Mapping[int, Keep]) -> None:
         self._wanted = wanted
         self._numbers = count()
         self.held: dict[int, list[Any]] = {}
-        super().__init__(own.module, keep=True)
 
-    def hold(self, tensor: Tensor) -> list[Any]:
+    def __call__(self, tensor: Tensor) -> list[Any]:
+        """Return a place with what is held of a tensor."""
         number = next(self._numbers)
         keep = self._wanted.get(number)
         held = self.held[number] = [_Slot(number) if keep is None else keep(tensor.detach())]
         return held
 
-    def record(self, own: Subject) -> Any:
-        """Run it, and hand on what it returned."""
-        self.take_inputs(argument_names(own.module, own.args, own.kwargs))
-        with own.settings(), self:
-            return own.module(*own.args, **own.kwargs)
+    def looks(self) -> int:
+        """Return how many looks there were; asked once, at the end."""
+        return next(self._numbers)
+
+
+def _recorded(own: Subject, sieve: _Sieve) -> tuple[XRay, Any]:
+    """Run it, and return what recorded it and what it returned."""
+    recorder = XRay(own.module, keep=sieve)
+    recorder.take_inputs(argument_names(own.module, own.args, own.kwargs))
+    with own.settings(), recorder:
+        return recorder, own.module(*own.args, **own.kwargs)
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,12 @@ class Outline:
 
 def outlined(own: Subject) -> Outline:
     """Run it once and record it, holding nothing."""
-    sieve = _Sieve(own, {})
-    returned = sieve.record(own)
-    recording = sieve.finish(returned)
+    sieve = _Sieve({})
+    recorder, returned = _recorded(own, sieve)
+    recording = recorder.finish(returned)
     numbers = {key: slot.number for key, slot in recording.values.items() if isinstance(slot, _Slot)}
     recording.values.clear()
-    return Outline(Run(recording, returned), numbers, next(sieve._numbers))
+    return Outline(Run(recording, returned), numbers, sieve.looks())
 
 
 def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | None:
@@ -111,13 +117,12 @@ def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | 
     """
     seen, numbers, looks = outline.run, outline.numbers, outline.looks
     plan = _Plan(seen, whole_stages=stages)
-    wanted = {numbers[key]: keep for key, keep in plan.keeps().items() if key in numbers}
-    sieve = _Sieve(own, wanted)
+    sieve = _Sieve(plan.keeps(numbers))
     try:
-        returned = sieve.record(own)
+        _, returned = _recorded(own, sieve)
     except _OtherRunError:
         return None
-    if next(sieve._numbers) != looks:
+    if sieve.looks() != looks:
         return None
     values = {key: sieve.held[numbers[key]][0] for key in plan.held if key in numbers}
     recording = replace(seen.recording, values=values)
@@ -153,19 +158,23 @@ class _Plan:
         """Ids of what the recording has then."""
         return self._whole | self._levels | self._bars
 
-    def keeps(self) -> dict[int, Keep]:
-        """Return what is made of each tensor that is looked at."""
-        return {key: partial(self._keep, key) for key in self.held | self._stages}
+    def keeps(self, numbers: Mapping[int, int]) -> dict[int, Keep]:
+        """Return what is made of each tensor that is looked at, by the number of the look, which several may share."""
+        shared: dict[int, set[int]] = {}
+        for key in (self.held | self._stages) & numbers.keys():
+            shared.setdefault(numbers[key], set()).add(key)
+        return {number: partial(self._keep, keys) for number, keys in shared.items()}
 
-    def _keep(self, key: int, tensor: Tensor) -> Any:
-        if key in self._shapes and tuple(tensor.shape) != self._shapes[key]:
+    def _keep(self, keys: set[int], tensor: Tensor) -> Any:
+        if any(key in self._shapes and tuple(tensor.shape) != self._shapes[key] for key in keys):
             raise _OtherRunError
-        counts = _unfinite(tensor) if key in self._stages else (0, 0)
+        stages = keys & self._stages
+        counts = _unfinite(tensor) if stages else (0, 0)
         if any(counts):
-            self.unfinite[key] = counts
-        if key in self._whole:  # what is a small part of some memory does not hold all of it
+            self.unfinite.update(dict.fromkeys(stages, counts))
+        if keys & self._whole:  # what is a small part of some memory does not hold all of it
             return tensor.clone() if tensor.untyped_storage().nbytes() > 1.5 * tensor.nbytes else tensor
-        return weight_levels(tensor) if key in self._levels else tensor > BARRED if key in self._bars else _Slot(-1)
+        return weight_levels(tensor) if keys & self._levels else tensor > BARRED if keys & self._bars else _Slot(-1)
 
 
 def _behind_contexts(seen: Run) -> set[int]:
