@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_inspect.graph.attention import Graph, find_attentions
+from mha_inspect.graph.dimensions import Axis
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.sizes import one_size_a_name
+from mha_inspect.naming.tokens import name_dimension
 
 from .recorded import record_opened
 
@@ -145,3 +147,12 @@ class ChannelsFirst(nn.Module):
 def test_features_that_move_away_from_the_end_take_their_name_along(back: bool, axes: str) -> None:
     _, stages, returned = named(ChannelsFirst(back).eval(), torch.randn(3, 5, 22))
     assert (stages["output"], returned) == ("batch query embed", [axes])
+
+
+def test_features_of_which_a_part_is_looked_at_apart_are_whole_where_they_stand_in_order() -> None:
+    """Turned in part by one table, queries and keys have parts in common, and what counts the parts each of its own."""
+    heads, own, other, pairs, pair = (Axis(size) for size in (3, 2, 2, 8, 2))
+    groups = [("heads", (heads,)), ("head_dim", (own, pairs, pair))]
+    assert name_dimension((heads, other, pairs, pair), groups) == ["heads", "head_dim"]
+    assert name_dimension((heads, pairs, other, pair), groups) == ["heads", "head_dim_2", other, "head_dim_3"]
+    assert name_dimension((other, Axis(8), Axis(2)), groups)[0] is other

@@ -35,6 +35,13 @@ class InFloat32(Attention):
         return x.float()
 
 
+class SequenceFirst(InFloat32):
+    """Takes and returns sequences first: what it returns is compared in other axes than it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
 class Uncopied(Attention):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("a lock has no copy")
@@ -62,6 +69,16 @@ def test_rounding_is_measured_all_the_same(kind: type[Attention], x: Tensor) -> 
     with torch.no_grad():
         other.out.weight[0, 0] += 1e-4
     assert mha_inspect.diff(seeded(Attention), other, x, same_weights=False).report.verdict == "differs"
+
+
+def test_axes_are_those_of_the_module_as_it_is(x: Tensor) -> None:
+    own = mha_inspect.diff(seeded(SequenceFirst), seeded(SequenceFirst), x, same_weights=False).report
+    assert (own.verdict, own.left.measured_against) == ("same", "half a digit")
+    assert 0 < own.left.rounding_error < 1e-6
+    plain = Subject(seeded(Attention), (x,), {}, grad=False)
+    known, shaken = (one.recorded().recording for one in (plain, plain.shaken()))
+    assert [(op.name, op.inputs) for op in shaken.ops] == [(op.name, op.inputs) for op in known.ops]
+    assert shaken.parameters == known.parameters
 
 
 def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:

@@ -23,7 +23,7 @@ from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
 from .head_runs import HeadRun, Place, overall
 from .head_sentences import Carried, Walk, answer, reason
-from .learning import Learner, compare_gradients, compare_training
+from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .look import Look
 from .run_report import environment_of, layer_of
 from .timing import compare_times
@@ -93,6 +93,7 @@ def compare_heads(
             equalities.see(run)
             run.forget()
     same_weights = all(one.same for one in carried)
+    learners = in_the_same_parts(learners)
     cause = equalities.cause if same_weights else ""
     for place, walk in enumerate(walks[1:], start=1):
         why = reason(rows[0], rows[place], walk, carried[place], cause)

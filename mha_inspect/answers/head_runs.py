@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from ..naming.subject import Subject
 from ..record.arguments import first_tensor
 from ..record.rounding import beside, rounding_error
 from ..reports.common import Verdict
-from ..targets.call import explained
+from ..targets.call import explaining
 from ..targets.load import Layer
 from .cut import POSITIONS, ROWS, Layout, cut, layouts_of
 from .look import Look, WiderRun, in_dtype, run_in_dtype
@@ -62,10 +63,8 @@ class HeadRun:
         """What its one run returned first, as it lays that out."""
         if self.layout is None or None in self._looks:
             return first_tensor(self.look(None).run.returned).detach()
-        try:
+        with self._explaining():
             return self._plain(self.own)
-        except Exception as error:
-            raise self._explained(error) from error
 
     @cached_property
     def output_floor(self) -> float:
@@ -103,16 +102,14 @@ class HeadRun:
             if place is not None and self.layout is not None:
                 own = cut(own, self.layout, place.row, few=place.few)
             look = Look(own, wider=self._wider, copied=lambda dtype: self._copy(dtype).with_arguments_of(own, dtype))
-            try:
+            with self._explaining():
                 _ = look.run
-            except Exception as error:
-                raise self._explained(error) from error
             self._looks[place] = look
         return self._looks[place]
 
-    def _explained(self, error: Exception) -> BaseException:
-        """A target's error with how it was built; who calls the library sees their own."""
-        return explained(error, self.own, f" with num_heads {self.num_heads}") if self.own.label else error
+    def _explaining(self) -> AbstractContextManager[None]:
+        """Run it inside: a target's error is raised with how it was built."""
+        return explaining(self.own, f" with num_heads {self.num_heads}")
 
     @property
     def nearest(self) -> Look:

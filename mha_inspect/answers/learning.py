@@ -16,7 +16,7 @@ from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights, weights_of
 from ..naming.subject import Subject
 from ..record.arguments import copy_module, first_tensor, tensors_in
-from ..record.rounding import beside, distances, judge, rounding_error
+from ..record.rounding import beside, distances, judge, max_difference, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..text import first_line, percent, plural
 from .head_runs import HeadRun, overall
@@ -138,6 +138,12 @@ class Learner:
         return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
 
 
+def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
+    """Return them with their numbers by head where those of each can be told so, and else all by parameter."""
+    by_head = all(learner.weights is not None for learner in learners)
+    return [learner if by_head else replace(learner, weights=None) for learner in learners]
+
+
 @dataclass(frozen=True, eq=False)
 class Gradient:
     """The loss of one run, and its gradient by part."""
@@ -192,7 +198,10 @@ def _gradient_row(
             continue
         largest, relative = distances(theirs, gradient)
         floor = _larger_error(part, base[0].parts, base[1].parts, own[0].parts, own[1].parts) * scale
-        parts.append(PartGradient(part, norm, largest, relative, floor, *judge(largest, floor)))
+        times, verdict = judge(largest, floor)
+        if verdict == "differs" and judge(max_difference(theirs, torch.zeros_like(theirs)), floor)[1] == "same":
+            relative = math.inf  # the baseline's is rounding, and how often that goes into another says nothing
+        parts.append(PartGradient(part, norm, largest, relative, floor, times, verdict))
     return HeadGradients(num_heads, own[0].loss, tuple(parts), overall([part.verdict for part in parts]))
 
 
@@ -209,17 +218,19 @@ def _gradient_answer(counts: Sequence[HeadGradients], cause: str) -> str:
     base, others = counts[0], counts[1:]
     differing = [count for count in others if count.verdict == "differs"]
     changed = any(part.verdict is None for count in others for part in count.parts)
+    if not any(part.verdict for count in others for part in count.parts):
+        return "The head count changes the shape of every parameter: losses can be compared, and gradients cannot."
     if not differing:
         because = f", because {cause}" if cause else ""
         if any(count.verdict == "inconclusive" for count in others):
             return "The gradients are too close to tell apart from rounding."
         return f"The gradient of every parameter is the same for every head count{because}: the same would be learned."
     furthest = {part.part: part.relative_difference or 0.0 for part in differing[-1].parts if part.verdict == "differs"}
-    most = max(furthest, key=lambda part: furthest[part])
-    text = (
-        "A first step of learning would change the weights differently: with "
-        f"{plural(differing[-1].num_heads, 'head')} the gradient of {most} is "
-        f"{percent(furthest[most])} away from that with {plural(base.num_heads, 'head')}."
+    finite = {part: relative for part, relative in furthest.items() if math.isfinite(relative)}
+    most = max(finite or furthest, key=lambda part: furthest[part])
+    ours, theirs = plural(differing[-1].num_heads, "head"), plural(base.num_heads, "head")
+    text = f"A first step of learning would change the weights differently: with {ours} the gradient of {most} is " + (
+        f"{percent(furthest[most])} away from that with {theirs}." if finite else f"not 0, as it is with {theirs}."
     )
     return f"{text} Parts whose shape the head count changes cannot be compared." if changed else text
 

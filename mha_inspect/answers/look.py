@@ -106,15 +106,19 @@ class Look:
     def forget(self) -> None:
         """Let go of what was run: the weights are others now."""
         self._contents.clear()
-        for name in ("run", "attentions", "output", "exact", "_measured"):
+        for name in ("run", "attentions", "output", "exact", "_measured", "_named"):
             vars(self).pop(name, None)
 
     @cached_property
     def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
         """Each attention with the names of its axes."""
-        if self._like is not None and _steps(self._like.run) == _steps(self.run):
-            return self._like.attentions
-        return self.run.attentions
+        return self._named.attentions
+
+    @cached_property
+    def _named(self) -> Run:
+        """The run that attentions and axes are read off: that of the same in another dtype, where it did the same."""
+        alike = self._like is not None and _steps(self._like.run) == _steps(self.run)
+        return self._like._named if self._like is not None and alike else self.run
 
     def get(self, place: int, stage: str) -> Tensor | None:
         """Return a stage of an attention in canonical axes; None where it has none, or an axis has no name."""
@@ -149,7 +153,7 @@ class Look:
     def output(self) -> Tensor:
         """What the forward returns first, in canonical axes where they are known."""
         output = first_tensor(self.run.returned).detach()
-        content = returned_content(self.run, output)
+        content = returned_content(self._named, output)
         return output if content is None else content
 
     @property

@@ -18,6 +18,7 @@ from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.subject import Run, Subject
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
+from ..targets.call import explaining
 from ..targets.inputs import Asked, make_call
 from ..targets.load import Layer
 from ..targets.target import Target
@@ -77,9 +78,11 @@ def params(
     for name, parameter in own.module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
-    seen = _seen(own, per_head) if called else None
+    seen = _seen(own, per_head, bool(beside)) if called else None
     known = _known(own, seen, per_head)
-    counted = [_counted(own, seen), *(_counted(one, _seen(one, False)) for one in beside)] if seen and beside else []
+    counted = (
+        [_counted(own, seen), *(_counted(one, _seen(one, False, True)) for one in beside)] if seen and beside else []
+    )
     columns, changes = side_by_side(counted) if counted else (None, "")
     no_attention = seen is not None and not seen.attentions
     rows = _parameters(own.module, known, Show() if show is None else show, per_head)
@@ -100,13 +103,18 @@ def params(
     )
 
 
-def _seen(own: Subject, per_head: bool) -> Run:
-    """Run the module, which leaves no trace; where heads are to be proved, without dropout, which would change them."""
+def _seen(own: Subject, per_head: bool, one_of_several: bool = False) -> Run:
+    """Run the module, which leaves no trace; where heads are to be proved, without dropout, which would change them.
+
+    Raises `TargetFailedError` where the forward of a target raises.
+    """
     with torch.no_grad(), own.replaying(own.state()):
         for part in own.module.modules() if per_head else ():
             part.training = False
-        # Kept for tables of indices: which features they pick is a matter of their numbers.
-        return own.recorded(keep=True)
+        built = ", ".join(f"{name} {value}" for name, value in own.made_with.items()) if one_of_several else ""
+        with explaining(own, f" with {built}" if built else ""):
+            # Kept for tables of indices: which features they pick is a matter of their numbers.
+            return own.recorded(keep=True)
 
 
 def _known(own: Subject, seen: Run | None, per_head: bool) -> _Known:

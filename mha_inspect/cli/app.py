@@ -58,9 +58,13 @@ class Commands(GroupedGroup):
         """
         asked = args[0]
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
+            from .options import is_target
+
+            near = did_you_mean(asked, COMMANDS)
+            if not near and is_target(asked):
+                near = f" Did you mean {PROGRAM} trace {shown(asked)}?"
             raise BadUsageError(
-                f"{shown(asked)} is not a command: {', '.join(COMMANDS)}.{did_you_mean(asked, COMMANDS)} "
-                f"`{PROGRAM} --help` says what each does."
+                f"{shown(asked)} is not a command: {', '.join(COMMANDS)}.{near} `{PROGRAM} --help` says what each does."
             )
         return super().resolve_command(ctx, args)
 

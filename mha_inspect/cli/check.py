@@ -80,6 +80,7 @@ def check(
     export = prepare(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
+        from ..targets.call import explaining
 
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
@@ -89,7 +90,7 @@ def check(
             return report_of(own, Intent(**declared), tick=tick, **asked)
 
         own = _load(target, options, lambda: checked(subject.load(target, options), lambda words: None))
-        with subject.explaining(own):
+        with explaining(own):
             report = checked(own, tick)
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK

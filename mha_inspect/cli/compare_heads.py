@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeviceError, ExitCode, SpecError
+from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
-from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, size
+from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
 from .output import give, prepare
 from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
 
@@ -62,15 +63,19 @@ def compare_heads(
         require_drawable(options)
     export = prepare(options, draws=picture)
     seen: list[tuple[int, list[Attended]]] = []
-    with subject.running(options, f"comparing {listed([str(count) for count in compared])} heads") as tick:
+    counted = f" {listed([str(count) for count in compared])}" if compared else ""
+    with subject.running(options, f"comparing{counted} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
+        from ..targets.call import explaining
         from ..targets.room import Room
 
+        if target is not None and not compared:
+            compared = chosen_counts(_of_its_width(target, options), ())
         few = {**extras, "steps": min(extras["steps"], 2), "time": False}  # more of them take no more memory
         room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
         made = _made(target, options, compared, room)
         own = made[0][1]
-        with subject.explaining(own):
+        with explaining(own):
             report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
     drawn = Drawn(averaged(seen), printed=True) if picture else None
     subject.tell(own.notes, options)
@@ -79,7 +84,12 @@ def compare_heads(
 
 
 def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the head counts to compare. Raises `MhaInspectError` where none will do, before torch is imported."""
+    """Return the head counts to compare; none where they hang on the width that a target has by itself.
+
+    Raises `MhaInspectError` where none will do, before torch is imported.
+    """
+    sizes = " The shapes side by side: `mha-inspect params --num-heads 1,2,4 --device meta`."
+    require_numbers(options.device, "compare", sizes)
     if text is None:
         options.require_no_target_settings("compare-heads")
         compared = chosen_counts(options, heads)
@@ -87,17 +97,32 @@ def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) 
         subject.show(options)
         return compared
     subject.check_target(text, options, "compare-heads")
-    if not heads and "embed_dim" not in options.given:
-        raise SpecError(
-            f"compare-heads builds {shown(text)} once for each number of heads: give them, as in --heads 1,2,4."
-        )
-    compared = chosen_counts(options, heads)
+    known = heads or "embed_dim" in options.given or len(subject.head_counts(options)) > 1
+    compared = chosen_counts(options, heads) if known else ()
     subject.inputs(options)
     subject.show(options)
-    if options.device == "meta":
-        raise DeviceError("device meta has shapes and no numbers, and compare-heads compares them. Try --device cpu.")
-    subject.require_open_head_count(options, compared, "--heads gives the counts to compare.")
+    subject.require_open_head_count(options, compared or USUAL, "--heads gives the counts to compare.")
     return compared
+
+
+def _of_its_width(text: str, options: Options) -> Options:
+    """Return the options with the embed_dim that a target has with them.
+
+    Raises `MhaInspectError` where it cannot be built, takes no number of heads, or has no argument for its width.
+    """
+    from ..targets.vocabulary import flag_of
+
+    target = subject.load_target(text, subject.with_heads(options, 1))
+    subject.require_head_count(target, "compare-heads")
+    widths = [value for name, value in target.arguments.items() if flag_of(name) == "embed_dim"]
+    if not widths or not isinstance(widths[0], int):
+        raise SpecError(
+            f"compare-heads builds {shown(text)} once for each number of heads, and nothing tells which fit: give "
+            "them, as in --heads 1,2,4."
+        )
+    changed = copy(options)
+    changed.embed_dim = widths[0]
+    return changed
 
 
 def _made(text: str | None, options: Options, compared: tuple[int, ...], room: Room) -> list[tuple[int, Subject]]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import DeviceError, ExitCode, SpecError
+from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, find_layer
 from ..text import shown
 from . import subject
 from .completion import names_in_file
-from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, option
+from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, option, require_numbers
 from .output import give, prepare
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PANEL = "Comparison"
 USUAL = ("torch", "per-head")
+_SHAPES = " The shapes: `mha-inspect trace --device meta`."
 """What is compared where nothing is named: what is called a split, and one matrix for each head."""
 
 
@@ -191,7 +192,7 @@ def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], t
     spec = subject.attention(options, subject.single_head_count(options, "diff"))
     planned = make_sides(first, second, spec, subject.inputs(options), subject.run(options), ours, theirs)
     for side in planned:
-        _require_numbers(side.run.device)
+        require_numbers(side.run.device, "compare", _SHAPES)
 
     def made(room: Room) -> tuple[Side, Side]:
         from ..answers.layer_beside import two_layers
@@ -218,23 +219,15 @@ def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], 
             parse_settings(list(one.settings), one.flag)
             changed, _ = _options_of(options, one)
             subject.inputs(changed)
-            _require_numbers(changed.device)
+            require_numbers(changed.device, "compare", _SHAPES)
         else:
             find_layer(one.text)
             own = layer_settings(one.flag, one.settings)
-            _require_numbers(own.get("device", options.device))
+            require_numbers(own.get("device", options.device), "compare", _SHAPES)
             one.require_no_module()
     subject.single_head_count(options, "diff")
     subject.inputs(options)
     return partial(_runs, options, *sides)
-
-
-def _require_numbers(device: str) -> None:
-    if device == "meta":
-        raise DeviceError(
-            "device meta has shapes and no numbers, and diff compares numbers. Try --device cpu, or "
-            "`mha-inspect trace --device meta` for the shapes."
-        )
 
 
 def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Side, Side]:
@@ -341,6 +334,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
     Raises `TargetFailedError` where its forward raises.
     """
     from ..answers.side import Side
+    from ..targets.call import explaining
     from ..targets.load import subject_of
     from ..targets.values import parse_settings
 
@@ -348,7 +342,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
     own = subject_of(target, call, options.seed, changed.grad)
     finer = None if exact is None else replace(own, args=exact.args, kwargs=exact.kwargs)
     run = Side(asked.name, own, dict(parse_settings(list(asked.settings))), finer)
-    with subject.explaining(own):
+    with explaining(own):
         _ = run.run
     return run
 

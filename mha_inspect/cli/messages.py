@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..targets.vocabulary import dashed, flag_of
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 
 _LONGEST = 1500
+_ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
+"""What other programs call an option."""
 
 
 def explain(error: BaseException) -> ExitCode:
@@ -76,7 +79,7 @@ def usage_message(error: ClickException) -> str:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx is not None else "mha-inspect"
     command = path.removeprefix("mha-inspect ")
-    from .options import is_target
+    from .options import is_target, numbers_go_by_name
 
     if isinstance(error, NoSuchOption):
         return _no_such_option(error, ctx, command)
@@ -103,7 +106,7 @@ def usage_message(error: ClickException) -> str:
         if is_target(extra):
             return f"{command} has no use for {extra} beside another target. Two: mha-inspect diff LEFT RIGHT"
         if ctx is None or any(option.name == "embed_dim" for option in ctx.command.params):
-            return f"{command} has no use for {extra}: sizes go by name, as in {path} --embed-dim 512."
+            return f"{command} has no use for {extra}: {numbers_go_by_name(command)}."
         return f"{command} has no use for {extra}. What it takes: {path} --help"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 
@@ -115,10 +118,11 @@ def _flag(parameter: Any) -> str:
 
 def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
     asked = error.option_name
-    if len(asked) == 2:  # of -num-heads its first letter is left
-        asked = next((word for word in sys.argv if word.startswith(asked) and word[2:]), asked)
+    if len(asked) == 2:  # of -num-heads a letter is left
+        asked = next((word for word in sys.argv if re.match(rf"-\w*{re.escape(asked[1])}", word) and word[2:]), asked)
     name = shown(asked)
-    flag = flag_of(asked.strip("-").replace("-", "_"))
+    word = asked.strip("-").replace("-", "_")
+    flag = _ELSEWHERE.get(word) or flag_of(word)
     options = [] if ctx is None else _options(ctx.command)
     same = flag is not None and dashed(flag) in options
     near = f" Did you mean {dashed(flag)}?" if flag is not None and same else did_you_mean(asked, options)
@@ -135,4 +139,4 @@ def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
 
 
 def _options(command: Any) -> list[str]:
-    return [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    return ["--help", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))]

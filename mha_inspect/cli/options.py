@@ -12,7 +12,7 @@ import typer
 from typer._click.globals import get_current_context
 from typer.models import OptionInfo
 
-from ..errors import ExitCode, SpecError
+from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
 from ..render import screen
 from ..text import did_you_mean, shown
@@ -68,6 +68,10 @@ def size_number(typed: object) -> int:
     return number
 
 
+_OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
+"""Other names that torch has for a data type."""
+
+
 def one_of(known: Sequence[str]) -> Callable[[object], str]:
     """Return a parser that takes one of these words and no other.
 
@@ -77,7 +81,8 @@ def one_of(known: Sequence[str]) -> Callable[[object], str]:
     def word(typed: object) -> str:
         if str(typed) in known:
             return str(typed)
-        raise typer.BadParameter(f"{shown(typed)} is not known: {', '.join(known)}.{did_you_mean(str(typed), known)}")
+        meant = _OF_TORCH.get(str(typed), str(typed))
+        raise typer.BadParameter(f"{shown(typed)} is not known: {', '.join(known)}.{did_you_mean(meant, known)}")
 
     return word
 
@@ -307,6 +312,19 @@ class Options:
         if unused:
             flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))
             raise SpecError(f"{shown(text)} is a file of tensors, which --{flag} cannot change: drop it.")
+
+
+def numbers_go_by_name(command: str) -> str:
+    """Return how a command takes sizes, and how a list of head counts where it takes one."""
+    lists = {"params": "--num-heads", "compare-heads": "--heads"}
+    commas = f", and a list has commas, as in {lists[command]} 1,2,4" if command in lists else ""
+    return f"sizes go by name, as in mha-inspect {command} --embed-dim 512{commas}"
+
+
+def require_numbers(device: str, use: str, way_out: str = "") -> None:
+    """Let it pass where there are numbers for a use, as `draw`. Raises `DeviceError` where there are shapes alone."""
+    if device == "meta":
+        raise DeviceError(f"device meta has shapes and no numbers to {use}. Try --device cpu.{way_out}")
 
 
 def is_target(text: str) -> bool:

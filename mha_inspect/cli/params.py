@@ -181,8 +181,7 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            with subject.explaining(made[0]):
-                report = params(made[0], beside=made[1:], **asked)
+            report = params(made[0], beside=made[1:], **asked)
         except MhaInspectError as error:
             if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise

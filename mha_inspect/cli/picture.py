@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ..errors import DeviceError, SpecError
+from ..errors import SpecError
 from ..naming.stages import STAGES
 from ..render.export import Destination, ExportFormat
 from ..render.html import with_pre
 from ..render.screen import columns, in_color
 from ..text import shown
-from .options import Options
+from .options import Options, require_numbers
 
 if TYPE_CHECKING:
     from ..answers.look import Look
@@ -92,8 +92,7 @@ def require_drawable(options: Options, *, in_json: bool = False) -> None:
         raise SpecError(
             "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
         )
-    if options.device == "meta":
-        raise DeviceError("device meta has shapes and no numbers to draw. Try --device cpu.")
+    require_numbers(options.device, "draw")
 
 
 def check_text(target: str | None, options: Options) -> None:

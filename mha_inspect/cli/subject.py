@@ -17,7 +17,7 @@ from ..render.screen import Tick, progress
 from ..targets.vocabulary import Flags, dashed
 from ..text import first_few, shown
 from .messages import say
-from .options import FORMS, Options, counts, is_target
+from .options import FORMS, Options, counts, is_target, numbers_go_by_name
 from .process import resume_collection
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ _SEEDS = range(0, 2**64)
 
 
 def head_counts(options: Options) -> tuple[int, ...]:
-    """Return the numbers of --num-heads: one, or several.
+    """Return the numbers of --num-heads, each once: one, or several.
 
     Raises `SpecError` when there is none, or one that is not a whole number.
     """
     typed = counts("num_heads", options.num_heads)
     if not typed:
         raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
-    return typed
+    return tuple(dict.fromkeys(typed))
 
 
 def single_head_count(options: Options, command: str) -> int:
@@ -50,8 +50,8 @@ def single_head_count(options: Options, command: str) -> int:
     if more:
         raise SpecError(
             f"num_heads {options.num_heads} is a list, and {command} takes one number, as in --num-heads {first}. "
-            f"Several: `mha-inspect params --num-heads {options.num_heads}`, `mha-inspect compare-heads --heads "
-            f"{options.num_heads}`."
+            f"Several of a layer or a module: `mha-inspect params --num-heads {options.num_heads}`, `mha-inspect "
+            f"compare-heads --heads {options.num_heads}`."
         )
     return first
 
@@ -188,24 +188,31 @@ def check_target(
 
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
+    from ..checkpoints.checkpoint import is_checkpoint
     from ..targets.importing import split_target
     from ..targets.values import parse_settings, parse_shapes
 
     if not is_target(text):
-        way_out = f" The layer of this name: {command} --layer {text}." if text in LAYERS else ""
+        if is_checkpoint(text):
+            raise SpecError(
+                f"{shown(text)} is a checkpoint: it has tensors, and no forward to run. `mha-inspect params "
+                f"{shown(text)}` reads it."
+            )
         if Path(text).is_file():
             raise SpecError(
                 f"{shown(text)} is a file of no kind that can be looked into: Python, as path/to/file.py:Name, or a "
                 "checkpoint (.safetensors, .pt, .pth, .bin)."
             )
         where, dot, name = text.rpartition(".")
+        where = "torch.nn" if where == "nn" else where  # as everybody imports it
         if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
             if not name[0].isupper():
                 raise SpecError(f"{shown(text)} does not say what to look at in it. Write {text}:Name.")
             raise SpecError(f"{shown(text)} has a dot before its last name, and a target has a colon: {where}:{name}.")
-        raise SpecError(
-            f"{shown(text)} is not a target: write {FORMS}. Sizes go by name, as in --embed-dim 512.{way_out}"
-        )
+        way = numbers_go_by_name(command)
+        if text in LAYERS and not beside_layer:
+            way = f"the layer of this name: mha-inspect {command} --layer {text}"
+        raise SpecError(f"{shown(text)} is not a target: write {FORMS}. {way[0].upper()}{way[1:]}.")
     if not text.startswith("hf:"):
         split_target(text)
     if "layer" in options.typed and not beside_layer:
@@ -239,20 +246,6 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         resume_collection()  # before that torch is most of what is there, and stays
         with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
             yield tick
-
-
-@contextmanager
-def explaining(own: Subject) -> Iterator[None]:
-    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out."""
-    from ..targets.call import explained
-
-    try:
-        yield
-    except Exception as error:
-        told = explained(error, own)
-        if told is error:
-            raise
-        raise told from error
 
 
 def load(text: str | None, options: Options, room: Room | None = None) -> Subject:

@@ -97,16 +97,17 @@ def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, 
     keep = keep or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
-        from ..targets.call import way_out
+        from ..targets.call import explaining, way_out
         from ..targets.room import Room
 
         room = Room(lambda: traced(subject.load(target, options), show, keep=keep), shapes_do=True)
         own = subject.load(target, options, room)
         try:
-            with subject.explaining(own):
+            with explaining(own):
                 return traced(own, show, keep=keep)
         except ForwardError as failed:
-            notes = (*failed.trace.notes, *own.notes, *filter(None, [way_out(own)]))
+            told = failed.trace.failure is not None and failed.trace.failure.cause is not None
+            notes = (*failed.trace.notes, *own.notes, *filter(None, ["" if told else way_out(own)]))
             return replace(failed.trace, notes=notes), None
 
 

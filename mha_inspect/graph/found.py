@@ -69,6 +69,8 @@ class Attention:
     branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
+    joined_in: str | None = None
+    """Path of the module that puts the turns together, where each of them is a module of its own."""
     turned: tuple[Dimension, ...] = ()
     """What the turns run over where that is more than heads: batch, and after it heads; as it stands in the queries,
     keys and values that turns are cut out of, and where they are put together."""
@@ -80,8 +82,8 @@ class Attention:
 
     @property
     def module(self) -> str:
-        """Path of the module whose forward computes the scores."""
-        return self.score_product.op.module
+        """Path of the module whose forward computes the scores, or runs those that do for a head each."""
+        return self.score_product.op.module if self.joined_in is None else self.joined_in
 
 
 def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Dim]:

@@ -17,16 +17,27 @@ _CUTS = ("select", "slice", "unbind", "split", "split_with_sizes")
 def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
     """Put together those that come from the same line and module and meet where heads are joined.
 
-    Turns of a loop over pieces of a sequence come from one line too, and are joined along it: they stay apart.
+    A head may be a module of its own. Turns of a loop over pieces of a sequence come from one line too, and are joined
+    along it: they stay apart.
     """
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for place, attention in enumerate(found):
         joined = _joined(graph, attention) if _is_whole(graph, attention) else None
         lines = attention.softmax.source, attention.score_product.op.source
-        key = (*lines, attention.module, joined, _queries(graph, attention))
+        key = (*lines, _owner(graph, attention), joined, _queries(graph, attention))
         groups.setdefault((place,) if joined is None else key, []).append(attention)
     merged = [one for group in groups.values() for one in _merge(graph, group)]
     return sorted(merged, key=lambda attention: attention.softmax.index)
+
+
+def _owner(graph: Graph, found: Attention) -> str | int:
+    """What turns of one loop have in common: their module, or where that is a head's own what its query is made of."""
+    meeting = _meeting(graph, found)
+    if meeting is None or meeting[0].module == found.module or "query" not in found.projections:
+        return found.module
+    outside = set(wide(*positions_of(found, graph.dimensions, "query")))
+    several = set(wide(found.score_product.axes(graph.dimensions).batch)) - outside
+    return found.module if several else graph.before_moves(found.stages["query"]).id
 
 
 def _queries(graph: Graph, found: Attention) -> frozenset[Axis]:
@@ -138,6 +149,7 @@ def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
         batch = first.score_product.axes(graph.dimensions).batch
         if len(group) * size_of(batch) != size_of(_dim(graph, turned)):
             return group
+    meeting = _meeting(graph, first) if len({own.module for own in group}) > 1 else None
     # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
     last = group[-1]
     merged = replace(
@@ -145,6 +157,7 @@ def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
         stages={**first.stages, **{name: last.stages[name] for name in ("concat", "output") if name in last.stages}},
         projections={**first.projections, **{n: op for n, op in last.projections.items() if n == "output"}},
         branches=tuple(group),
+        joined_in=None if meeting is None else meeting[0].module,
         turned=() if turned is None else _all_turned(graph, first),
     )
     return [merged]

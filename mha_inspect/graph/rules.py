@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op
@@ -252,8 +252,17 @@ def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 
 def _strided(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
-    """A view by strides: a dimension of the same size and stride is the same axis, where no other one runs over it."""
+    """A view by strides: one that only splits and moves dimensions is that.
+
+    Of another a dimension of the same size and stride is the same axis, where no other one runs over it.
+    """
     source, out = op.inputs[0], op.output
+    order = sorted(range(len(out.shape)), key=lambda place: (-out.stride[place], -out.shape[place]))
+    moved, steps = ([own[place] for place in order] for own in (out.shape, out.stride))
+    if out.numel == source.numel and _is_dense(source.shape, source.stride) and _is_dense(moved, steps):
+        split = reshape(inputs[0], moved)
+        yield tuple(split[order.index(place)] for place in range(len(order)))
+        return
     known = {
         (size, stride): dim
         for size, stride, dim in zip(source.shape, source.stride, inputs[0], strict=True)
@@ -261,11 +270,21 @@ def _strided(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     }
     places = list(zip(out.shape, out.stride, strict=True))
     # Windows that overlap: the next one begins before this one ends.
-    steps = [stride for size, stride in places if size > 1 and (size, stride) not in known]
+    others = [stride for size, stride in places if size > 1 and (size, stride) not in known]
     yield tuple(
-        fresh(size) if any(stride < step < size * stride for step in steps) else known.get((size, stride), fresh(size))
+        fresh(size) if any(stride < step < size * stride for step in others) else known.get((size, stride), fresh(size))
         for size, stride in places
     )
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie in memory in row-major order, without a gap."""
+    step = 1
+    for size, own in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and own != step:
+            return False
+        step *= size
+    return True
 
 
 def _unfold(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:

@@ -166,16 +166,20 @@ class AxisNames:
     def _packed(self, stage: str) -> tuple[str, int, int]:
         """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
 
-        A convolution's features are behind the batch.
+        A convolution's features are behind the batch. One of each channel by itself is given as many as it makes.
         """
         names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
-        own = self._found.projections.get(names.get(stage, ""))
+        own = self._found.projections.get(names.get(stage, stage if stage in _INPUTS else ""))
         if own is None:
             return "", 0, -1
-        sharing = tuple(name for name in names.values() if self._found.projections.get(name) is own)
-        whole = self._found.stages[stage].numel == own.output.numel
-        place = 1 if own.base_name == "convolution" and own.output.shape == self._found.stages[stage].shape else -1
-        return (_PACKED.get(sharing, "packed"), len(sharing), place) if whole else ("", 0, -1)
+        convolved = own.base_name == "convolution"
+        made = own.output if stage in names else own.inputs[0]
+        if stage not in names and not (convolved and setting(own, 8, "groups", 1) == own.inputs[0].shape[1] > 1):
+            return "", 0, -1
+        sharing = tuple(name for name in _INPUTS if self._found.projections.get(name) is own)
+        tensor = self._found.stages[stage]
+        place = 1 if convolved and made.shape == tensor.shape else -1
+        return (_PACKED.get(sharing, "packed"), len(sharing), place) if tensor.numel == made.numel else ("", 0, -1)
 
     def _write(
         self,

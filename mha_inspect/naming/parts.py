@@ -75,13 +75,7 @@ class Finder:
         found: list[Part] = []
         for letter in "qkv":
             found += self._side(letter)
-        found += self._output()
-        # Where a view mixes positions, every feature is in every head, at some of the positions.
-        return [replace(part, heads=self._all_of(part)) for part in found] if self.names.mixes_positions else found
-
-    def _all_of(self, part: Part) -> dict[int, Tensor]:
-        every = torch.unique(torch.cat([*part.heads.values()]))
-        return dict.fromkeys(range(self.num_heads(part.letter)), every)
+        return found + self._output()
 
     def num_heads(self, letter: str) -> int:
         """How many heads there are of `q`, `k`, `v` or `o`."""
@@ -176,6 +170,8 @@ class Finder:
                     continue
                 features = _by_feature(ids[own] % width, places[own], width) if exact else torch.unique(places[own])
                 table[numbers[head]] = features
+            if self.names.mixes_positions and heads > 1:  # every feature is in every head, at some of the positions
+                table = dict.fromkeys(range(self.num_heads(letter)), torch.unique(torch.cat([*table.values()])))
             op = several[0].operation
             inner, moved, reads, comes_in = None, True, None, 0
             if kind in ("W", "before") and op is not None and letter != "o" and self._graph.is_projection(op):

@@ -32,9 +32,11 @@ class Roles:
         self.over_features = self._is_over_features(outside, query)
         """Whether features attend to features: the product of scores sums over the positions."""
         head_rows: Dim = ()
-        if outside and not self.over_features and len(wide(query)) > 1:
+        if outside and not self.over_features:
             # One key head for all: the query heads stand beside the queries, in the rows of one product.
-            head_rows = tuple(a for a in query if a not in outside and a in self._features())
+            several = len(wide(query)) > 1
+            features = self._features() if several else self._features("query") & self._features("output")
+            head_rows = tuple(a for a in query if a not in outside and a in features)
         self.mixes_positions = self._mixes_positions(outside, head_rows, query)
         """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
         if self.mixes_positions:
@@ -117,16 +119,16 @@ class Roles:
             return ()  # the keys are all there for every query: there is only one
         return apart
 
-    def _features(self) -> set[Axis]:
-        """The atoms of the dimensions in which a projection puts heads and their features."""
+    def _features(self, *sides: str) -> set[Axis]:
+        """The atoms of the dimensions in which a projection, on these sides, puts heads and their features."""
         found: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
             tensor = self._found.stages.get(stage)
-            if tensor is not None and tensor.shape:
+            if tensor is not None and tensor.shape and (not sides or side in sides):
                 found |= set(self._dimensions.of(tensor)[self._found.feature_place(side, len(tensor.shape))])
         # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
         tensor = self._found.stages.get("q_proj")
-        if tensor is not None and len(tensor.shape) > 3:
+        if tensor is not None and len(tensor.shape) > 3 and not sides:
             found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
         return found
 

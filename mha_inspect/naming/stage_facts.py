@@ -174,7 +174,8 @@ class StageFacts:
             return "given"
         made = self._made(stage, self._found.stages[stage])
         before, after = self._found.stages[source].numel, self._found.stages[stage].numel
-        if stage == "concat" and (self._found.branches or after > before):
+        joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
+        if stage == "concat" and (self._found.branches or joined):
             count = len(self._found.branches) or after // max(before, 1)
             apart = "turns" if self._found.turned else "heads" if self._found.branches else "attentions"
             return f"the contexts of {count} {apart} side by side"

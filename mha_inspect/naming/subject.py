@@ -118,6 +118,9 @@ class Subject:
     None where there is no such forward, or nobody knows how to call it.
     """
 
+    instead: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True, repr=False)
+    """What stands for parameters while it runs, by their ids."""
+
     @property
     def name(self) -> str:
         """What reports call it."""
@@ -155,8 +158,12 @@ class Subject:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Set gradients as asked and the generators to the seed, and put all back."""
+        """Set gradients as asked, the generators to the seed and what stands for parameters, and put all back."""
         with ExitStack() as stack:
+            for part in self.module.modules() if self.instead else ():
+                own: dict[str, Any] = part._parameters
+                stack.callback(own.update, dict(own))
+                own.update({name: self.instead.get(id(held), held) for name, held in own.items()})
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.seed is not None:
@@ -206,9 +213,9 @@ class Subject:
             half = signs * (torch.finfo(value.dtype).eps / 2)
             return (value.detach().double() * (1 + half.double())).to(value.dtype)
 
-        parameters = {name: off(parameter) for name, parameter in self.module.named_parameters()}
+        instead = {id(parameter): off(parameter) for parameter in self.module.parameters()}
         args, kwargs = changed((self.args, self.kwargs), off)
-        return replace(self, module=_With(self.module, parameters), args=args, kwargs=kwargs, without_ones=None)
+        return replace(self, instead=instead, args=args, kwargs=kwargs, without_ones=None)
 
     def fresh(self) -> Subject:
         """Return it with what a run may change in copies of its own, and with the same parameters.
@@ -266,18 +273,6 @@ class Subject:
         """The CUDA devices whose generators a run may draw from."""
         tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
-
-
-class _With(nn.Module):
-    """A module that runs with other parameters."""
-
-    def __init__(self, module: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.module, self.instead = module, parameters
-        self.training = module.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self.module, self.instead, args, kwargs)
 
 
 def _fresh(value: Any) -> Any:

@@ -8,7 +8,8 @@ from math import prod
 from ..graph.dimensions import Axis, Dim, resolve, size_of
 from .roles import Group, Roles
 
-_SPLIT = ("batch", "windows", "query", "key", "head_dim", "v_head_dim")
+_WIDTHS = ("head_dim", "v_head_dim")
+_SPLIT = ("batch", "windows", "query", "key", *_WIDTHS)
 """What may stand in several dimensions: the height and width of an image, or features that are looked at apart."""
 
 
@@ -24,7 +25,8 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
         for name, group in known:
             # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
             alone = len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1
-            if group and alone and tuple(atoms[: len(group)]) == group:
+            own = tuple(atoms[: len(group)])
+            if group and alone and (own == group or (name in _WIDTHS and _are_all_of(own, group, known))):
                 tokens.append(name)
                 del atoms[: len(group)]
                 break
@@ -40,6 +42,19 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
             )
             tokens.append(part if part is not None and atom.size > 1 else atom)
     return tokens
+
+
+def _are_all_of(atoms: Sequence[Axis], group: Dim, known: Sequence[Group]) -> bool:
+    """Whether these are the parts of an axis, whole and in order.
+
+    What features that are turned in part are looked at apart for may leave another axis for one of their parts: it has
+    the place and the size of that part, and is no part of anything else.
+    """
+    if len(atoms) != len(group) or not set(atoms) & set(group):
+        return False
+    named = {atom for _, own in known for atom in own}
+    pairs = zip(atoms, group, strict=True)
+    return all(atom is own or (atom.size == own.size and atom not in named) for atom, own in pairs)
 
 
 def name_turns(dims: list[list[str | Axis]], turns: int, width: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 
 from .. import text
 from ..reports.compare_heads import (
@@ -242,11 +243,13 @@ def _attention(count: HeadsFocus) -> str:
 
 
 def _apart(name: str, count: HeadGradients) -> str:
-    """Return the relative difference of a part, or that it is rounding: of a gradient of 0 any number of times that.
+    """Return the relative difference of a part; where either is 0 or rounding, that it is so: no number tells more.
 
     A dash where this head count has no such part.
     """
     part = next((part for part in count.parts if part.part == name), None)
     if part is None:
         return "-"
+    if part.verdict == "differs" and part.relative_difference == inf:
+        return "from 0"
     return "rounding" if part.verdict == "same" and part.max_abs_difference else number(part.relative_difference)

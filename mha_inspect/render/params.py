@@ -18,7 +18,7 @@ from ..reports.params import (
     PerHeadProof,
     StoredAttention,
 )
-from .page import LONGEST, Block, Cell, Column, Facts, Page, Section, Table, labelled, table
+from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, labelled, table
 from .parts import VERDICT_TONES, contents, grouped, layer_page, notes, shape_cell, statistics
 
 
@@ -181,6 +181,8 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         for (name, part), pieces in parts.items()
         for own in (_every_head(pieces) if is_model else _each_head(pieces))
     ]
+    if not rows:
+        return Section((Paragraph("No parameter has a part that is one head's alone."),), "by head")
     found = table(
         grouped(rows, lambda row: (alike(row[0]) if is_model else row[0], *row[1:])),
         (Column("parameter"), lambda own: times([row[0] for row in own])),

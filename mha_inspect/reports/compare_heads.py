@@ -58,7 +58,7 @@ class PartGradient:
     max_abs_difference: float | None
     """None, as all that follows, where the baseline has no part of this name and shape."""
     relative_difference: float | None
-    """‖gradient - baseline's‖ / ‖baseline's‖."""
+    """‖gradient - baseline's‖ / ‖baseline's‖; infinite where the baseline's is 0, or rounding, and this one is not."""
     noise_floor: float | None
     """The larger rounding error of the two gradients, each measured against float64."""
     times_noise: float | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +71,27 @@ class TargetFailedError(MhaInspectError):
 def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
     """Return what to raise for an exception of a subject's forward; any other is a fault of ours and stays as it is.
 
-    `how` says how it was built.
+    That of a module which somebody made stays as well: who calls the library sees their own. `how` says how it was
+    built.
     """
-    if isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
+    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
         return error
     hint = f" {way}" if (way := way_out(own)) else ""
     return TargetFailedError(
         f"{own.label}{how} failed on {own.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
     )
+
+
+@contextmanager
+def explaining(own: Subject, how: str = "") -> Iterator[None]:
+    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out."""
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, own, how)
+        if told is error:
+            raise
+        raise told from error
 
 
 def way_out(own: Subject) -> str:

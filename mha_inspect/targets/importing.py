@@ -39,11 +39,12 @@ def split_target(text: str) -> tuple[str, str]:
     where, colon, name = text.rpartition(":")
     if not colon:
         where, name = text, ""
-    if where.endswith(".py") or (colon and (os.sep in where or "/" in where)):
+    if where.endswith((".py", ".py:")) or (colon and (os.sep in where or "/" in where)):
         if name and where.endswith(".py"):
             return where, name
         if name:
-            raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(where)}.py:{name}.")
+            file = where.rstrip(":").removesuffix(".py")
+            raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(file)}.py:{name}.")
         names = _names_in_file(Path(where))
         found = ", ".join(f"{where}:{n}" for n in names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
         there = f"There are {found}." if found else f"Write {shown(where)}:Name."
@@ -107,7 +108,7 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             as_file = Path(*name.split(".")).with_suffix(".py")
-            hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else ""
+            hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else _near(name)
             raise InputError(
                 f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
                 f"that {shown(name.split('.')[0])} lies in, install its package, or give the file: "
@@ -116,6 +117,15 @@ def _load_module(name: str) -> ModuleType:
         raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
     except (Exception, SystemExit) as error:
         raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+
+
+def _near(name: str) -> str:
+    """Ask whether another module is meant, where one is near."""
+    first = name.partition(".")[0]
+    if first == "nn":  # as everybody imports it
+        return f" Did you mean torch.{name}?"
+    known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
+    return "" if first in known else did_you_mean(first, known)
 
 
 def _load_file(where: str) -> ModuleType:

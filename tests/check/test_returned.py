@@ -89,3 +89,26 @@ def test_an_imaginary_part_is_compared() -> None:
     x = torch.randn(2, 5, 8)
     assert mha_inspect.diff(Turned(1.0), Turned(2.0), x).verdict == "differs"
     assert mha_inspect.diff(Turned(1.0), Turned(1.0), x).verdict == "same"
+
+
+def test_what_one_look_holds_for_several_tensors_is_held_for_each() -> None:
+    """A memory that goes through steps unchanged: a stage in one of them, and only read in another."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.v, self.q, self.cell = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.GRUCell(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            slots, k, v = torch.linspace(-1, 1, 24).view(1, 3, 8).expand(len(x), 3, 8), self.k(x), self.v(x)
+            for _ in range(3):
+                weights = torch.einsum("bid,bjd->bij", self.q(slots), k).softmax(1)
+                weights = weights / weights.sum(-1, keepdim=True)
+                read = torch.einsum("bij,bjd->bid", weights, v)
+                slots = self.cell(read.reshape(-1, 8), slots.reshape(-1, 8)).view(slots.shape)
+            return slots
+
+    torch.manual_seed(0)
+    report = mha_inspect.check(Steps(), torch.randn(2, 5, 8))
+    assert report.findings == ()
+    assert {"heads", "softmax"} <= {one.check for one in report.held}

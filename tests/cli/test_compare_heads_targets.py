@@ -55,6 +55,15 @@ class Headless(nn.Module):
         return (self.q(x) @ x.mT).softmax(-1) @ x
 
 
+class Mixing(Tutorial):
+    """Heads by a view without a transpose: with more than one of them positions are mixed."""
+
+    def forward(self, x):
+        q, k, v = (linear(x).view(len(x), self.heads, x.shape[1], -1) for linear in (self.q, self.k, self.v))
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
 class Widening(Tutorial):
     """Every head as wide as the whole: another output for each head count."""
 
@@ -230,6 +239,46 @@ def test_it_says_what_was_passed(invoke, mine):
     assert out.rstrip().endswith("--time which is faster.")
 
 
+def test_gradients_are_compared_where_a_view_gives_heads_no_part_of_a_matrix(invoke, mine):
+    line = (
+        "compare-heads",
+        f"{mine}:Mixing",
+        "--embed-dim",
+        "12",
+        "--heads",
+        "1,3",
+        *SIZES,
+        "--gradients",
+        "--steps",
+        "1",
+    )
+    code, out, _ = invoke(*line, "--format", "json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["gradients"]["counts"][1]["verdict"] == data["training"]["counts"][1]["verdict"] == "differs"
+    parts = {part["part"]: part for part in data["gradients"]["counts"][1]["parts"]}
+    assert sorted(parts) == sorted(f"{name}.{kind}" for name in "qkvo" for kind in ("weight", "bias"))
+    # With one head a bias of the keys adds one number to all scores of a query: what it gets is rounding.
+    assert parts["k.bias"]["relative_difference"] == "Infinity"
+    assert parts["k.bias"]["verdict"] == "differs"
+    page = invoke(*line).out
+    assert "would change the weights differently: with 3 heads the gradient of " in page
+    assert next(row for row in page.splitlines() if row.startswith("k.bias")).split() == ["k.bias", "from", "0"]
+
+
+def test_a_module_whose_view_mixes_positions_is_compared_with_one_that_does_not(invoke, mine):
+    line = ("diff", f"{mine}:Tutorial", f"{mine}:Mixing", "--embed-dim", "12", "--num-heads", "3")
+    code, out, _ = invoke(*line, "--format", "json")
+    assert code == 0
+    assert json.loads(out)["first_differing_stage"] == "q_heads"
+
+
+def test_the_head_counts_are_those_that_divide_the_width_which_a_target_has(invoke, mine):
+    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--set", "d_model=12", *SIZES, "--format", "json")
+    assert code == 0
+    assert [row["num_heads"] for row in json.loads(out)["counts"]] == [1, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
@@ -240,7 +289,7 @@ def test_it_says_what_was_passed(invoke, mine):
         ("mine:Tutorial --embed-dim 22 --heads 1,3", 1, "Tutorial with num_heads 3 failed on x float32 [1, 12, 22]"),
         ("mine:Tutorial --embed-dim 22 --heads 2", 2, "nothing to compare"),
         ("mine:Tutorial --embed-dim 22 --heads 0,2", 2, "0"),
-        ("mine:Tutorial", 2, "--heads 1,2,4"),
+        ("mine:ready", 2, "takes no number of heads (its arguments: none)"),
         ("mine:Tutorial --heads 1,2 --set nhead=2", 2, "--set nhead is one number of heads for all"),
         ("mine:Tutorial --heads 1,2 --steps 0", 2, "steps 0 trains nothing"),
         ("mine:Blind --embed-dim 22 --heads 1,2 --gradients", 2, "Leave out --gradients and --steps"),
@@ -258,3 +307,9 @@ def test_bad_input(invoke, mine, line, code, said):
     assert said in answer.err
     assert "Traceback" not in answer.err
     assert answer.err.count("\n") <= 2
+
+
+def test_params_says_in_words_that_no_head_has_a_part_of_its_own(invoke, mine):
+    code, out, _ = invoke("params", f"{mine}:Mixing", "--embed-dim", "12", "--num-heads", "3", "--per-head")
+    assert code == 0
+    assert "by head\nNo parameter has a part that is one head's alone." in out

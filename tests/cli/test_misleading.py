@@ -35,6 +35,22 @@ from mha_inspect.__main__ import run
         (["layers", "-o", "a.png"], "a.png is a picture, and none is drawn. End it in .svg, .html, .txt or .json."),
         (["compare-heads", "--heads", "0"], "heads 0 is not a number of heads: each must be 1 or more."),
         (["params", "notes.txt"], "notes.txt is a file of no kind that can be looked into"),
+        (["trace", "weights.pt"], "no forward to run. `mha-inspect params weights.pt` reads it."),
+        (["check", "weights.safetensors"], "no forward to run. `mha-inspect params weights.safetensors` reads it."),
+        (["model.py:Attention"], "Did you mean mha-inspect trace model.py:Attention?"),
+        (["-help"], "there is no option -help before the command. Did you mean --help?"),
+        (["trace", "--output", "x.html"], "trace has no option --output. Did you mean --export?"),
+        (["trace", "--cuda"], "trace has no option --cuda. Did you mean --device?"),
+        (["trace", "--dtype", "float"], "Did you mean float32?"),
+        (["trace", "--dtype", "half"], "Did you mean float16?"),
+        (["trace", "nn.MultiheadAttention"], "a target has a colon: torch.nn:MultiheadAttention."),
+        (["trace", "nn:MultiheadAttention"], "Did you mean torch.nn?"),
+        (["trace", "tourch.nn:Linear"], "Did you mean torch?"),
+        (["trace", "modle:Attention"], "Did you mean model?"),
+        (["trace", "model.py::Attention"], "Write model.py:Attention."),
+        (["compare-heads", "--heads", "1", "2", "4"], "a list has commas, as in --heads 1,2,4."),
+        (["params", "--num-heads", "1", "2"], "a list has commas, as in --num-heads 1,2,4."),
+        (["compare-heads", "modle.py:X"], "modle.py is not there. Did you mean model.py?"),
     ],
 )
 def test_a_message_says_what_to_do(
@@ -47,6 +63,7 @@ def test_a_message_says_what_to_do(
     (tmp_path / "model.py").write_text("")
     (tmp_path / "notes.txt").write_text("")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["mha-inspect", *typed])
     assert run(typed) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 

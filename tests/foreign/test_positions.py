@@ -283,3 +283,51 @@ def test_a_masked_query_that_does_not_go_on_has_no_row_in_what_does() -> None:
     (attention,) = told.attentions
     assert {stage.name: stage.axes for stage in attention.stages}["context"] == "batch heads positions head_dim"
     assert {(row.batch, row.query) for row in told.masked_rows} == {(row, N - 1) for row in range(B)}
+
+
+class AskedByTheMean(nn.Module):
+    """All heads ask with the mean of the positions, of one key head; a gate gives each position its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.gate = (nn.Linear(E, w) for w in (H * D, D, D, H * D))
+        self.o = nn.Linear(H * D, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x.mean(1)).view(-1, H, D) / math.sqrt(D)
+        read = (q @ self.k(x).mT).softmax(-1) @ self.v(x)
+        return self.o((read[:, None] * self.gate(x).sigmoid().unflatten(-1, (H, D))).flatten(2))
+
+
+def test_heads_that_ask_with_one_query_are_no_queries() -> None:
+    torch.manual_seed(0)
+    (attention,) = mha_inspect.trace(AskedByTheMean(), torch.randn(3, N, E)).attentions
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (H, 1, D)
+    stages = {stage.name: stage for stage in attention.stages}
+    assert (stages["q_heads"].axes, stages["weights"].axes) == ("batch heads head_dim", "batch heads key")
+    assert (stages["concat"].axes, stages["concat"].formula) == (
+        "batch query (heads head_dim)",
+        "context in heads, then mul",
+    )
+
+
+class ChannelByChannel(nn.Module):
+    """Queries, keys and values by one matrix, and each of their channels convolved by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 3 * H * D
+        self.qkv, self.near = nn.Conv2d(E, width, 1), nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.o = nn.Conv2d(H * D, E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (rearrange(t, "b (h d) x y -> b h (x y) d", h=H) for t in self.near(self.qkv(x)).chunk(3, 1))
+        return self.o(rearrange(attend(q, k, v), "b h (x y) d -> b (h d) x y", x=x.shape[2]))
+
+
+def test_what_is_convolved_channel_by_channel_has_the_channels_of_what_it_makes() -> None:
+    torch.manual_seed(0)
+    (attention,) = attentions(ChannelByChannel(), torch.randn(2, E, 3, 5))
+    assert_true(attention)
+    axes = attention.axes()
+    assert axes["query"] == axes["q_proj"] == "batch (qkv heads head_dim) query_1 query_2"

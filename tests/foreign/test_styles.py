@@ -18,7 +18,7 @@ from .truth import Shown, assert_true, attentions
 
 GROUPED = {"Grouped", "GroupedExpand", "GroupedBroadcast", "GroupedFused"}
 MULTI_QUERY = {"FusedGrouped", "RepeatInterleave", "OneKeyHead"}
-OWN_TESTS = ("LoopChunks", "Unfolded", "LearnedQuery")
+OWN_TESTS = ("LoopChunks", "Unfolded", "LearnedQuery", "OneHead")
 SIZES = ((7, 12), (2, 16))
 STYLES = sorted(
     name

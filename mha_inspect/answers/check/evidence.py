@@ -117,8 +117,7 @@ def held(own: Subject, outline: Outline, *, stages: bool = False) -> Evidence | 
     """
     seen, numbers, looks = outline.run, outline.numbers, outline.looks
     plan = _Plan(seen, whole_stages=stages)
-    wanted = {numbers[key]: keep for key, keep in plan.keeps().items() if key in numbers}
-    sieve = _Sieve(wanted)
+    sieve = _Sieve(plan.keeps(numbers))
     try:
         _, returned = _recorded(own, sieve)
     except _OtherRunError:
@@ -159,19 +158,23 @@ class _Plan:
         """Ids of what the recording has then."""
         return self._whole | self._levels | self._bars
 
-    def keeps(self) -> dict[int, Keep]:
-        """Return what is made of each tensor that is looked at."""
-        return {key: partial(self._keep, key) for key in self.held | self._stages}
+    def keeps(self, numbers: Mapping[int, int]) -> dict[int, Keep]:
+        """Return what is made of each tensor that is looked at, by the number of the look, which several may share."""
+        shared: dict[int, set[int]] = {}
+        for key in (self.held | self._stages) & numbers.keys():
+            shared.setdefault(numbers[key], set()).add(key)
+        return {number: partial(self._keep, keys) for number, keys in shared.items()}
 
-    def _keep(self, key: int, tensor: Tensor) -> Any:
-        if key in self._shapes and tuple(tensor.shape) != self._shapes[key]:
+    def _keep(self, keys: set[int], tensor: Tensor) -> Any:
+        if any(key in self._shapes and tuple(tensor.shape) != self._shapes[key] for key in keys):
             raise _OtherRunError
-        counts = _unfinite(tensor) if key in self._stages else (0, 0)
+        stages = keys & self._stages
+        counts = _unfinite(tensor) if stages else (0, 0)
         if any(counts):
-            self.unfinite[key] = counts
-        if key in self._whole:  # what is a small part of some memory does not hold all of it
+            self.unfinite.update(dict.fromkeys(stages, counts))
+        if keys & self._whole:  # what is a small part of some memory does not hold all of it
             return tensor.clone() if tensor.untyped_storage().nbytes() > 1.5 * tensor.nbytes else tensor
-        return weight_levels(tensor) if key in self._levels else tensor > BARRED if key in self._bars else _Slot(-1)
+        return weight_levels(tensor) if keys & self._levels else tensor > BARRED if keys & self._bars else _Slot(-1)
 
 
 def _behind_contexts(seen: Run) -> set[int]:

@@ -16,7 +16,7 @@ from ...checkpoints.tensor_role import StoredProjection
 from ...errors import SpecError
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport, StoredAttention
-from ...text import did_you_mean, listed, plural, shown
+from ...text import did_you_mean, first_few, listed, plural, shown
 from .known import Known
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ def _below(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
     if not own:
         each = (name.split(".") for name in tensors)
         paths = dict.fromkeys(".".join(pieces[:at]) for pieces in each for at in range(1, len(pieces) + 1))
-        raise SpecError(f"No tensor is below {shown(module)} in the file.{did_you_mean(module, paths)}")
+        there = first_few([path for path in paths if "." not in path], 8)
+        raise SpecError(
+            f"module {shown(module)} holds no tensor of the file, which has {there}.{did_you_mean(module, paths)}"
+        )
     return own
 
 
