@@ -25,7 +25,7 @@ DEVICE = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are counted by torch's profiler: for small runs what the kernel tells is not fine enough."""
-    monkeypatch.setattr(rehearsal, "taken", lambda run, device: allocated(run))
+    monkeypatch.setattr(rehearsal, "taken", lambda run, device, before: allocated(run))
 
 
 def allocated(run: Callable[[], object]) -> int:

@@ -27,10 +27,8 @@ _LEAST = 3
 """Rehearsals that a foresight is made from: as many as there are terms."""
 _ENOUGH = 1 << 27
 """Bytes from which on what is allocated once, or a piece at a time, matters no more."""
-_MARGIN = 1.25
+_MARGIN = 1.3
 """What the largest runs take beside it: memory is freed in pieces, and not at once."""
-_BESIDE = 1 << 24
-"""Bytes of what is loaded at first use, and written."""
 
 
 @dataclass(frozen=True)
@@ -126,21 +124,17 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
     Raises `OSError` where the system does not tell, and whatever `run` raises on less input.
     """
     seen: list[tuple[Extent, int]] = []
-    with _cut_to(Cut(whole, next(_steps(whole)))):
-        run()  # what it imports stays, and is no part of what it takes
+    # What is imported and kept for the next time stays from one to the next, so all are measured from here on.
+    before = held(device)
     for left in _steps(whole):
         with _cut_to(Cut(whole, left)):
-            seen.append((left, taken(run, device)))
+            seen.append((left, taken(run, device, before)))
         grown = seen[-1][1] - seen[0][1]  # what its parameters take says nothing
         if seen[-1][1] > free or (len(seen) >= _LEAST and grown > min(_ENOUGH, free // 8)):
             break
     gc.collect()  # what the last one held in circles is not there when it runs for good
     factors = _fitted(seen[-_LEAST:])
-
-    def foreseen(extent: Extent) -> int:
-        return _BESIDE + int(_MARGIN * sum(one * term for one, term in zip(factors, extent.terms, strict=True)))
-
-    return foreseen
+    return lambda extent: int(_MARGIN * sum(one * term for one, term in zip(factors, extent.terms, strict=True)))
 
 
 def _steps(whole: Extent) -> Iterator[Extent]:
@@ -154,21 +148,30 @@ def _steps(whole: Extent) -> Iterator[Extent]:
         yield Extent(rows, length)
 
 
-def taken(run: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that `run` took at one time, of this process or of a device.
+def held(device: torch.device) -> int:
+    """Return the bytes that this process holds now, or that it holds of a device.
 
     Raises `OSError` where the system does not tell.
     """
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.memory_allocated(device)
     with suppress(AttributeError, OSError):
         CDLL(None).malloc_trim(0)  # what is free and held back would be taken unseen
+    return _field("VmRSS:")
+
+
+def taken(run: Callable[[], object], device: torch.device, before: int) -> int:
+    """Return the most bytes that were held at one time while `run` ran, beyond those that were held before.
+
+    Raises `OSError` where the system does not tell.
+    """
+    held(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
-    before = _field("VmRSS:")
     run()
     return max(0, _field("VmHWM:") - before)
 
