@@ -98,9 +98,11 @@ class Replay:
         queue, work = [tensor], 0
         while queue:
             current = queue.pop()
-            if current.id in self._leaves or current.id in self._recording.scalars or not current.numel:
+            if current.id in self._leaves or current.id in self._recording.scalars:
                 continue
             op = self._recording.producer(current)
+            if op is None and not current.numel:
+                continue
             if op is None:
                 raise CannotReplayError("it came from outside")
             if op.index in needed:
