@@ -442,3 +442,14 @@ def test_a_refused_download_ends_with_three(invoke):
 
 def test_every_error_is_one_of_ours():
     assert issubclass(NetworkNeededError, MhaInspectError)
+
+
+def test_key_heads_are_counted_where_no_projection_tells_them():
+    """Queries and keys that are convolved as one: the axis of the heads is another one after it."""
+    if "zaya" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers has no such type")
+    target = load("hf:zaya", {"small": "true"})
+    first, *_ = trace_module(target.module, torch.arange(14).view(2, 7)).attentions
+    config = target.module.config
+    assert (first.num_heads, first.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert {stage.name: stage.axes for stage in first.stages}["k_heads"] == "batch kv_heads key head_dim"

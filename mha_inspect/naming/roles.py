@@ -215,7 +215,16 @@ class Roles:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
-        return shared or tuple(atom for atom in self.heads if self._is_piece(atom, atoms)) or self._picked("key")
+        pieces = tuple(atom for atom in self.heads if self._is_piece(atom, atoms))
+        return shared or pieces or self._picked("key") or self._repeated()
+
+    def _repeated(self) -> Dim:
+        """Heads of the keys before they are repeated, where nothing leads from them to what a projection gave."""
+        others = {*self.batch, *self.windows, *self.key, *self._source_key, *self.own_keys, *self.head_dim}
+        held = wide(*self._dimensions.of(self._found.stages["k_heads"]))
+        left = tuple(atom for atom in held if atom not in others and atom not in self._other_dim)
+        fewer = 1 < size_of(left) < size_of(self.heads) and size_of(self.heads) % size_of(left) == 0
+        return left if fewer else ()
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
