@@ -41,7 +41,7 @@ def _names(incomplete: str) -> list[str]:
 
 
 def _side(name: str, help: str, default: str) -> Any:
-    named = {"metavar": name, "rich_help_panel": PANEL, "show_default": default}
+    named: dict[str, Any] = {"metavar": name, "rich_help_panel": PANEL, "show_default": default}
     return typer.Argument("", help=help, autocompletion=_names, **named)
 
 
@@ -64,8 +64,7 @@ def diff(
     options: Options,
     left: str = _side(
         "[LEFT]",
-        f"A layer ({', '.join(LAYERS)}), a module of your own: {FORMS}, or a checkpoint. Importing a module runs its "
-        "code.",
+        f"A layer ({', '.join(LAYERS)}), a checkpoint, or a module of your own: {FORMS}. Importing it runs its code.",
         "--layer",
     ),
     right: str = _side(
