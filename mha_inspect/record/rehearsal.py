@@ -27,7 +27,7 @@ _LEAST = 3
 """Rehearsals that a foresight is made from: as many as there are terms."""
 _ENOUGH = 1 << 27
 """Bytes from which on what is allocated once, or a piece at a time, matters no more."""
-_MARGIN = 1.25
+_MARGIN = 1.3
 """What the largest runs take beside it: memory is freed in pieces, and not at once."""
 
 
