@@ -124,3 +124,11 @@ def test_lines_of_long_text_take_linear_time(name):
     start = time.process_time()
     assert sum(map(len, pieces(name, 20))) == len(name)
     assert time.process_time() - start < 2  # one pass is 0.05 s; all the rest measured again for each line took 20
+
+
+@pytest.mark.parametrize(
+    ("factor", "head_dim", "said"),
+    [(0.5, 4, "0.5 = 1/√4"), (1.0, 4, "1 (not scaled)"), (1.0, 1, "1 = 1/√1"), (0.5, 16, "0.5 = 2 × 1/√16")],
+)
+def test_a_scale_is_told_beside_the_root_of_head_dim(factor, head_dim, said):
+    assert text.scale(factor, head_dim) == said

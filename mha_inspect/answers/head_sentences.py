@@ -89,11 +89,11 @@ def _how(base: HeadCount, own: HeadCount, walk: Walk, carried: Carried) -> str:
         letter = (walk.first or "")[:1]
         change = next((change for change in carried.changes if change[2:3] == letter), carried.changes[0])
         return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
-    split = f"{plural(own.num_heads, 'head')} of {own.head_dim}"
+    split = f"{plural(own.num_heads, 'head')} of {plural(own.head_dim, 'feature')}"
     instead = f"instead of {base.num_heads} of {base.head_dim}"
     if walk.turned and walk.first in _HEADS:
         return f"positions turn the features within {split} {instead}"
-    return walk.note or f"{split} features {instead}"
+    return walk.note or f"{split} {instead}"
 
 
 def _sums(own: HeadCount) -> str:

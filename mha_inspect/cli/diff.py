@@ -32,16 +32,17 @@ if TYPE_CHECKING:
 
 PANEL = "Comparison"
 USUAL = ("torch", "per-head")
-_SHAPES = " The shapes: `mha-inspect trace --device meta`."
 """What is compared where nothing is named: what is called a split, and one matrix for each head."""
+_SHAPES = " The shapes: `mha-inspect trace --device meta`."
 
 
 def _names(incomplete: str) -> list[str]:
     return [name for name in LAYERS if name.startswith(incomplete)] or names_in_file(incomplete)
 
 
-def _side(help: str, default: str) -> Any:
-    return typer.Argument("", help=help, autocompletion=_names, rich_help_panel=PANEL, show_default=default)
+def _side(name: str, help: str, default: str) -> Any:
+    named: dict[str, Any] = {"metavar": name, "rich_help_panel": PANEL, "show_default": default}
+    return typer.Argument("", help=help, autocompletion=_names, **named)
 
 
 def _settings(side: SideName) -> Any:
@@ -62,10 +63,13 @@ def _module(side: SideName) -> Any:
 def diff(
     options: Options,
     left: str = _side(
-        f"A layer ({', '.join(LAYERS)}), or a module of your own: {FORMS}. Importing it runs its code.", "--layer"
+        "[LEFT]",
+        f"A layer ({', '.join(LAYERS)}), a checkpoint, or a module of your own: {FORMS}. Importing it runs its code.",
+        "--layer",
     ),
     right: str = _side(
-        "Another layer, or another module of your own.",
+        "[RIGHT]",
+        "Another layer, module of your own, or checkpoint.",
         "--layer, LEFT under other settings, or per-head",
     ),
     left_set: list[str] | None = _settings("left"),

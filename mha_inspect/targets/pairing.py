@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from inspect import Parameter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +41,27 @@ def arguments_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]
         if isinstance(value, Tensor)
     }
     for owner, held in named.items():
-        for key, value in parts_of(held):
-            if isinstance(value, Tensor):
-                by_name = Parameter(key, Parameter.KEYWORD_ONLY) if str(key).isidentifier() else unknown
-                found[f"{owner}.{key}"] = kind_of(by_name), value
+        for path, key, value in _held(owner, held):
+            by_name = Parameter(key, Parameter.KEYWORD_ONLY) if key.isidentifier() else unknown
+            found[path] = kind_of(by_name), value
     return found
+
+
+def _held(owner: str, holder: Any) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors that an argument holds, with their paths and their own names."""
+    for key, value in parts_of(holder):
+        path = f"{owner}.{key}"
+        if isinstance(value, Tensor):
+            yield path, str(key), value
+        yield from _held(path, value)
+
+
+def _exchanged(path: str, value: Any, changed: Mapping[str, Tensor]) -> Any:
+    """Return an argument with other tensors by their paths, itself or what it holds."""
+    parts = parts_of(value)
+    if not parts:
+        return changed.get(path, value)
+    return with_parts(value, [_exchanged(f"{path}.{key}", held, changed) for key, held in parts])
 
 
 def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
@@ -83,13 +101,8 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
         dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
         changed[name] = found.to(device=tensor.device, dtype=dtype)
     places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
-    args = tuple(changed.get(name, value) for name, value in zip(places, call.args, strict=False))
-    kwargs = {
-        name: with_parts(value, [changed.get(f"{name}.{key}", held) for key, held in parts_of(value)])
-        if parts_of(value)
-        else changed.get(name, value)
-        for name, value in call.kwargs.items()
-    }
+    args = tuple(_exchanged(name, value, changed) for name, value in zip(places, call.args, strict=False))
+    kwargs = {name: _exchanged(name, value, changed) for name, value in call.kwargs.items()}
     origin = call.origin if not changed or other.origin == call.origin else f"what {others} gets"
     return replace(call, args=args, kwargs=kwargs, origin=origin)
 

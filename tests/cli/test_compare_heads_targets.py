@@ -262,6 +262,7 @@ def test_gradients_are_compared_where_a_view_gives_heads_no_part_of_a_matrix(inv
     assert parts["k.bias"]["relative_difference"] == "Infinity"
     assert parts["k.bias"]["verdict"] == "differs"
     page = invoke(*line).out
+    assert "q_heads differ: 3 heads of 4 features instead of 1 of 12." in page
     assert "would change the weights differently: with 3 heads the gradient of " in page
     assert next(row for row in page.splitlines() if row.startswith("k.bias")).split() == ["k.bias", "from", "0"]
 

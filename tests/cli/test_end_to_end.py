@@ -102,7 +102,7 @@ def test_fail_if_tells_a_script(invoke):
 
 
 def test_params_sets_head_counts_side_by_side(invoke):
-    columns = json.loads(invoke("params", "--embed-dim", "14", "--num-heads", "1,2,7", "--format", "json").out)
+    columns = json.loads(invoke("params", "--embed-dim", "14", "--num-heads", "1,2,2,7", "--format", "json").out)
     assert [column["num_heads"] for column in columns["side_by_side"]] == [1, 2, 7]
     assert "side_by_side" not in json.loads(
         invoke("params", "--embed-dim", "14", "--num-heads", "2", "--format", "json").out

@@ -243,6 +243,14 @@ def test_the_same_dictionary_goes_into_two_forwards() -> None:
     assert {name: tensor.data_ptr() for name, tensor in held.items()} == {n: t.data_ptr() for n, t in wanted.items()}
 
 
+def test_a_dictionary_in_a_dictionary_gets_what_another_forward_gets() -> None:
+    (one, call), (other, again) = made("Adds"), made("NeedsInside")
+    inside = with_the_same(again, other.module, call, one.module).kwargs["batch"]["inputs"]
+    assert inside["x"] is call.kwargs["x"]
+    assert inside["mask"] is again.kwargs["batch"]["inputs"]["mask"]
+    assert with_the_same(call, one.module, again, other.module).kwargs["x"] is again.kwargs["batch"]["inputs"]["x"]
+
+
 def test_arguments_by_any_name_are_those_that_the_forward_asks_for() -> None:
     target, call = made("Named")
     assert {name: tuple(tensor.shape) for name, tensor in call.kwargs.items()} == {"x": (2, 5, 12)}
