@@ -16,8 +16,8 @@ from torch import nn
 from .answers.check.intent import Intent
 from .answers.trace import of_block, traced
 from .checkpoints.stored import opened, path_name
-from .errors import InputError
-from .layers.spec import Show
+from .errors import ForwardError, InputError
+from .layers.spec import Show, require_steps
 from .naming.subject import Run, Subject
 from .notebook.live import Kept, LiveReport, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
@@ -61,9 +61,13 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
 
     An argument of the module's own that is called keep or show goes in by place, or through `functools.partial`.
     """
-    _require_module(module, "trace")
+    require_module(module, "trace")
     show = show or Show()
-    found, seen = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
+    try:
+        found, seen = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
+    except ForwardError as failed:
+        failed.trace = LiveTrace(failed.trace)  # type: ignore[assignment]  # it has all that a trace has, and prints itself
+        raise
     if not keep:
         return LiveTrace(found)
     # What was returned, and the graph behind it, is no longer held: what nobody holds need not be copied.
@@ -99,7 +103,7 @@ def params(
         against = Subject(like, args, kwargs) if like is not None and (args or kwargs) else like
         found = params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
         return LiveReport(found)
-    _require_module(module, "params")
+    require_module(module, "params")
     if like is not None or num_heads is not None:
         raise TypeError("like and num_heads are for a checkpoint: mha_inspect.params(path, like=module).")
     own = Subject(module, args, kwargs)
@@ -148,9 +152,12 @@ def compare_heads(
     """
     asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
-    from .targets.head_counts import layers_by_name, modules_with_heads
+    from .targets.head_counts import counts_of, layers_by_name, modules_with_heads
     from .targets.room import Room
 
+    if steps:
+        require_steps(steps)
+    heads = counts_of(heads)
     if not isinstance(layer, str):
         made = modules_with_heads(layer, heads, args, kwargs)
     elif args:
@@ -185,12 +192,15 @@ def diff(
         from .answers.checkpoint.diff import diff_of_checkpoints
 
         if args or kwargs or same_weights:
-            raise TypeError("two checkpoints are compared without a call: mha_inspect.diff(path, path).")
+            raise TypeError(
+                f"{str(left)!r} and {str(right)!r} are paths of checkpoints, which are compared without a call: "
+                "mha_inspect.diff(path, path). A module stands for itself."
+            )
         return LiveReport(diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads))
     if num_heads is not None:
         raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
-    _require_module(left, "diff")
-    _require_module(right, "diff")
+    require_module(left, "diff")
+    require_module(right, "diff")
     assert isinstance(left, nn.Module)
     assert isinstance(right, nn.Module)
     from .answers.diff import diff as report_of
@@ -230,7 +240,7 @@ def check(
     """
     from .answers.check.check import check as report_of
 
-    _require_module(module, "check")
+    require_module(module, "check")
     for name, tensor in tensors_in((args, kwargs)):
         if not tensor.numel():
             raise InputError(
@@ -241,7 +251,7 @@ def check(
     return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
 
 
-def _require_module(value: object, asked: str) -> None:
+def require_module(value: object, asked: str) -> None:
     """Raise `TypeError` with what to do for what is no module."""
     if not isinstance(value, nn.Module):
         way_out = (

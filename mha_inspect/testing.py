@@ -11,11 +11,12 @@ from .answers.check.check import check
 from .answers.check.intent import Intent
 from .answers.diff import diff
 from .answers.side import Side
-from .api import trace
+from .api import require_module, trace
 from .naming.stages import STAGES
 from .naming.subject import Subject
 from .notebook.live import LiveAttention
 from .reports.diff import StageRow
+from .text import did_you_mean
 
 
 def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +36,8 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """
     patterns = {name: value for name, value in kwargs.items() if name in STAGES and isinstance(value, str)}
     if not patterns:
-        raise ValueError(f"no stage was named: give a pattern for one of {', '.join(STAGES)}.")
+        near = next(filter(None, (did_you_mean(name, STAGES) for name in kwargs)), "")
+        raise ValueError(f"no stage was named: give a pattern for one of {', '.join(STAGES)}.{near}")
     found = trace(module, *args, **{name: value for name, value in kwargs.items() if name not in patterns})
     if not found.attentions:
         raise AssertionError(f"{type(module).__name__} has no attention with a softmax in it")
@@ -80,6 +82,8 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     Raises:
         AssertionError: with a line a stage, the first that differs marked.
     """
+    require_module(left, "testing.assert_same_attention")
+    require_module(right, "testing.assert_same_attention")
     ours, theirs = Side("left", Subject(left, args, kwargs)), Side("right", Subject(right, args, kwargs))
     if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
         raise AssertionError(f"{len(ours.attentions)} attentions on the left and {len(theirs.attentions)} on the right")
@@ -103,6 +107,7 @@ def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | No
         AssertionError: with each finding, its evidence, its line, and the fix where there is one.
         InputError: there is no attention in it, or the intent names no argument of its forward.
     """
+    require_module(module, "testing.assert_attention_is_right")
     report = check(Subject(module, args, kwargs), intent)
     wrong = [finding for finding in report.findings if finding.sure]
     if wrong:

@@ -156,3 +156,22 @@ def test_features_of_which_a_part_is_looked_at_apart_are_whole_where_they_stand_
     assert name_dimension((heads, other, pairs, pair), groups) == ["heads", "head_dim"]
     assert name_dimension((heads, pairs, other, pair), groups) == ["heads", "head_dim_2", other, "head_dim_3"]
     assert name_dimension((other, Axis(8), Axis(2)), groups)[0] is other
+
+
+def test_what_a_head_has_beside_its_query_in_one_matrix_is_packed() -> None:
+    """A gate of another width than the queries: the matrix has more for a head than what meets the keys."""
+
+    class GatedHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(E, 3 * width) for width in (8 + 5, 8, 5))
+            self.o = nn.Linear(3 * 5, E)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, gate = self.q(x).unflatten(-1, (3, 13)).transpose(1, 2).split([8, 5], -1)
+            k, v = (p(x).unflatten(-1, (3, -1)).transpose(1, 2) for p in (self.k, self.v))
+            return self.o((F.scaled_dot_product_attention(q, k, v) * gate.sigmoid()).transpose(1, 2).flatten(2))
+
+    _, stages, _ = named(GatedHeads(), torch.randn(B, N, E))
+    assert stages["q_proj"] == "batch query (heads packed)"
+    assert stages["k_proj"] == "batch key (heads head_dim)"

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.errors import ExportError, InputError
+from mha_inspect.errors import ExportError, ForwardError, InputError, SpecError
+from mha_inspect.testing import assert_same_attention, assert_stage_shapes
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
 
@@ -248,3 +249,43 @@ def test_diff_compares_modules_as_they_are_and_changes_neither(layer, x):
     assert "output" in repr(found)
     assert mha_inspect.diff(same, other, x, x, x, same_weights=True).verdict == "same"
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("heads", "settings", "said"),
+    [
+        (8, {}, "heads 8 are no whole numbers"),
+        ("1,2", {}, "heads '1,2' are no whole numbers"),
+        ((1, 2.0), {}, "are no whole numbers: give some, as in"),
+        ((1, 2), {"steps": "many"}, "steps 'many' is not a whole number"),
+        ((1, 2), {"embed_dmi": 8}, "embed_dmi is no setting of a layer: .* Did you mean embed_dim?"),
+    ],
+)
+def test_what_compare_heads_cannot_take_is_named(heads, settings, said):
+    with pytest.raises(SpecError, match=said):
+        mha_inspect.compare_heads(heads, **settings)
+
+
+def test_a_head_that_is_not_there_is_named(layer, x):
+    weights = mha_inspect.trace(layer, x, x, x, keep=True).attentions[0].weights
+    for head in (9, "a", 0.5):
+        with pytest.raises(SpecError, match=f"head {head} is not there: weights has"):
+            weights.picture([head])
+    with pytest.raises(SpecError, match="batch row first is not there"):
+        weights.picture(batch_row="first")
+
+
+def test_an_assertion_says_what_it_cannot_take(layer, x):
+    with pytest.raises(ValueError, match=r"no stage was named: .* Did you mean scores\?"):
+        assert_stage_shapes(layer, x, x, x, scors="bh q k")
+    with pytest.raises(TypeError, match="and None is none"):
+        assert_same_attention(layer, None, x)
+
+
+def test_the_trace_of_a_forward_that_raised_prints_itself_and_accuses_no_weight():
+    module = nn.Sequential(nn.Linear(6, 18))
+    with pytest.raises(ForwardError, match=r"must be Tensor, not numpy\.ndarray$") as failed:
+        mha_inspect.trace(module, torch.randn(2, 6).numpy())
+    assert "No mistake is told by the evidence" in str(failed.value.trace)
+    with pytest.raises(ForwardError, match=r"\(2x5 and 6x18\)\. input has 5 features, 0\.weight takes 6\.$"):
+        mha_inspect.trace(module, torch.randn(2, 5))

@@ -18,6 +18,12 @@ _LONGEST = 2000
 """Operations after which it gives up: what takes so many is no mask."""
 
 
+_LONGEST_CHOICE = 500
+"""The same where products are among them."""
+_WORK = 1 << 27
+"""Multiplications up to which products are run again: which keys are open may be chosen by scores."""
+
+
 class CannotReplayError(Exception):
     """The tensor hangs on what cannot be computed again."""
 
@@ -38,7 +44,8 @@ class Replay:
     def value(self, tensor: TensorRef) -> torch.Tensor:
         """The content of a tensor.
 
-        Raises `CannotReplayError` where it hangs on a product, on random numbers, or on what is not known.
+        Raises `CannotReplayError` where it hangs on random numbers, on what is not known, or on products by which
+        nothing is chosen, or which are much to compute.
         """
         if tensor.id in self._leaves:
             return self._leaves[tensor.id]
@@ -88,23 +95,43 @@ class Replay:
     def _needed(self, tensor: TensorRef) -> list[Op]:
         """The operations that make it, in their order."""
         needed: dict[int, Op] = {}
-        queue = [tensor]
+        queue, work = [tensor], 0
         while queue:
             current = queue.pop()
             if current.id in self._leaves or current.id in self._recording.scalars:
                 continue
             op = self._recording.producer(current)
+            if op is None and not current.numel:
+                continue
             if op is None:
                 raise CannotReplayError("it came from outside")
             if op.index in needed:
                 continue
-            if op.does("product", "convolution", "softmax", "draws"):
+            if op.does("draws"):
                 raise CannotReplayError(f"it hangs on {op.name}")
             needed[op.index] = op
-            if len(needed) > _LONGEST:
+            work += _work(op)
+            if work > _WORK or len(needed) > (_LONGEST_CHOICE if work else _LONGEST):
                 raise CannotReplayError("it takes too long")
             queue += () if takes_shape_only(op) else op.inputs
+        if work and not any(map(_chooses, needed.values())):
+            raise CannotReplayError("it hangs on a product")
         return [needed[index] for index in sorted(needed)]
+
+
+def _work(op: Op) -> int:
+    """About how many multiplications a product is; 0 for what is none."""
+    if op.does("convolution"):
+        return op.output.numel * (op.inputs[1].numel // max(op.inputs[1].shape[0], 1))
+    if not op.does("product", "softmax"):
+        return 0
+    return op.output.numel * max((tensor.shape[-1] for tensor in op.inputs if tensor.shape), default=1)
+
+
+def _chooses(op: Op) -> bool:
+    """Whether an operation makes truths or places of what are numbers: `topk`, a comparison."""
+    made = {tensor.dtype for tensor in op.outputs}
+    return bool(made & {"bool", "int64"}) and any(tensor.dtype.startswith(("float", "bfloat")) for tensor in op.inputs)
 
 
 def _may_write(op: Op) -> bool:

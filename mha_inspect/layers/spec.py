@@ -194,7 +194,9 @@ class RunSpec:
 
 
 def require_steps(steps: int) -> None:
-    """Raise `SpecError` where so many steps of training are none, or would not end in a lifetime."""
+    """Raise `SpecError` where so many steps of training are no number, or none, or would not end in a lifetime."""
+    if not isinstance(steps, int):
+        raise SpecError(f"steps {steps!r} is not a whole number: give one, as in 10.")
     if steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
     if steps > _MOST_STEPS:

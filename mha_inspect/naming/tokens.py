@@ -96,7 +96,7 @@ def name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: Ro
     if not named and count > 1 and stop - start == len(left) > 1:
         # Pieces of other widths than a head of this side has: the matrix is one for several of them.
         dim[start:stop] = ["packed"]
-    elif len(left) == 1 and (named or count > 1):
+    elif len(left) == 1 and (named or count > 1 or ("heads" in dim and first.size > width)):
         dim[at] = name if first.size == count > 1 else "packed"
 
 

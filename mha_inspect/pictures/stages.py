@@ -64,7 +64,7 @@ class Attended:
                 + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
             )
         tensor = contents[stage]
-        if not 0 <= batch_row < tensor.shape[0]:
+        if batch_row not in range(tensor.shape[0]):
             raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
         count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
         drawn = _by_head(tensor[batch_row], stage, count)
@@ -74,7 +74,7 @@ class Attended:
         if "heads" in axes:
             names = tuple(f"head {place}" for place in chosen)
             chosen = list(chosen if heads is None else heads)
-            absent = next((head for head in chosen if not 0 <= head < len(names)), None)
+            absent = next((head for head in chosen if head not in range(len(names))), None)
             if absent is not None:
                 raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
         rows = "query" if "query" in axes.split() else "key"

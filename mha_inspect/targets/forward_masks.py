@@ -37,7 +37,10 @@ class ForwardMasks:
 
         Raises `SpecError` where it takes no such mask, `InputError` where a file does not fit.
         """
-        forward = self.forward
+        forward, inputs = self.forward, self.masks.inputs
+        if inputs.causal or inputs.padding:
+            for owner in [name for name in forward.entered if "." not in name]:
+                self._held(owner, values)
         made, self.open = masks_of(self.masks, forward.parameters, values, forward.free_masks(values))
         return made
 
@@ -48,9 +51,10 @@ class ForwardMasks:
 
         Raises `SpecError` where what was asked for cannot be learned.
         """
-        blanks, free = self._blanks(values), self.forward.free_masks(values)
+        blanks = self._blanks(values)
         if not self.open:
             return blanks
+        free = self._entries(self.forward.free_masks(values), values)
         taker = self._taker({**values, **{one.argument: one.mask for one in blanks}}, free)
         asked = learn_masks(taker, self.open)
         taken = {one.argument for one in asked}
@@ -67,23 +71,29 @@ class ForwardMasks:
         call = forward.call(values)
         if not isinstance(probe(forward.module, call.args, call.kwargs, {}, whole=True).error, _OF_NONE):
             return ()
-        entered = {name: self._held(name, values) for name in required if name in forward.parameters}
-        required = [one for name in required for one in entered.get(name) or [name]]
+        required = self._entries(required, values)
         return learn_blanks(self._taker(values, required), required)
+
+    def _entries(self, names: list[str], values: Mapping[str, Any]) -> list[str]:
+        """Return the names of masks, with those that an argument holds in its place."""
+        held = {name: self._held(name, values) for name in names if name in self.forward.parameters}
+        return [one for name in names for one in held.get(name) or [name]]
 
     def _held(self, owner: str, values: Mapping[str, Any]) -> list[str]:
         """The masks that the forward asks a mask argument for by name; none where it takes one as it is."""
-        forward, holder = self.forward, Holder()
+        forward = self.forward
+        holder = replace(forward.holders.get(owner, Holder()), tells_masks=True)
         others = {name: value for name, value in values.items() if name != owner}
         while len(holder.keys) < _MOST_KEYS:
             call = forward.call(others, {owner: holder})
             wanted = probe(forward.module, call.args, call.kwargs, {}, whole=True).wanted
-            if wanted is None or wanted.kind is not Entries:
+            if wanted is None or not (wanted.kind is Entries or wanted.words):
                 break
-            holder = Holder(Entries, (*holder.keys, *wanted.keys))
-        if holder.keys:
-            forward.holders[owner] = holder
+            holder = replace(holder, kind=wanted.kind, keys=(*holder.keys, *wanted.keys), words=wanted.words)
+        if holder.keys and owner not in forward.entered:
             forward.entered.append(owner)
+        if holder.keys:
+            forward.holders[owner] = replace(holder, tells_masks=False)
         return [f"{owner}.{key}" for key in holder.keys]
 
     def _taker(self, values: Mapping[str, Any], free: list[str]) -> Taker:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import Parameter, signature
+from operator import index
 from typing import Any
 
 import torch
@@ -17,11 +18,19 @@ from ..layers.settings import check_settings, own_spec, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
-from ..text import a_kind
+from ..text import a_kind, did_you_mean
 from .device import resolve
 from .load import Layer, called_with, load_layer, plan_layer
 from .room import Room
 from .vocabulary import flag_of
+
+
+def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
+    """Return head counts, each once. Raises `SpecError` for what are no whole numbers."""
+    try:
+        return tuple(dict.fromkeys(map(index, heads)))
+    except TypeError:
+        raise SpecError(f"heads {heads!r:.60} are no whole numbers: give some, as in (1, 2, 4).") from None
 
 
 def layers_by_name(
@@ -30,12 +39,15 @@ def layers_by_name(
     """Return a layer of the catalog for each head count; settings are those of its specs, by name.
 
     Raises:
-        SpecError: a head count does not fit, or the settings contradict each other.
-        TypeError: a setting is none that there is.
+        SpecError: a head count does not fit, a setting is none that there is, or settings contradict each other.
     """
     if not heads:
         raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
     rest = dict(settings)
+    known = [one.name for cls in (AttentionSpec, InputSpec, RunSpec) for one in fields(cls) if one.name != "num_heads"]
+    for name in rest:
+        if name not in known:
+            raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
     own = [{one.name: rest.pop(one.name) for one in fields(cls) if one.name in rest} for cls in (InputSpec, RunSpec)]
     spec = spec_for(find_layer(layer), num_heads=heads[0], **rest)
     return layers_with_heads(spec, heads, InputSpec(**own[0]), RunSpec(**own[1]), layer, room)
@@ -99,7 +111,6 @@ def modules_with_heads(
 
     Raises `SpecError` when it takes no number of heads, returns no module, or there are not two counts to compare.
     """
-    counts = tuple(dict.fromkeys(counts))
     if len(counts) < 2:
         raise SpecError(f"heads {list(counts)} leaves nothing to compare: give two or more, as in (1, 2, 4).")
     name = getattr(make, "__name__", type(make).__name__)

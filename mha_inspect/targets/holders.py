@@ -42,6 +42,8 @@ class Holder:
     """The entries that it is known to have; those of a tuple are numbers."""
     words: tuple[str, ...] = ()
     """What the code calls the entries of a tuple, in their order."""
+    tells_masks: bool = False
+    """Whether a mask that the forward may do without is asked for as well."""
 
     def word(self, key: str) -> str:
         """Return what the code calls an entry."""
@@ -118,12 +120,13 @@ class Questioned(tuple[Any, ...]):
 
     held: dict[str, Any]
     kind: type
+    tells_masks: bool
 
     def __new__(cls, holder: Holder, parts: Iterable[tuple[Any, Any]]) -> Questioned:
         """Return one with these entries, and None for the others that are known."""
         held = {**dict.fromkeys(holder.keys), **{str(key): part for key, part in parts}}
         own = super().__new__(cls, held.values())
-        own.held, own.kind = held, holder.kind
+        own.held, own.kind, own.tells_masks = held, holder.kind, holder.tells_masks
         return own
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,11 +157,17 @@ class Questioned(tuple[Any, ...]):
         return self.held[name]
 
     def __contains__(self, key: object) -> bool:
-        return key in self.held if isinstance(key, str) else super().__contains__(key)
+        if not isinstance(key, str):
+            return super().__contains__(key)
+        if key not in self.held and self.tells_masks and "mask" in key:
+            raise WantedError(Entries, [key])
+        return key in self.held
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the entry, as a forward asks for one that it may do without: of a mask that is so."""
-        return default if key not in self.held and ("mask" in key or default is not None) else self._entry(key)
+        is_mask = "mask" in key
+        left_out = key not in self.held and (default is not None or is_mask) and not (is_mask and self.tells_masks)
+        return default if left_out else self._entry(key)
 
     def keys(self) -> Iterable[str]:
         """Return the names of its entries."""

@@ -141,7 +141,7 @@ class _Watch(TorchFunctionMode):
 
     def _hold(self, func: str, name: str, args: tuple[Any, ...]) -> None:
         """See whether an argument is used as something that holds tensors."""
-        key = args[1] if func == "__getitem__" and len(args) > 1 else None
+        key = args[1] if func in ("__getitem__", "__contains__") and len(args) > 1 else None
         caller = sys._getframe(2)  # what called torch's function
         if (
             func == "unbind"

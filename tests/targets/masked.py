@@ -302,3 +302,41 @@ class NeedsTwo(Attention):
     def forward(self, x, src_mask, tgt_mask):
         half = self.attended(x, lambda s: s.masked_fill(src_mask.unsqueeze(1) == 0, -1e9))
         return half + self.attended(x, lambda s: s.masked_fill(tgt_mask.unsqueeze(1) == 0, -1e9))
+
+
+class MayHold(Attention):
+    """May be given a dictionary of two masks."""
+
+    def forward(self, x, masks=None):
+        look, pad = (None, None) if masks is None else (masks["look"], masks["pad"])
+        return self.attended(x, lambda s: joined(s, look, pad))
+
+
+class MayUnpack(Attention):
+    """May be given a pair of masks."""
+
+    def forward(self, x, masks=None):
+        look, pad = masks if masks is not None else (None, None)
+        return self.attended(x, lambda s: joined(s, look, pad))
+
+
+def joined(scores, look, pad):
+    scores = scores if look is None else scores.masked_fill(look, float("-inf"))
+    return scores if pad is None else scores.masked_fill(pad[:, None, None], float("-inf"))
+
+
+class Batched(Attention):
+    """Takes a dictionary, in which a mask may be."""
+
+    def forward(self, batch):
+        mask = batch.get("attention_mask")
+        keep = None if mask is None else mask[:, None, None] == 1
+        return self.attended(batch["x"], lambda s: s if keep is None else s.masked_fill(~keep, -1e9))
+
+
+class BatchedIfThere(Batched):
+    def forward(self, batch):
+        mask = None
+        if "pad_mask" in batch:
+            mask = batch["pad_mask"].clone()
+        return super().forward({"x": batch["x"], "attention_mask": mask})

@@ -72,6 +72,26 @@ def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> No
     assert len(call.said) == arguments
 
 
+@pytest.mark.parametrize(("name", "said"), [("MayHold", "masks.look"), ("MayUnpack", "masks.0")])
+def test_masks_that_an_argument_may_hold_are_made_one_by_one(name: str, said: str) -> None:
+    target, call = made(name, causal=True, padding=(2, 1))
+    assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
+    assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
+    assert any(said in sentence for sentence in call.said)
+    assert "masks" not in made(name)[1].kwargs
+
+
+@pytest.mark.parametrize(("name", "entry"), [("Batched", "attention_mask"), ("BatchedIfThere", "pad_mask")])
+def test_padding_goes_into_a_dictionary_that_may_hold_it(name: str, entry: str) -> None:
+    target, call = made(name, padding=(2, 1))
+    batch = call.kwargs["batch"]
+    before = target.module.eval()(batch)
+    changed = target.module({**batch, "x": batch["x"] + torch.eye(5)[3][:, None]})
+    moved = ((before - changed)[0].abs() > 1e-5).any(-1)
+    assert moved.tolist() == [False, False, False, True, False]
+    assert entry not in made(name)[1].kwargs["batch"]
+
+
 @pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "KeepsKeys"])
 @pytest.mark.parametrize(
     ("flag", "inputs"), [("causal", {"causal": True, "seq_len": 1}), ("padding", {"padding": (0,)})], ids=str

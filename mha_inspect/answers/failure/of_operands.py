@@ -81,7 +81,7 @@ def _width_clash(scene: Scene) -> tuple[Operand, int, Operand | None] | None:
     if scene.widths:
         roles = [(scene.given(role), width) for role, width in scene.widths.items()]
         x, takes = next(((o, n) for o, n in roles if o is not None and o.shape and o.shape[-1] != n), (None, 0))
-    elif scene.base in ("linear", "layer_norm") and len(scene.operands) >= 2:
+    elif scene.base in ("linear", "layer_norm") and len(scene.operands) >= 2 and scene.given("input") is not None:
         x, weight = scene.operands[0], scene.operands[1 if scene.base == "linear" else -1]
         takes = weight.shape[-1] if weight.shape else 0
     elif scene.pair is not None and scene.pair[1].is_parameter and len(scene.pair[1].shape) == 2:

@@ -57,9 +57,9 @@ def forward_error(own: Subject, seen: Run, show: Show) -> Exception:
         proof=Proof(None, None, None, "the forward did not return"),
     )
     first = next(iter(failure.message.splitlines()), "")
-    why = f" {failure.cause.explanation}" if failure.cause is not None else ""
+    what = f"the forward of {trace.layer.name} failed at {failure.source}: {failure.error}: {first}"
     return ForwardError(
-        f"the forward of {trace.layer.name} failed at {failure.source}: {failure.error}: {first}{why}",
+        what if failure.cause is None else f"{what.rstrip('.')}. {failure.cause.explanation}",
         replace(trace, attentions=trace.attentions[:completed], failure=failure),
     )
 

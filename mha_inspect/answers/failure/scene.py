@@ -143,7 +143,7 @@ def clash(scene: Scene) -> str:
     x, other = given[:2]
     if scene.base in BROADCASTS and (place := first_clash(x.shape, other.shape)) is not None:
         return f"{x.text}, {other.text}. {_clashes(x, other, place)}"
-    if scene.base == "linear" and x.shape and x.shape[-1] != other.shape[-1]:
+    if scene.base == "linear" and x.role == "input" and x.shape and x.shape[-1] != other.shape[-1]:
         return f"{x.text}, and {other.name} {shape_text(other.shape)} takes {other.shape[-1]} features."
     return ""
 
