@@ -164,7 +164,7 @@ def compare_heads(
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
     else:
         few = {**asked, "steps": min(steps, 2), "time": False}  # more of them take no more memory
-        room = Room(lambda: report_of(layers_by_name(layer, heads, kwargs), **few), copies=len(heads), shared=True)
+        room = Room(lambda: report_of(layers_by_name(layer, heads, kwargs), **few), copies=len(heads))
         made = iter(layers_by_name(layer, heads, kwargs, room))
     return LiveReport(report_of(list(made), **asked))
 

@@ -72,6 +72,18 @@ def test_bytes_are_foreseen_by_what_they_are_a_sum_of(factors: tuple[int, int, i
     assert rehearsed() is None
 
 
+def test_no_less_is_foreseen_than_was_seen_of_the_whole(seen: list[Extent]) -> None:
+    """What is allocated from some size on is no sum: the largest rehearsal says more than those before it."""
+    whole = Extent(1, 800)
+
+    def bytes_of(extent: Extent) -> int:
+        return 20 * MB + (100 * MB if extent == whole else 0)
+
+    foreseen = foresee(lambda: bytes_of(rehearsed().left), whole, CPU, 1 << 30)  # type: ignore[union-attr]
+    assert 1.3 * bytes_of(whole) <= foreseen(whole) + 1
+    assert foreseen(whole) < 1.5 * bytes_of(whole)
+
+
 def test_a_rehearsal_takes_a_small_part_of_what_is_free(seen: list[Extent]) -> None:
     foresee(lambda: 4 * MB, WHOLE, CPU, 2 * MB)
     assert seen == [Extent(4, 32)], "it took more than there is"

@@ -106,19 +106,6 @@ def test_the_largest_seq_len_fits_and_the_next_does_not(monkeypatch: pytest.Monk
     refused(monkeypatch, 1 << 23, best * 5 // 4, kind=kind)
 
 
-@pytest.mark.parametrize(
-    ("free", "shared", "is_set"), [(1 << 27, False, True), (1 << 27, True, False), (1 << 50, False, False)]
-)
-def test_an_allocator_is_set_where_room_is_short_in_a_process_of_our_own(
-    monkeypatch: pytest.MonkeyPatch, free: int, shared: bool, is_set: bool
-) -> None:
-    calls: list[None] = []
-    set_free(monkeypatch, free)
-    monkeypatch.setattr("mha_inspect.targets.room.free_at_once", lambda: calls.append(None))
-    call_target(target(), asked(), Room(lambda: None, shared=shared))
-    assert calls == [None] * is_set
-
-
 def test_where_nothing_fits_no_seq_len_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Try a smaller batch, length or model." in refused(monkeypatch, 100)
 

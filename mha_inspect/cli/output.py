@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 from ..errors import ExitCode, ExportError, MhaInspectError
 from ..render.export import Destination, ExportFormat
 from ..render.screen import columns, in_color, is_terminal
-from ..targets.memory import require_loadable
+from ..targets.memory import free_at_once, require_loadable
 from ..text import shown
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def prepare(options: Options, *, draws: bool = False, prints: bool = True, compu
     """
     if computes:
         require_loadable()
+        free_at_once()
     if options.export is None:
         return None
     export = Destination.of(options.export)

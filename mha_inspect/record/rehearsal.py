@@ -134,7 +134,13 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
             break
     gc.collect()  # what the last one held in circles is not there when it runs for good
     factors = _fitted(seen[-_LEAST:])
-    return lambda extent: int(_MARGIN * sum(one * term for one, term in zip(factors, extent.terms, strict=True)))
+
+    def summed(extent: Extent) -> float:
+        return sum(one * term for one, term in zip(factors, extent.terms, strict=True))
+
+    nearest, most = seen[-1]
+    margin = _MARGIN * max(1.0, most / (summed(nearest) or 1))  # the largest of them says more than the sum
+    return lambda extent: int(margin * summed(extent))
 
 
 def _steps(whole: Extent) -> Iterator[Extent]:

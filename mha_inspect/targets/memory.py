@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _TO_LOAD = 768 * 2**20
 """Address space that torch takes while it is loaded, before it computes anything."""
 
-_LARGE = 2**20
-"""Bytes of a tensor from which on it has pages of its own."""
+_LARGE = 4 * 2**20
+"""Bytes of a tensor from which on it has pages of its own: for smaller ones these would take a third of the time."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers that malloc.h has for these two settings."""
 
@@ -54,9 +54,8 @@ def require_loadable() -> None:
 def free_at_once() -> None:
     """Have this process give back what it frees, where its allocator is glibc's.
 
-    That keeps blocks of up to 32 MiB for later, and the more of them it has seen: a run takes up to a third more, and
-    what it takes hangs on what ran before it. Pages that come anew each time cost a run up to a third of its time, so
-    this is for those that come near to what there is.
+    That keeps blocks of up to 32 MiB for later, and the more of them it has seen: a run would take up to twice as much,
+    and what it takes would hang on what ran before it.
     """
     if sys.platform == "linux":
         from ctypes import CDLL
@@ -64,7 +63,7 @@ def free_at_once() -> None:
         with suppress(AttributeError):
             mallopt = CDLL(None).mallopt
             mallopt(_M_MMAP_THRESHOLD, _LARGE)
-            mallopt(_M_TRIM_THRESHOLD, 16 * _LARGE)
+            mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE)
 
 
 def free_memory(device: torch.device | str) -> int | None:

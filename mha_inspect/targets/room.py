@@ -23,7 +23,7 @@ from ..errors import DoesNotFitError
 from ..layers.spec import AttentionSpec, InputSpec
 from ..record.rehearsal import Extent, foresee, rehearsed
 from ..text import byte_size
-from .memory import free_at_once, free_memory, largest, require_memory
+from .memory import free_memory, largest, require_memory
 
 _SAFE = 8
 """A rough estimate that fits this many times is not looked at more closely."""
@@ -66,8 +66,6 @@ class Room:
     """How often the parameters of a run are there at one time, at least."""
     shapes_do: bool = False
     """Whether the command has an answer for shapes without numbers."""
-    shared: bool = False
-    """Whether this process is somebody else's, whose allocator is left as it is."""
     rough: int = 0
     """Bytes of the runs before this one, roughly."""
     known: bool = False
@@ -84,8 +82,6 @@ class Room:
         free = None if self.known or rehearsed() is not None else free_memory(planned.device)
         if free is None or self.rough * _SAFE < free:
             return
-        if not self.shared:
-            free_at_once()
         held = planned.held()
         there = held if planned.there else 0
         # A rehearsal has all of the parameters: what does not fit for these is not tried.
