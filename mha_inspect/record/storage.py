@@ -69,7 +69,7 @@ def looker() -> Callable[..., Look]:
                     tensor.stride(),
                     tensor.dtype,
                 )
-            except (NotImplementedError, RuntimeError):
+            except (NotImplementedError, RuntimeError):  # sparse, or a wrapper: it has no storage
                 look = _look_closely(tensor, weak)
         else:
             look = _look_closely(tensor, weak)

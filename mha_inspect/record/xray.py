@@ -351,9 +351,9 @@ def _code_for(func: Any, name: str) -> Any:
 
 
 def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `baddbmm` or `addmm` adds something as large as a mask to a product of two activations."""
+    """Whether `baddbmm` or `addmm` adds something, as a mask that may be broadcast, to a product of two activations."""
     added, left, right = args[:3]
-    if added.dim() < 2 or kwargs.get("beta", 1) == 0 or added.shape[-2:] != (left.shape[-2], right.shape[-1]):
+    if added.dim() < 2 or kwargs.get("beta", 1) == 0:  # [features]: a layer's bias
         return False
     return not any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right))
 
