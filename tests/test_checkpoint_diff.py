@@ -187,6 +187,17 @@ def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
     assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
 
 
+def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
+    """As Linears that vit-pytorch has beside a query of its own."""
+    right = {f"a.to_{n}.weight": torch.randn(12, 8, generator=torch.Generator().manual_seed(ord(n))) for n in "qkv"}
+    right["a.to_out.weight"] = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    left = {name: own for name, own in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
+    left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
+    report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
+    assert (report.only_left, report.only_right) == ((), ())
+    assert report.answer[-1] == "K and v lie in one tensor on the left, in several on the right."
+
+
 def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
     right = apart(packed())
     right["h.0.attn.k_proj.weight"] = right["h.0.attn.k_proj.weight"].clone()

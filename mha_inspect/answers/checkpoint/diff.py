@@ -18,7 +18,7 @@ from ...errors import SpecError
 from ...reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...targets.files import read_stored
-from ...text import plural, shown
+from ...text import listed, plural, shown
 from .heads import Numbers, has_numbers, numbers_of
 from .match import Distance, distance, matched
 from .sentences import answer
@@ -186,8 +186,10 @@ class _Comparison:
                 one, two = self._left.tensors[name], self._right.tensors[other]
                 verdict, note = max((verdicts[part] for part in parts), key=_WORSE.index), ""
                 if lefts[name] > 1 or rights[other] > 1:
-                    packed, apart = ("left", "right") if lefts[name] > 1 else ("right", "left")
-                    note = f"q, k and v lie in one tensor on the {packed}, in several on the {apart}"
+                    side, packed, apart = (0, "left", "right") if lefts[name] > 1 else (1, "right", "left")
+                    inside = (part for pair, own in held.items() if pair[side] == (name, other)[side] for part in own)
+                    letters = sorted((part[-1] for part in inside), key="qkv".find)
+                    note = f"{listed(letters)} lie in one tensor on the {packed}, in several on the {apart}"
                 elif other in turned:
                     note = "transposed"
                 verdict = "same, permuted" if note and verdict in _SAME else verdict

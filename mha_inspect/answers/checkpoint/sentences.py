@@ -38,7 +38,9 @@ def answer(report: CheckpointDiffReport) -> Iterator[str]:
         beside += [f"{len(own):,} only in the {where}"] if own else []
     if beside:
         yield f"{listed(beside)}."
-    for note in dict.fromkeys(one.note for one in report.tensors if one.note.startswith("q, k")):
+    for note in dict.fromkeys(
+        one.note for one in report.tensors if one.note.endswith((" on the left", " on the right"))
+    ):
         yield f"{note[0].upper()}{note[1:]}."
     yield from _orders(report.parts)
     yield from _most_changed(report.parts)
