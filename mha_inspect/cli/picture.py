@@ -14,7 +14,6 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..naming.stages import STAGES
 from ..render.export import Destination, ExportFormat
-from ..render.html import with_pre
 from ..render.screen import columns, in_color
 from ..text import shown
 from .options import Options, require_numbers
@@ -256,5 +255,7 @@ class Drawn:
             return with_viewer(text, self.viewer())
         if not self.printed or format not in ("plain", "html"):
             return text
+        from ..render.html import with_pre
+
         drawn = self.text("plain")
         return text + drawn if format == "plain" else with_pre(text, drawn)

@@ -10,11 +10,9 @@ from ..errors import InputError
 from .drawer import Drawer
 from .drawing import Plan
 from .guesses import Guesses
-from .holders import Entries, Holder
+from .holders import MOST_KEYS, Entries, Holder
 from .probe import Evidence, Probed, probe
 
-_MOST_KEYS = 16
-"""Keys that a dictionary is asked for, at most."""
 _MOST_STARS = 4
 """Tensors that `*args` is tried with, at most."""
 
@@ -113,7 +111,7 @@ class Finder:
             return self._starred(owner, plans)
         holder = forward.holders.get(owner, Holder())
         found = self._guessed(owner, holder.keys)
-        while len(found) < _MOST_KEYS:
+        while len(found) < MOST_KEYS:
             wanted = self.probe({**plans, **found}, whole=True, asks={owner: holder}).wanted
             keys = [] if wanted is None else [key for key in wanted.keys if key not in holder.keys]
             if wanted is None or not keys:

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from ..naming.subject import Subject
 from .forward import Forward
-from .holders import Entries, Holder
+from .holders import MOST_KEYS, Entries, Holder
 from .learned_masks import Learned, Taker, learn_blanks, learn_masks
 from .masks import Masks, masks_of
 from .probe import probe
 
-_MOST_KEYS = 16
-"""Masks that an argument is asked for, at most."""
 _OF_NONE = (TypeError, AttributeError, AssertionError, KeyError)
 """What is raised where a mask is None, or not there, and is used all the same."""
 
@@ -84,7 +82,7 @@ class ForwardMasks:
         forward = self.forward
         holder = replace(forward.holders.get(owner, Holder()), tells_masks=True)
         others = {name: value for name, value in values.items() if name != owner}
-        while len(holder.keys) < _MOST_KEYS:
+        while len(holder.keys) < MOST_KEYS:
             call = forward.call(others, {owner: holder})
             wanted = probe(forward.module, call.args, call.kwargs, {}, whole=True).wanted
             if wanted is None or not (wanted.kind is Entries or wanted.words):

@@ -19,6 +19,8 @@ from ..errors import InputError
 from ..text import shown
 from .importing import in_one_line
 
+MOST_KEYS = 16
+"""Entries that an argument is asked for by name, at most."""
 _MOST_PLACES = 64
 """Entries of a tuple, more than any forward takes."""
 
