@@ -151,7 +151,7 @@ def test_one_padded_row_of_several_is_said_to_be_the_same():
     assert said.startswith("The mask leaves one key to 7 of 21 queries")
     # The sequence that is looked at first holds the same numbers from the weights on; the outputs of others differ.
     assert report.counts[1].verdict == "differs"
-    assert report.counts[1].first_differing_stage == "masked_scores"
+    assert report.counts[1].first_differing_stage == "scores"
 
 
 @pytest.mark.parametrize("same", ["keys", "values"])

@@ -33,6 +33,7 @@ from .side import Side
 
 COPIES = 4
 """How often the parameters of a side are there at one time, at least: for both, and for one of them in float64."""
+_AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 
 
 def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
@@ -117,7 +118,9 @@ class _Comparison:
 
     def _stage_row(self, place: int, stage: str, one: StageSide | None, other: StageSide | None) -> StageRow:
         """A stage on both sides, compared."""
-        left, right, rows = self._left, self._right, self._masked[place]
+        left, right = self._left, self._right
+        # Up to its scores the first attention has what it has for every query, whatever a mask leaves it.
+        rows = self._masked[place] if place or stage in _AFTER_A_MASK else []
         ours, theirs = left.get(place, stage), right.get(place, stage)
         note = ""
         if stage in ("k_proj", "v_proj") and ours is not None and theirs is not None and ours.shape != theirs.shape:
