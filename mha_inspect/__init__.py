@@ -8,12 +8,14 @@ Nothing is imported until it is used: `import mha_inspect` costs nothing, and it
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False
+"""What `typing` calls so, whose import would be most of what starting takes before an interrupt is answered."""
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from . import testing as testing
     from .answers.check.intent import Intent as Intent
     from .api import check as check
@@ -46,6 +48,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     if name == "testing":
         return import_module(".testing", __name__)
     if name not in _HOMES:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def main() -> int:
     """Run the command line of this process; the exit code."""
-    from .cli.process import end_collection, hold_collection, leave_on_interrupt
+    try:
+        from .cli.process import end_collection, hold_collection, leave_on_interrupt
 
-    hold_collection()
-    with leave_on_interrupt():
-        code = run()
-    end_collection()
+        hold_collection()
+        with leave_on_interrupt():
+            code = run()
+        end_collection()
+    except KeyboardInterrupt:  # before it is answered elsewhere, or after
+        code = 130
     return code
 
 

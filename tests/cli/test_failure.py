@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from mha_inspect.cli import app
+from mha_inspect.__main__ import main
+from mha_inspect.cli import app, process
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, is_out_of_memory
 
 # A product of whole numbers has no fast routine: this one takes seconds, inside one call into C++.
@@ -41,14 +42,14 @@ def test_ctrl_c_inside_one_long_product(environment, interruptible):
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=interruptible,
-    ) as process:
-        assert process.stderr.readline() == "begins\n"
-        process.send_signal(signal.SIGINT)
+    ) as child:
+        assert child.stderr.readline() == "begins\n"
+        child.send_signal(signal.SIGINT)
         try:
-            process.wait(10)
+            child.wait(10)
         finally:
-            process.kill()
-        assert (process.returncode, process.stdout.read(), process.stderr.read()) == (130, "", "Interrupted.\n")
+            child.kill()
+        assert (child.returncode, child.stdout.read(), child.stderr.read()) == (130, "", "Interrupted.\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -66,6 +67,16 @@ def test_ctrl_c_handling_is_taken_back(monkeypatch):
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("place", ["hold_collection", "end_collection"])
+def test_ctrl_c_before_it_is_answered_elsewhere_and_after(place, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, place, interrupted)
+    monkeypatch.setattr(sys, "argv", ["mha-inspect", "--version"])
+    assert main() == 130
 
 
 def ended_by(error: BaseException, monkeypatch: pytest.MonkeyPatch, invoke: object) -> tuple[int, str, str]:
