@@ -58,6 +58,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Extent]:
         return run()
 
     monkeypatch.setattr("mha_inspect.record.rehearsal.taken", told)
+    monkeypatch.setattr("mha_inspect.record.rehearsal.held", lambda device: 0)
     return lefts
 
 
@@ -82,6 +83,25 @@ def test_no_less_is_foreseen_than_was_seen_of_the_whole(seen: list[Extent]) -> N
     foreseen = foresee(lambda: bytes_of(rehearsed().left), whole, CPU, 1 << 30)  # type: ignore[union-attr]
     assert 1.3 * bytes_of(whole) <= foreseen(whole) + 1
     assert foreseen(whole) < 1.5 * bytes_of(whole)
+
+
+def test_what_the_first_keeps_counts_for_all_and_what_later_ones_keep_for_none(
+    seen: list[Extent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports are made once. Kernels that are made for one size stay, and the real run makes those of its own size."""
+    kept = [0]
+    monkeypatch.setattr("mha_inspect.record.rehearsal.held", lambda device: kept[0])
+
+    def bytes_of(extent: Extent) -> int:
+        return 1000 * extent.terms[1]
+
+    def run() -> int:
+        imported = 0 if kept[0] else 50 * MB
+        kept[0] += imported + 20 * MB
+        return bytes_of(rehearsed().left) + imported + 20 * MB  # type: ignore[union-attr]
+
+    foreseen = foresee(run, WHOLE, CPU, 1 << 30)
+    assert bytes_of(WHOLE) + 70 * MB < foreseen(WHOLE) < 1.3 * (bytes_of(WHOLE) + 100 * MB)
 
 
 def test_a_rehearsal_takes_a_small_part_of_what_is_free(seen: list[Extent]) -> None:

@@ -11,7 +11,7 @@ from ..text import did_you_mean, shown
 from . import subject
 from .options import TARGET, Options, command, option, size
 from .output import give, prepare
-from .picture import check_text, draw, wanted, with_text
+from .picture import Wanted, check_text, draw, rehearse, wanted, with_text
 
 if TYPE_CHECKING:
     from ..naming.subject import Run
@@ -69,13 +69,13 @@ def trace(
     if text is not None:
         options, want = with_text(text, target, options, want)
     try:
-        report, run = _trace(target, options, keep=want is not None)
+        report, run = _trace(target, options, want)
     except DoesNotFitError as error:
         if want is None or want.asked or export is None or export.format != "html":
             raise
         subject.tell([f"The page has no pictures, for which the tensors have to be kept: {error}"], options)
         want = None
-        report, run = _trace(target, options, keep=False)
+        report, run = _trace(target, options, None)
     if run is None:
         give(report, options, export)
         return ExitCode.CONDITION
@@ -84,23 +84,28 @@ def trace(
     return ExitCode.OK
 
 
-def _trace(target: str | None, options: Options, *, keep: bool) -> tuple[Trace, Run | None]:
+def _trace(target: str | None, options: Options, want: Wanted | None) -> tuple[Trace, Run | None]:
     """Build what was asked for, run it, and report what it did; where its forward raises, as far as it came.
 
-    The run comes with it, its tensors kept when asked for; None where the forward raised.
+    The run comes with it, its tensors kept where they are to be drawn; None where the forward raised.
 
     Raises:
         MhaInspectError: it cannot be built or called as asked.
         TargetFailedError: the call did not fit its forward.
     """
     show = subject.show(options)
-    keep = keep or show.stats or show.values
+    keep = want is not None or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
         from ..targets.call import explaining, way_out
         from ..targets.room import Room
 
-        room = Room(lambda: traced(subject.load(target, options), show, keep=keep), shapes_do=True)
+        def again() -> None:
+            report, run = traced(subject.load(target, options), show, keep=keep)
+            if want is not None:
+                rehearse(report, run, want)
+
+        room = Room(again, shapes_do=True)
         own = subject.load(target, options, room)
         try:
             with explaining(own):

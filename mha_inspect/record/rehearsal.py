@@ -124,11 +124,13 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
     Raises `OSError` where the system does not tell, and whatever `run` raises on less input.
     """
     seen: list[tuple[Extent, int]] = []
-    # What is imported and kept for the next time stays from one to the next, so all are measured from here on.
-    before = held(device)
+    kept = 0  # by the first: what is imported, and kept for the next time
     for left in _steps(whole):
+        before = held(device)
         with _cut_to(Cut(whole, left)):
-            seen.append((left, taken(run, device, before)))
+            seen.append((left, kept + taken(run, device, before)))
+        # Later ones keep what oneDNN makes for products of their sizes; the real run makes that for its own alone.
+        kept = kept or max(0, held(device) - before)
         grown = seen[-1][1] - seen[0][1]  # what its parameters take says nothing
         if seen[-1][1] > free or (len(seen) >= _LEAST and grown > min(_ENOUGH, free // 8)):
             break
