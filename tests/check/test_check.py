@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,10 @@ import mha_inspect
 from mha_inspect import Intent
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import InputSpec, RunSpec
+from mha_inspect.record.arguments import first_tensor
+from mha_inspect.targets.load import load_layer
 from mha_inspect.testing import assert_attention_is_right
 
 from ..foreign import styles, unusual
@@ -168,6 +173,30 @@ def test_a_head_counts_as_its_context_does() -> None:
         float(part.detach().norm() / exact.o(context).detach().norm()), rel=1e-4
     )
     assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
+
+
+OUT = re.compile(r"^(W_o|out_proj|o_proj|dense|unifyheads)\.weight$")
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch_first"), [("torch", False), *((name, True) for name in LAYERS if name != "bert")]
+)
+def test_every_layout_tells_what_hangs_on_each_head(layer: str, batch_first: bool) -> None:
+    """The columns of a head in W_o hold all that it gives: with zeros there, the plain module says what is missing."""
+    settings: dict[str, Any] = {} if batch_first else {"batch_first": False}
+    spec = spec_for(LAYERS[layer], embed_dim=12, num_heads=3, **settings)
+    own = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+    told = mha_inspect.check(own.module, *own.args, **own.kwargs).heads
+    with torch.no_grad():
+        (w_o,) = (parameter for name, parameter in own.module.named_parameters() if OUT.search(name))
+        width, whole = w_o.shape[1] // 3, first_tensor(own.module(*own.args, **own.kwargs))
+        assert [head.head for head in told] == [0, 1, 2]
+        for number, head in enumerate(told):
+            kept = w_o[:, number * width : (number + 1) * width].clone()
+            w_o[:, number * width : (number + 1) * width] = 0
+            change = (first_tensor(own.module(*own.args, **own.kwargs)) - whole).norm() / whole.norm()
+            w_o[:, number * width : (number + 1) * width] = kept
+            assert head.output_change == pytest.approx(float(change), rel=1e-3)
 
 
 def test_the_module_is_left_as_it_was() -> None:

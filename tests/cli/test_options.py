@@ -210,3 +210,12 @@ def test_which_head_counts_are_compared(settings, heads, expected):
 def test_one_head_count_is_nothing_to_compare(embed_dim, heads):
     with pytest.raises(SpecError, match="nothing to compare"):
         compare_heads.chosen_counts(Options(embed_dim=embed_dim), heads)
+
+
+@pytest.mark.parametrize("command", ["trace", "params"])
+@pytest.mark.parametrize(("flags", "told"), [("--stats", "--stats"), ("--stats --values", "--stats and --values")])
+def test_numbers_of_meta_are_said_to_be_missing(command, flags, told, invoke):
+    code, _, err = invoke(command, *flags.split(), "--device", "meta")
+    assert (code, err) == (0, f"mha-inspect: {told}: device meta has shapes and no numbers to show.\n")
+    assert invoke(command, *flags.split(), "--device", "meta", "-q")[2] == ""
+    assert invoke(command, "--device", "meta")[2] == ""

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from math import prod
 
+import torch
+from einops import repeat
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
+from ...naming.canonical import sizes_in
+from ...naming.pattern import dims_of
+from ...record.ops import TensorRef
 from ...reports.check import Fact, Head
 from ...text import first_few
 from .bench import Bench, NotPossibleError
@@ -79,7 +85,7 @@ def without_heads(bench: Bench) -> WithoutHeads:
     made = []
     for found, names in bench.seen.attentions:
         heads += names.num_heads
-        if found.branches or heads > MOST_HEADS:
+        if heads > MOST_HEADS:
             continue
         with suppress(LostError):
             made.append((found, names, _without_each(bench.flow, found, names)))
@@ -99,20 +105,47 @@ def heads_of(bench: Bench, without: WithoutHeads, *, runs: bool) -> Iterator[Hea
 
 def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]:
     """How much the output of an attention changes when a head's context is zero, beside the output."""
-    context, target = found.stages["context"], found.stages.get("output") or found.stages.get("concat")
-    pattern = names.of_stage("context").split()
-    if target is None or "heads" not in pattern or len(pattern) != len(context.shape):
+    target = found.stages.get("output") or found.stages.get("concat")
+    if target is None:
         raise LostError
-    value, place = flow.value(context), pattern.index("heads")
-    base = flow.again({context.id: value}, target).double()
+    own = found.stages["context"]
+    base = flow.again({own.id: flow.value(own)}, target).double()
     size = float(base.norm()) or 1.0
-    changes = []
-    for head in range(context.shape[place]):
-        without = value.clone()
-        without.select(place, head).zero_()
-        change = float((flow.again({context.id: without}, target).double() - base).norm())
-        changes.append(round(change / size, 6))
-    return changes
+    empty = ({context.id: without} for context, without in _contexts_without_each(flow, found, names))
+    return [round(float((flow.again(changed, target).double() - base).norm()) / size, 6) for changed in empty]
+
+
+def _contexts_without_each(flow: Flow, found: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
+    """Yield for each head the context that has it, and its numbers with zeros for that head."""
+    if found.branches:
+        contexts = [branch.stages["context"] for branch in found.branches]
+        if len({context.id for context in contexts}) < names.num_heads:
+            raise LostError
+        yield from ((context, torch.zeros_like(flow.value(context))) for context in contexts)
+        return
+    context = found.stages["context"]
+    value, place, of_head = flow.value(context), *_heads_in(found, names)
+    for head in range(names.num_heads):
+        yield context, value.index_fill(place, (of_head == head).nonzero().flatten(), 0)
+
+
+def _heads_in(found: Attention, names: AxisNames) -> tuple[int, Tensor]:
+    """Return the dimension of the context that has the heads, alone or with others, and whose each place in it is.
+
+    Raises `LostError` where there is none.
+    """
+    shape, dims = found.stages["context"].shape, dims_of(names.of_stage("context"))
+    place = next((place for place, dim in enumerate(dims) if "heads" in dim), None)
+    if place is None or len(dims) != len(shape):
+        raise LostError
+    known = sizes_in(found, names, "context")
+    sizes = {name: known[name] for name in dims[place] if name in known}
+    left = [name for name in dims[place] if name not in sizes]
+    if len(left) > 1:
+        raise LostError
+    sizes.update((name, shape[place] // prod(sizes.values())) for name in left)
+    heads = torch.arange(sizes.pop("heads"))
+    return place, repeat(heads, f"heads -> ({' '.join(dims[place])})", **sizes)
 
 
 def _shares(
