@@ -22,6 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
 
 
+def pytest_configure() -> None:
+    """Look for cycles less often than Python does: tests make many objects, and those that count them collect."""
+    gc.set_threshold(10_000, 20, 10)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-readme", action="store_true", help="write the transcripts of README.md anew")
     parser.addoption("--fuzz-cases", type=int, help="cases of each test in tests/fuzz, drawn at random")

@@ -176,16 +176,16 @@ def test_what_is_taken_at_one_time(fork: Callable[..., Answer]) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "trace --stats --seq-len 2000",
-        "diff torch split-heads --seq-len 1200",
+        "trace --stats --seq-len 1500",
+        "diff torch split-heads --seq-len 1000",
         "diff torch.nn:MultiheadAttention torch --seq-len 1000",
-        "compare-heads --heads 1,2,4,8,16 --seq-len 2000",
-        "compare-heads --heads 2,4 --gradients --seq-len 1200",
-        "check torch.nn:MultiheadAttention --seq-len 1200",
+        "compare-heads --heads 1,2,4,8,16 --seq-len 1500",
+        "compare-heads --heads 2,4 --gradients --seq-len 1000",
+        "check torch.nn:MultiheadAttention --seq-len 1000",
     ],
 )
 def test_a_process_takes_what_was_foreseen(line: str, fork: Callable[..., Answer]) -> None:
     """Its peak beyond what it holds after the rehearsals; what is read and written may take 8 MB."""
     line += " --embed-dim 64" + ("" if "--heads" in line else " --num-heads 4")
     foreseen, peak = numbers(fork(FORESEEN, *line.split()))
-    assert peak - 8 * MB < foreseen < 1.6 * peak
+    assert peak - 8 * MB < foreseen < 1.5 * peak + 60 * MB
