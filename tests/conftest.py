@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -21,9 +22,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SETTINGS_OF_THE_USER = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
 
 
+def pytest_configure() -> None:
+    """Look for cycles less often than Python does: tests make many objects, and those that count them collect."""
+    gc.set_threshold(10_000, 20, 10)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-readme", action="store_true", help="write the transcripts of README.md anew")
     parser.addoption("--fuzz-cases", type=int, help="cases of each test in tests/fuzz, drawn at random")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_left_alone() -> None:
+    """Leave what earlier files and imports made out of every collection, as the program does in a process of its own.
+
+    There are half a million such objects, and a rehearsal collects a dozen times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +93,16 @@ def program(warm: Warm) -> Callable[..., Answer]:
 
     def run(*args: str, env: dict[str, str | None] | None = None, **settings: Any) -> Answer:
         return warm.run(*args, env=_environment(**(env or {})), **settings)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def fork(warm: Warm) -> Callable[..., Answer]:
+    """Run Python in a process of its own that has imported torch: `fork(CODE, "an argument", env={...})`."""
+
+    def run(code: str, *args: str, env: dict[str, str | None] | None = None, **settings: Any) -> Answer:
+        return warm.ask([sys.executable, "-c", code, *args], env=_environment(**(env or {})), **settings)
 
     return run
 

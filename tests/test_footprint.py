@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from mha_inspect.targets.load import load_layer
 from mha_inspect.targets.room import rough_need_of_layer
 
 from .recorded import record
+from .warm import Answer
 
 CPU = torch.device("cpu")
 
@@ -148,35 +146,30 @@ def test_the_rough_estimate_is_on_the_safe_side(layer: str, sizes: dict[str, int
     assert taken(run, CPU, held(CPU)) < 8 * rough_need_of_layer(spec, asked) + 20 * MB
 
 
-TELL = """
+FORESEEN = """
 import sys
+from pathlib import Path
+from mha_inspect.record.rehearsal import _field, held
 from mha_inspect.targets import room
 
 room._SAFE, foresee, told = 1 << 40, room.foresee, []
-def refuse(run, extent, device, free):
-    told.append(foresee(run, extent, device, free)(extent))
-    return lambda extent: 1 << 60
-room.foresee = refuse
+def foresee_and_go_on(run, extent, device, free):
+    told.append(foresee(run, extent, device, 1 << 30)(extent))
+    told.append(held(device))
+    Path("/proc/self/clear_refs").write_text("5")
+    return lambda extent: 0
+room.foresee = foresee_and_go_on
 from mha_inspect.__main__ import run
 run(sys.argv[1:])
-print(*told)
+(foreseen, before), peak = told, _field("VmHWM:")
+print(foreseen, peak - before)
 """
-# Not ru_maxrss, which a process has from the one that began it: that of all the tests is large.
-PEAK = "print(next(1024 * int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-RUN = f"import sys; from mha_inspect.__main__ import run; run(sys.argv[1:]); {PEAK}"
 
 
-@cache
-def answer(code: str, line: str = "") -> int:
-    """The number in the last line that a process prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *line.split()],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
-    return int(done.stdout.split()[-1])
+def numbers(answer: Answer) -> list[int]:
+    """Those in the last line that a process prints."""
+    assert answer.code == 0, answer.err
+    return [int(word) for word in answer.out.splitlines()[-1].split()]
 
 
 TAKEN = """
@@ -193,26 +186,26 @@ print(taken(run, cpu, held(cpu)) - taken(lambda: None, cpu, held(cpu)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only its kernel tells the most that there was since a moment")
-def test_what_is_taken_at_one_time() -> None:
+def test_what_is_taken_at_one_time(fork: Callable[..., Answer]) -> None:
     """In a process of its own, as threads of other tests may free what they hold meanwhile."""
-    assert abs(answer(TAKEN) - 160 * MB) < 8 * MB
+    (most,) = numbers(fork(TAKEN))
+    assert abs(most - 160 * MB) < 8 * MB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere another unit, or none")
 @pytest.mark.parametrize(
     "line",
     [
-        "trace --stats --seq-len 2000",
-        "diff torch split-heads --seq-len 1200",
+        "trace --stats --seq-len 1500",
+        "diff torch split-heads --seq-len 1000",
         "diff torch.nn:MultiheadAttention torch --seq-len 1000",
-        "compare-heads --heads 1,2,4,8,16 --seq-len 2000",
-        "compare-heads --heads 2,4 --gradients --seq-len 1500",
-        "check torch.nn:MultiheadAttention --seq-len 1200",
+        "compare-heads --heads 1,2,4,8,16 --seq-len 1500",
+        "compare-heads --heads 2,4 --gradients --seq-len 1000",
+        "check torch.nn:MultiheadAttention --seq-len 1000",
     ],
 )
-def test_a_process_takes_what_was_foreseen(line: str) -> None:
-    """Its peak beyond that of torch alone; imports, and what is read and written, may take 80 MB beside it."""
+def test_a_process_takes_what_was_foreseen(line: str, fork: Callable[..., Answer]) -> None:
+    """Its peak beyond what it holds after the rehearsals; what is read and written may take 8 MB."""
     line += " --embed-dim 64" + ("" if "--heads" in line else " --num-heads 4")
-    peak = answer(RUN, line) - answer(f"import torch; {PEAK}")
-    foreseen = answer(TELL, line)
-    assert peak - 80 * 10**6 < foreseen < 1.5 * peak
+    foreseen, peak = numbers(fork(FORESEEN, *line.split()))
+    assert peak - 8 * MB < foreseen < 1.5 * peak + 60 * MB

@@ -44,7 +44,7 @@ def nodes(tree: ast.AST, *, at_import: bool, typed: bool = False) -> Iterator[as
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
             continue
-        if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if isinstance(node, ast.expr) or (at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
             continue
         for_types = not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if for_types:
@@ -56,10 +56,15 @@ def nodes(tree: ast.AST, *, at_import: bool, typed: bool = False) -> Iterator[as
 
 
 @cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+@cache
 def imports(module: str, *, at_import: bool = False, typed: bool = False) -> frozenset[str]:
     """What a module imports: `torch`, `rich.table`; of the package itself with a point in front: `.errors`."""
     found: set[str] = set()
-    for node in nodes(ast.parse(FILES[module].read_text(encoding="utf-8")), at_import=at_import, typed=typed):
+    for node in nodes(tree(module), at_import=at_import, typed=typed):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
             continue

@@ -22,6 +22,13 @@ from torch.utils import _python_dispatch as dispatch
 import mha_inspect
 from mha_inspect.errors import MhaInspectError
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_frozen() -> None:
+    """Thaw what is frozen for other tests: here it is counted, and each of those that is freed would count."""
+    gc.unfreeze()
+
+
 _ASKED = ("is_", "get_", "_get_", "_is_", "_len_", "are_", "_are_")
 _SPACES = (torch, torch._C, torch.backends, torch.backends.cuda, torch.backends.cudnn, torch.backends.mha, dispatch)
 _OF_OTHERS = ("nvfuser", "caught_jit", "DTensor", "cuda_is", "available")

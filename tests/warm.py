@@ -7,6 +7,7 @@ environment of its own that a process started from a shell would have.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mha_inspect
 
@@ -42,22 +43,27 @@ class Warm:
                 [sys.executable, __file__, str(theirs.fileno())], env=env, pass_fds=[theirs.fileno()]
             )
 
-    def run(
+    def run(self, *args: str, **settings: Any) -> Answer:
+        """Return what the line answers, as `ask` does."""
+        return self.ask([*self.entry_point, *args], **settings)
+
+    def ask(
         self,
-        *args: str,
+        command: Sequence[str],
+        *,
         env: Mapping[str, str],
         cwd: Path | None = None,
         stdout: int | None = None,
         before: str = "",
         timeout: float = 120,
     ) -> Answer:
-        """Return what the line answers.
+        """Return what a command answers: the script, `python -m module` or `python -c code`.
 
         It writes to the descriptor `stdout`, if there is one; `before` is Python that its process runs first.
         """
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
             files = [nothing.fileno(), out.fileno() if stdout is None else stdout, err.fileno()]
-            request = [[*self.entry_point, *args], dict(env), str(cwd or Path.cwd()), before]
+            request = [[*command], dict(env), str(cwd or Path.cwd()), before]
             self.socket.settimeout(timeout)
             socket.send_fds(self.socket, [b"."], files)
             self.socket.sendall(json.dumps(request).encode() + b"\n")
@@ -80,10 +86,15 @@ def _become(request: list, files: list[int]) -> int:
     os.environ.update(env)
     os.chdir(folder)
     exec(before)
-    module = command[1:2] == ["-m"]
-    sys.argv = command[2:] if module else command
+    option = command[1] if command[1:2] in (["-m"], ["-c"]) else ""
+    sys.argv = command[2:] if option == "-m" else command[1:2] + command[3:] if option else command
     try:
-        if module:
+        if option == "-c":
+            sys.path[0] = ""
+            exec(compile(command[2], "<string>", "exec"), {"__name__": "__main__"})
+            sys.stdout.flush()
+            return 0
+        if option == "-m":
             runpy.run_module(command[2], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(command[0]).parent)
@@ -99,6 +110,7 @@ def serve(number: int) -> None:
     for module in pkgutil.walk_packages(mha_inspect.__path__, "mha_inspect."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    gc.freeze()  # no fork looks through all of that
 
     with socket.socket(fileno=number) as requests:
         while True:

@@ -22,7 +22,7 @@ LONGEST = 2000
 
 def acts_on_a_terminal(text: str) -> list[str]:
     """The characters of an answer or a message that a terminal would act on."""
-    return [c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
+    return [c for c in sorted(set(text)) if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
 
 
 @contextmanager

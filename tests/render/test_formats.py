@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from xml.etree import ElementTree
 
 import pytest
@@ -22,10 +23,16 @@ ESCAPE = "\x1b"
 WIDTHS = (1, 7, 20, 40, 60, 80, 100, 120, 140, 200)
 
 
+@cache
+def rendered(name, format, **settings):
+    """A report in a format, made once for all that is asked of it."""
+    return to_text(REPORTS[name], format, **settings)
+
+
 @pytest.mark.parametrize("name", REPORTS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_of_a_table_is_wider_than_asked_for(name, width):
-    lines = to_text(REPORTS[name], "table", width=width).split("\n")
+    lines = rendered(name, "table", width=width).split("\n")
     # Superscripts and Greek are one column each; there are no wide characters in the samples.
     assert [line for line in lines if len(line) > width] == []
 
@@ -33,9 +40,9 @@ def test_no_line_of_a_table_is_wider_than_asked_for(name, width):
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_name_is_cut_at_the_widths_of_terminals(name, width):
-    page = to_text(REPORTS[name], "table", width=width)
+    page = rendered(name, "table", width=width)
     assert "…" not in page
-    for word in re.findall(r"[a-z]+_[a-z_]+|encoder[a-z0-9.]+", to_text(REPORTS[name], "plain")):
+    for word in re.findall(r"[a-z]+_[a-z_]+|encoder[a-z0-9.]+", rendered(name, "plain")):
         # Operations and settings may lose their column; what has one keeps its words whole.
         if word in STAGE_NAMES or word.startswith("encoder"):
             assert word in page, word
@@ -67,16 +74,16 @@ def test_dropped_columns_are_named():
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_colour_means_no_escape(name):
-    assert ESCAPE not in to_text(REPORTS[name], "table", width=100)
-    assert ESCAPE not in to_text(REPORTS[name], "plain", color=True)
+    assert ESCAPE not in rendered(name, "table", width=100)
+    assert ESCAPE not in rendered(name, "plain", color=True)
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_colour_changes_nothing_but_the_colour(name):
-    coloured = to_text(REPORTS[name], "table", width=100, color=True)
+    coloured = rendered(name, "table", width=100, color=True)
     assert ESCAPE in coloured
     bare = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
-    assert [line.rstrip() for line in bare.split("\n")] == to_text(REPORTS[name], "table", width=100).split("\n")
+    assert [line.rstrip() for line in bare.split("\n")] == rendered(name, "table", width=100).split("\n")
 
 
 def test_a_dimension_has_the_colour_of_its_axis():
@@ -90,7 +97,7 @@ def test_a_dimension_has_the_colour_of_its_axis():
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_colour_is_one_that_a_common_palette_makes_pale(name):
-    found = re.findall("\x1b\\[([0-9;]*)m", to_text(REPORTS[name], "table", color=True))
+    found = re.findall("\x1b\\[([0-9;]*)m", rendered(name, "table", color=True))
     codes = {code for escape in found for code in escape.split(";")}
     # Bold, dim; red, green, blue, magenta, cyan. Yellow (33) is pale on white, bright black (90) vanishes on black.
     assert codes <= {"0", "1", "2", "31", "32", "34", "35", "36"}
@@ -98,8 +105,7 @@ def test_no_colour_is_one_that_a_common_palette_makes_pale(name):
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_html_is_tables_that_scroll_by_themselves_in_light_and_dark(name):
-    report = REPORTS[name]
-    text = to_text(report, "html")
+    report, text = REPORTS[name], rendered(name, "html")
     body = ElementTree.fromstring(text[text.index("<body>") : text.index("</body>") + 7])
     page = kind_of(report).page(report)
     assert f"<title>mha-inspect: {page.title}</title>" in text
@@ -117,7 +123,7 @@ def test_html_is_tables_that_scroll_by_themselves_in_light_and_dark(name):
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_every_style_of_an_svg_has_a_dark_one(name):
-    light, _, dark = to_text(REPORTS[name], "svg").partition("</style>")[0].partition("@media")
+    light, _, dark = rendered(name, "svg").partition("</style>")[0].partition("@media")
     rules = [re.findall(r"(\S+-r\d+) \{ fill: (#\w{6})", half) for half in (light, dark)]
     assert [style for style, _ in rules[0]] == [style for style, _ in rules[1]] != []
     assert all(one != other for (_, one), (_, other) in zip(*rules, strict=True))
@@ -125,8 +131,7 @@ def test_every_style_of_an_svg_has_a_dark_one(name):
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_plain_has_a_line_for_each_stage_with_its_fields_two_spaces_apart(name):
-    report = REPORTS[name]
-    text = to_text(report, "plain")
+    report, text = REPORTS[name], rendered(name, "plain")
     assert not re.search("[─━│┃┌┐└┘├┤]", text)
     assert not any(line.endswith(" ") for line in text.split("\n"))
     for attention in getattr(report, "attentions", ()):
@@ -140,7 +145,7 @@ def test_plain_has_a_line_for_each_stage_with_its_fields_two_spaces_apart(name):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", REPORTS)
 def test_equal_reports_give_equal_bytes(name, format):
-    first = to_text(REPORTS[name], format, width=90)
+    first = rendered(name, format, width=90)
     assert first == to_text(copy.deepcopy(REPORTS[name]), format, width=90)
     assert first.endswith("\n")
 
@@ -148,7 +153,7 @@ def test_equal_reports_give_equal_bytes(name, format):
 @pytest.mark.parametrize("format", ["svg", "html"])
 @pytest.mark.parametrize("name", REPORTS)
 def test_exports_fetch_nothing(name, format):
-    text = to_text(REPORTS[name], format)
+    text = rendered(name, format)
     without_namespace = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
     # `url(#...)` points into the same file.
     assert not re.search(r"https?:|//\w|url\((?!#)|@import|@font-face|<script|\bsrc=|\bhref=", without_namespace)
@@ -156,7 +161,7 @@ def test_exports_fetch_nothing(name, format):
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_svg_is_well_formed_and_holds_the_text(name):
-    root = ElementTree.fromstring(to_text(REPORTS[name], "svg"))
+    root = ElementTree.fromstring(rendered(name, "svg"))
     text = "".join(root.itertext()).replace("\xa0", " ")
     assert kind_of(REPORTS[name]).page(REPORTS[name]).title in text
 
