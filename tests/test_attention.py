@@ -77,7 +77,7 @@ def contrast(w: Any, x: Tensor) -> Tensor:
     return (w["q"](x) @ w["k"](x).transpose(-1, -2)).softmax(-1)
 
 
-NONE = (linear_attention, efficient_attention, sigmoid_attention, router, dense_router, classifier, contrast)
+NONE = (linear_attention, efficient_attention, router, dense_router, classifier, contrast)
 
 
 @pytest.mark.parametrize("function", NONE, ids=lambda function: function.__name__)

@@ -9,7 +9,7 @@ from math import prod
 class Axis:
     """An axis that nothing has split yet."""
 
-    __slots__ = ("counters", "joined", "origins", "parts", "size", "twins")
+    __slots__ = ("counters", "joined", "origins", "parts", "repeats", "size", "twins")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -23,6 +23,8 @@ class Axis:
         """Size of a piece that begins with this, to the axis that counts such pieces."""
         self.joined: tuple[Dim, ...] = ()
         """The dimensions that were put together, one after the other, into this one."""
+        self.repeats = False
+        """Whether the same stands at every place along it, as far as nothing else has met it."""
 
     def __repr__(self) -> str:
         return f"Axis({self.size})"
@@ -67,6 +69,13 @@ def wide(*dims: Iterable[Axis]) -> Dim:
 def fresh(size: int) -> Dim:
     """A dimension of which nothing is known but its size."""
     return (Axis(size),)
+
+
+def repeating(size: int) -> Dim:
+    """A dimension along which the same is repeated."""
+    axis = Axis(size)
+    axis.repeats = True
+    return (axis,)
 
 
 def join(dims: Sequence[Dim]) -> Dim:
@@ -210,6 +219,7 @@ def split(atom: Axis, size: int) -> None:
     """Split an atom in two: `size` of what is left."""
     first, rest = Axis(size), Axis(atom.size // size)
     first.counters, first.origins = atom.counters, atom.origins
+    first.repeats = rest.repeats = atom.repeats
     atom.parts = (first, rest)
     _tell_parts_apart(atom)
 

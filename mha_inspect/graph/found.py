@@ -64,8 +64,12 @@ class Attention:
     """What is done to the weights before they meet the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
+    before_repeats: dict[str, TensorRef] = field(default_factory=dict)
+    """`key`, `value` to what their heads were repeated from; the heads themselves where they were not."""
     along: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`key`, `value` to the products after their projection that make fewer positions of all."""
+    weighing: tuple[Op, ...] = ()
+    """What makes weights of the scores where that is no softmax, in order; `softmax` is the last of them."""
     branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
@@ -81,9 +85,14 @@ class Attention:
         return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
 
     @property
+    def is_dot(self) -> bool:
+        """Whether the scores are dot products, which a scale of 1/√head_dim is for."""
+        return self.score_product.is_dot
+
+    @property
     def module(self) -> str:
         """Path of the module whose forward computes the scores, or runs those that do for a head each."""
-        return self.score_product.op.module if self.joined_in is None else self.joined_in
+        return self.score_product.multiply.module if self.joined_in is None else self.joined_in
 
 
 def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Dim]:

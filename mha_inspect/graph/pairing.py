@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
+from .additive import joint_scores
 from .dimensions import Axis, size_of, wide
 from .found import Mixing
 from .products import Product, product_of
@@ -23,7 +24,7 @@ class Meeting:
 
 
 def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
-    """The product that made the scores that a softmax is taken of.
+    """What made the scores that a softmax is taken of: a product, or where there is none what has them without one.
 
     Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
     """
@@ -41,6 +42,10 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
             rank = (learned, gathered, of_positions, any(map(graph.is_projection, step.path)), len(step.path))
             if best is None or rank < best[0]:
                 best = (rank, Meeting(product, tuple(reversed(step.path)), product.op.output))
+    if best is None or best[0][0]:
+        joint = joint_scores(graph, masked, dim)
+        if joint is not None:
+            return Meeting(*joint, joint[0].op.output)
     return None if best is None else best[1]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op
-from .axis import Dim, fresh, join, reshape, resolve, size_of, twin, unify
+from .axis import Dim, fresh, join, repeating, reshape, resolve, size_of, twin, unify, wide
 from .pieces import Dims, counted, counter, setting, slice_piece, split_pieces
 
 Rule = Callable[[Op, tuple[Dims, ...]], Iterable[Dims]]
@@ -31,6 +31,10 @@ def _same(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """Element by element, with broadcasting from the right."""
+    outer = _outer(inputs)
+    if outer:
+        yield outer
+        return
     shape = op.output.shape
     dims: list[Dim | None] = [None] * len(shape)
     for operand in inputs:
@@ -44,6 +48,33 @@ def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
             else:
                 unify(known, dim)
     yield _told_apart([fresh(size) if dim is None else dim for dim, size in zip(dims, shape, strict=True)], inputs)
+
+
+def _outer(inputs: tuple[Dims, ...]) -> Dims:
+    """The dimensions where each of two operands is repeated along what the other has; empty where they are not.
+
+    As with broadcasting, what one of them brings is another axis than what the other brings, also of one origin.
+    """
+    if len(inputs) != 2 or len(inputs[0]) != len(inputs[1]):
+        return ()
+    if not all(any(atom.repeats for dim in own for atom in dim) for own in inputs):
+        return ()
+    pairs = [tuple(wide(resolve(dim)) for dim in both) for both in zip(*inputs, strict=True)]
+    if any([atom.size for atom in left] != [atom.size for atom in right] for left, right in pairs):
+        return ()
+    met = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
+    if not {(True, False), (False, True)} <= {(a.repeats, b.repeats) for a, b in met}:
+        return ()
+    brought = {a for a, b in met if b.repeats and not a.repeats}
+    found = []
+    for dim, (left, right) in zip(inputs[0], pairs, strict=True):
+        atoms = []
+        for a, b in zip(left, right, strict=True):
+            if a.repeats == b.repeats:
+                unify((a,), (b,))
+            atoms.append(a if not a.repeats else twin(b) if b in brought else b)
+        found.append(tuple(atoms) or dim)
+    return tuple(found)
 
 
 def _told_apart(dims: list[Dim], inputs: tuple[Dims, ...]) -> Dims:
@@ -103,7 +134,7 @@ def _expand(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     shape, dims = op.output.shape, inputs[0]
     padded = [None] * (len(shape) - len(dims)) + list(dims)
     yield tuple(
-        dim if dim is not None and size_of(dim) == size else fresh(size)
+        dim if dim is not None and size_of(dim) == size else repeating(size)
         for dim, size in zip(padded, shape, strict=True)
     )
 
@@ -111,7 +142,7 @@ def _expand(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     times, dims = op.args[1], inputs[0]
     padded = [fresh(1)] * (len(times) - len(dims)) + list(dims)
-    yield tuple(dim if n == 1 else (*fresh(n), *dim) for n, dim in zip(times, padded, strict=True))
+    yield tuple(dim if n == 1 else (*repeating(n), *dim) for n, dim in zip(times, padded, strict=True))
 
 
 def _select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -128,6 +159,17 @@ def _narrow(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         )
 
 
+def _pad(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
+    """What is padded is joined with what it is padded with."""
+    dims = list(inputs[0])
+    pads = setting(op, 1, "pad")
+    for back, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        place = len(dims) - 1 - back
+        parts = [dim for dim in (fresh(max(before, 0)), dims[place], fresh(max(after, 0))) if size_of(dim)]
+        dims[place] = join(parts) if len(parts) > 1 and min(before, after) >= 0 else dims[place]
+    yield tuple(dims)
+
+
 def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     rank = len(op.output.shape)
     operands = [d for d, t in zip(inputs, op.inputs, strict=True) if len(t.shape) == rank and t.numel]
@@ -135,7 +177,10 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         return
     place = setting(op, 1, "dim", 0) % rank
     first = operands[0]
-    for other in operands[1:]:
+    outer = _outer(tuple((*own[:place], *own[place + 1 :]) for own in operands))
+    if outer:
+        first = (*outer[:place], first[place], *outer[place:])
+    for other in operands[1:] if not outer else ():
         for at, (a, b) in enumerate(zip(first, other, strict=True)):
             if at != place:
                 unify(a, b)
@@ -327,6 +372,7 @@ _RULES: dict[str, Rule] = {
     "slice": slice_piece,
     "narrow": _narrow,
     "split": split_pieces,
+    "pad": _pad,
     "cat": _cat,
     "stack": _stack,
     "reduce": _reduce,

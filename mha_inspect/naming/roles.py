@@ -163,7 +163,7 @@ class Roles:
         """Without a projection: by the layout of the heads, batch before heads."""
         dims = self._dimensions.of(self._found.stages["q_heads"])
         apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
-        if len(dims) == 3 and not apart:
+        if not apart and (len(dims) == 3 or not self._found.is_dot):
             return folded, (), ()
         features = self._features() if "concat" in self._found.stages else set()
         merged = tuple(atom for atom in wide(folded) if atom in features)
@@ -216,10 +216,18 @@ class Roles:
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
         pieces = tuple(atom for atom in self.heads if self._is_piece(atom, atoms))
-        return shared or pieces or self._picked("key") or self._repeated()
+        found = shared or pieces or self._picked("key") or self._repeated()
+        if not found and not self._found.is_dot:
+            held = set(wide(*self._dimensions.of(self._found.stages["k_heads"])))
+            return () if held & set(self.heads) else self.heads  # what reduces the features gives the heads
+        return found
 
     def _repeated(self) -> Dim:
         """Heads of the keys before they are repeated, where nothing leads from them to what a projection gave."""
+        once = set(wide(*self._dimensions.of(self._found.before_repeats["key"])))
+        known = tuple(atom for atom in wide(self.heads) if atom in once)
+        if known and self._found.before_repeats["key"].id != self._found.stages["k_heads"].id:
+            return known
         others = {*self.batch, *self.windows, *self.key, *self._source_key, *self.own_keys, *self.head_dim}
         held = wide(*self._dimensions.of(self._found.stages["k_heads"]))
         left = tuple(atom for atom in held if atom not in others and atom not in self._other_dim)

@@ -42,7 +42,7 @@ expand | expand | broadcasts
 repeat | repeat | carries copies
 select unbind | select |
 slice | slice | cuts
-constant_pad_nd | narrow | joins carries copies
+constant_pad_nd | pad | joins carries copies
 topk | narrow |
 split split_with_sizes | split | cuts
 unsafe_split | split |

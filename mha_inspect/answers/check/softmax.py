@@ -23,7 +23,7 @@ _OVER_KEYS = "softmax over the keys: dim=-1 of scores that are query by key."
 def softmax(bench: Bench) -> Iterator[Finding]:
     """Yield where what the values are averaged with does not sum to one over them."""
     yield from lone_softmaxes(bench)
-    unknown = "the weights meet sinks, a mixing matrix or dropout, or the values without a product"
+    unknown = "the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product"
     yield from each_kind(bench, _softmax, unknown)
 
 
@@ -31,7 +31,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     found = tokens.found
     weights, over = tokens.weights()
     drops = any(op.does("draws") for op in found.weights_path)
-    if found.sinks is not None or found.divided is not None or found.mixed_weights or drops:
+    if found.weighing or found.sinks is not None or found.divided is not None or found.mixed_weights or drops:
         raise LostError
     sums, other = _sums(weights, over), _sums(weights, -1 if over == -2 else -2)
     if sums is None or weights.shape[over] < 2 or _are_one(sums):
