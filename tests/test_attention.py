@@ -52,11 +52,6 @@ def efficient_attention(w: Any, x: Tensor) -> Tensor:
     return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)
 
 
-def sigmoid_attention(w: Any, x: Tensor) -> Tensor:
-    q, k, v = (w[name](x) for name in "qkv")
-    return torch.sigmoid(q @ k.transpose(-1, -2) / math.sqrt(E)) @ v
-
-
 def router(w: Any, x: Tensor) -> Tensor:
     weights, chosen = w["gate"](x).softmax(-1).topk(2)
     experts = torch.stack([w["q"](x), w["k"](x), w["v"](x)], dim=-2)

@@ -205,6 +205,8 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
         )
     elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
+    if names.maps > 1:
+        notes.append(f"The weights of {names.maps} maps become those of one head before they meet the values.")
     if found.branches:
         turns = "rows and heads" if found.turned else "heads"
         notes.append(

@@ -37,7 +37,8 @@ class Joint(Product):
     between: tuple[Op, ...] = ()
     """The operations from the one to the other, in order; that to the scores is the last."""
     sides: tuple[tuple[Dim, Dim, Dim], ...] = ()
-    """Each axis of what they are joined in, and what it is in the left and in the right factor; empty where it has
+    """Each axis, of the graph that this was found in, of what they are joined in, and what it is in the left and in the
+    right factor; empty where it has
     none."""
 
     @property
@@ -162,9 +163,12 @@ def _sides(graph: Graph, op: Op) -> tuple[tuple[Dim, Dim, Dim], ...]:
         axes = [own for own in _steps(graph.dimensions.of(source), source.shape) if own[0].size > 1]
         moved = [abs(at.get(number, 0) - at.get(0, 0)) for number in range(1, len(steps) + 1)]
         found.append([_run(axes, atom, step) if step else () for step, (atom, _) in zip(moved, steps, strict=True)])
-    sides = [((atom,), left, right) for (atom, _), left, right in zip(steps, *found, strict=True)]
+    sides: list[tuple[Dim, Dim, Dim]] = [
+        ((atom,), left, right) for (atom, _), left, right in zip(steps, *found, strict=True)
+    ]
     if place >= 0:
-        sides.append((fresh(1), *(graph.dimensions.of(factor)[place - len(whole.shape)] for factor in op.inputs)))
+        left, right = (graph.dimensions.of(factor)[place - len(whole.shape)] for factor in op.inputs)
+        sides.append((fresh(1), left, right))
     return tuple(sides)
 
 

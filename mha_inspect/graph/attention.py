@@ -121,7 +121,7 @@ class _Finder:
         if scoring.masks or scoring.bent:
             stages["masked_scores"] = scoring.masked
         if late is None:
-            stages["weights"] = _without_sinks(softmax.output, ahead.path)
+            stages["weights"] = _without_sinks(softmax.output, dim, ahead.path)
         stages["context"] = graph.after_call(averaged.op) if late is None else late.divided.output
         self._combine(stages, projections, product.multiply.module)
         scores_scale = multiply([q_scale, k_scale, scoring.scale]) if product.is_dot else None
@@ -290,9 +290,10 @@ def _elements(tensor: TensorRef) -> int:
     return prod(size for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride)
 
 
-def _without_sinks(weights: TensorRef, path: tuple[Op, ...]) -> TensorRef:
+def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> TensorRef:
     """The weights without those of the sinks, which are cut off before the values are averaged."""
     for op in path:
-        if op.does("cuts") and op.output.numel < weights.numel:
+        kept = len(op.output.shape) == len(weights.shape) and op.output.shape[dim] == weights.shape[dim]
+        if op.does("cuts") and op.output.numel < weights.numel and not kept:
             return next((t for t in op.outputs if t.numel < weights.numel), op.output)
     return weights

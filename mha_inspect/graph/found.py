@@ -84,10 +84,22 @@ class Attention:
         op = self.projections.get(side)
         return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
 
+    def first_projection(self, side: str) -> Op | None:
+        """The product that projects what is given, of those that follow one another; None where there is none."""
+        return next(iter(self.earlier.get(side, ())), self.projections.get(side))
+
     @property
     def is_dot(self) -> bool:
         """Whether the scores are dot products, which a scale of 1/√head_dim is for."""
         return self.score_product.is_dot
+
+    @property
+    def weights_changed(self) -> bool:
+        """Whether other weights than those that are shown meet the values: gated, masked or picked since."""
+        return any(
+            op.does("picks") or (op.kind == "compute" and op.pointwise and op.base_name != "_to_copy")
+            for op in self.weights_path
+        )
 
     @property
     def module(self) -> str:
@@ -105,7 +117,7 @@ def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Di
 
 def given_features(found: Attention, dimensions: Dimensions, side: str) -> int:
     """Return which dimension of a query, key or value are the features, that is projected or comes in as it is."""
-    dims, op = dimensions.of(found.stages[side]), found.projections.get(side)
+    dims, op = dimensions.of(found.stages[side]), found.first_projection(side)
     if op is None:
         return -1
     # Features that were moved before they were projected stand elsewhere than there.
@@ -113,4 +125,4 @@ def given_features(found: Attention, dimensions: Dimensions, side: str) -> int:
     read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
     summed = set(wide(*(own[1 if convolved else -1] for own in read if len(own) > convolved)))
     moved = [place for place, dim in enumerate(dims) if place and dim and set(dim) <= summed]
-    return moved[0] if len(moved) == 1 else found.feature_place(side, len(dims))
+    return moved[0] if len(moved) == 1 else 1 if convolved and len(dims) > 2 else -1

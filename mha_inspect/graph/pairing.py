@@ -72,14 +72,15 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
     over = _wide(graph, weights, dim)
 
     def through(op: Op) -> bool:
-        return graph.carries(op) or _mixes(graph, op, over) or _norms_heads(graph, op, over)
+        return graph.carries(op) or _picks(op, dim) or _mixes(graph, op, over) or _norms_heads(graph, op, over)
 
     for op, step in graph.forward(weights, through):
         product = graph.product(op)
         if product is None:
             product = graph.product_with(op)
             # A sum over anything else is no average over keys.
-            if product is not None and not _sums(graph, product, over):
+            picked = {axis for passed in step.path if passed.does("picks") for axis in _wide(graph, passed.output, dim)}
+            if product is not None and not _sums(graph, product, over | picked):
                 product = None
         if product is not None and any(map(graph.is_projection, step.path)) and not _sums(graph, product, over):
             product = None
@@ -91,6 +92,11 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
             wider = other.numel > step.tensor.numel and graph.comes_from_inputs(other)
             single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
+
+
+def _picks(op: Op, dim: int) -> bool:
+    """Whether this leaves more than one weight of each query: where one is left, keys are chosen, and not averaged."""
+    return op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
 
 
 def _sums(graph: Graph, product: Product, over: set[Axis]) -> bool:

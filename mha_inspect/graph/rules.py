@@ -153,10 +153,10 @@ def _select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _narrow(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """Paddings and the like: a dimension whose size is unchanged is the same axis."""
+    known: dict[tuple[int, ...], Dims] = {}  # what is picked, and where it was, have the same axes
     for output in op.outputs:
-        yield tuple(
-            dim if size_of(dim) == size else fresh(size) for dim, size in zip(inputs[0], output.shape, strict=True)
-        )
+        told = zip(inputs[0], output.shape, strict=True)
+        yield known.setdefault(output.shape, tuple(dim if size_of(dim) == size else fresh(size) for dim, size in told))
 
 
 def _pad(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -282,7 +282,7 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     source, indices = inputs[0], inputs[-1]
     place = setting(op, 1, "dim", 0) % max(len(source), 1)
     yield tuple(
-        b if at == place or size_of(a) != size_of(b) else a
+        b if at == place or size_of(a) != size_of(b) or any(atom.repeats for atom in resolve(a)) else a
         for at, (a, b) in enumerate(zip(source, indices, strict=True))
     )
 

@@ -14,6 +14,8 @@ from .softmax import softmax_of
 
 _FAR = 60
 """Steps after which a walk gives up: attention is never that long."""
+_PLACES = ("int64", "int32")
+"""What is read by is of these, and holds no numbers of what it was made of."""
 _LINEAR = ("neg", "add", "sub", "rsub", "positive", "conj")
 """Pointwise operations of one tensor that bend nothing."""
 
@@ -245,7 +247,7 @@ class Graph:
                 yield op, step
                 if len(step.path) < _FAR and through(op):
                     for tensor in (*op.outputs, *self._reread.get(op.index, ())):
-                        if tensor.id not in seen:
+                        if tensor.id not in seen and tensor.dtype not in _PLACES:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
 

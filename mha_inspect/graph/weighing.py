@@ -80,8 +80,8 @@ def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[A
                 return None  # weights that are set against those of other queries
         if others or graph.bends(op):
             parts.append(place)
-    if not any(graph.bends(path[place]) for place in parts):
-        return None
+    if not any(graph.bends(path[place]) for place in parts) or path[parts[-1]].base_name.rstrip("_") == "exp":
+        return None  # exponentials are divided later, piece by piece
     start, stop = parts[0], parts[-1] + 1
     while start and path[start - 1].base_name in ("add", "sub") and len(path[start - 1].inputs) == 1:
         start -= 1  # a number beside the scores

@@ -54,6 +54,9 @@ class Roles:
             if self.own_keys:
                 self.query = self._source_query = query = self.own_keys
         self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
+        self.maps = self._maps_of_a_head()
+        """What counts the weights of one head, where they are put together before they meet the values."""
+        self.heads = tuple(atom for atom in self.heads if atom not in self.maps)
         if found.turned:  # by the loop's turns, each of which has one head of one row, or some
             tensor, place = found.turned[0]
             turned = dimensions.of(tensor)[place]
@@ -174,6 +177,21 @@ class Roles:
         rest = tuple(atom for atom in folded if atom not in batch)
         return batch, wide(rest) or rest[:1], ()
 
+    @property
+    def own_values(self) -> Dim:
+        """The queries, where each of them has values of its own: those of the keys that it picked."""
+        apart = set(wide(self.query)) <= {*self._found.value_product.axes(self._dimensions).batch}
+        return self.query if apart and not self.own_keys else ()
+
+    def _maps_of_a_head(self) -> Dim:
+        """Heads of the scores that are no heads to the values: the weights of several become those of one."""
+        axes = self._found.value_product.axes(self._dimensions)
+        averaged = {*axes.batch, *axes.rows, *axes.columns}
+        combined = any(op.base_name.rstrip("_") in ("add", "sub", "sum") for op in self._found.weights_path)
+        if not combined or self._found.mixed_weights or not averaged & set(wide(self.heads)):
+            return ()
+        return tuple(atom for atom in wide(self.heads) if atom not in averaged)
+
     def _value_roles(self) -> None:
         """The sequence and the features of the values."""
         axes = self._found.value_product.axes(self._dimensions)
@@ -286,6 +304,8 @@ class Roles:
 
     def _head_groups(self, side: str) -> list[Group]:
         shared, heads = self.kv_heads, self.heads
+        if self.maps and side in "qks":
+            return [("heads", heads), ("maps", self.maps)]
         if self.branch_axis and side == "o":
             return [("heads", (*self.branch_axis, *heads))]
         if not heads or shared == heads:

@@ -174,7 +174,11 @@ class StageFacts:
         """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
         mixed = any(mixing.op is op for mixing in self._found.mixed_weights)
         return (
-            op.kind == "compute" and op.pointwise and op.base_name != "_to_copy" and not mixed and not self._drops(op)
+            op.kind == "compute"
+            and (op.pointwise or op.does("picks"))
+            and op.base_name != "_to_copy"
+            and not mixed
+            and not self._drops(op)
         )
 
     def _rearranged(self, stage: str) -> str:
@@ -272,8 +276,8 @@ def without_dot(found: Attention) -> str:
     if not isinstance(scored, Joint):
         return ""
     return (
-        f"The scores are additive: queries and keys meet in {scored.meeting}, which is bent and reduced. No dot product "
-        "is taken, so no scale of 1/√head_dim is due."
+        f"The scores are additive: queries and keys meet in {scored.meeting}, which is bent and reduced. No dot "
+        "product is taken, so no scale of 1/√head_dim is due."
     )
 
 

@@ -18,6 +18,7 @@ Trait = Literal[
     "fills",  # writes a constant, or other values, into some elements
     "fills_where",  # the same where a mask of bools says
     "masks",  # may stand between exponentials and their sum
+    "picks",  # leaves some of what it was given out, or in its place
     "runs",  # sums up over time, or cuts a triangle out
     "gathers",  # reads by indices
     "joins",  # puts tensors side by side
@@ -43,7 +44,8 @@ repeat | repeat | carries copies
 select unbind | select |
 slice | slice | cuts
 constant_pad_nd | pad | joins carries copies
-topk | narrow |
+topk | narrow | picks
+scatter | - | picks
 split split_with_sizes | split | cuts
 unsafe_split | split |
 narrow | - | cuts

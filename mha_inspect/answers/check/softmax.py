@@ -40,7 +40,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     through = [op for op in found.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
     evidence = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
     sure, at, fix = True, found.softmax, _OVER_KEYS
-    if other is not None and _are_one(other):
+    if other is not None and _are_one(other) and (found.over_queries or not found.weights_changed):
         sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
         evidence += " Over the queries they sum to 1."
     elif through and highest < 1.02 and _is_masked(bench, found, through):
@@ -49,7 +49,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
             "sum to one."
         )
         at, fix = through[-1], "mask the scores with -inf before the softmax."
-    elif not through and found.softmax.output.id in bench.seen.recording.values:
+    elif not through and not found.weights_changed and found.softmax.output.id in bench.seen.recording.values:
         axis = "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
         sentence = f"The softmax runs over {axis}, not over the keys: the weights of a query do not sum to one."
     else:
