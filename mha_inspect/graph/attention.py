@@ -1,7 +1,9 @@
 """Find every attention in a recording by its dataflow: no class name and no source text is looked at.
 
-From each softmax the walk goes back through mask and scale to the product that made the scores, and forward to the
-product with the values; from the operands of those two products back to the projections, and forward to the output.
+From each softmax the walk goes back through mask and scale to the product that made the scores, or to what scored
+queries and keys without one (`additive`), and forward to the product with the values. Weights that are no softmax are
+found from that product backward (`weighing`). From the operands the walk goes on to the projections, and from the
+product with the values forward to the output.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Attention:
-    """One scaled-dot-product computation, as it stands in a recording."""
+    """One attention, as it stands in a recording: scores of queries and keys, weights of these, and values."""
 
     softmax: Op
     score_product: Product
