@@ -49,6 +49,9 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
             "sum to one."
         )
         at, fix = through[-1], "mask the scores with -inf before the softmax."
+    elif biased := _biased(bench, found):
+        sentence = "A bias is added to the weights, after the softmax: those of a query do not sum to one."
+        at, fix = biased, "add it to the scores, before the softmax."
     elif not through and not found.weights_changed and found.softmax.output.id in bench.seen.recording.values:
         axis = "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
         sentence = f"The softmax runs over {axis}, not over the keys: the weights of a query do not sum to one."
@@ -56,6 +59,13 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
         sentence = "The weights of a query may be meant not to sum to one: they are changed after the softmax."
         sure, at, fix = False, (through or [found.softmax])[-1], ""
     yield Finding("softmax", sentence, evidence, sure, at.source, fix=fix)
+
+
+def _biased(bench: Bench, found: Attention) -> Op | None:
+    """Return what adds to the weights something that hangs on nothing that was given, as biases of positions do."""
+    graph = bench.seen.graph
+    adding = (op for op in found.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
+    return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
 
 def _sums(weights: Tensor, over: int) -> tuple[float, float] | None:
