@@ -23,8 +23,10 @@ from .pieces import setting
 from .products import Product, ProductAxes, summed_places
 from .walk import Graph, Step
 
-_LAYERS = 2
-"""Reductions up to which the way from the scores to queries and keys is followed."""
+_DISTANCE = "distance"
+_LAYERS = {"add": 1, "sub": 1, "cat": 2, _DISTANCE: 0}
+"""What queries and keys meet in, and how many reductions there may be from there to the scores: features that stand
+side by side are mixed before they are bent, and a distance is a score."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Joint(Product):
     def meeting(self) -> str:
         """What queries and keys meet in."""
         name = self.multiply.base_name.rstrip("_")
-        return {"add": "a sum", "sub": "a difference"}.get(name, "one row of features")
+        return {"add": "a sum", "cat": "one row of features"}.get(name, "a difference")
 
     @property
     def flops(self) -> int:
@@ -94,7 +96,7 @@ def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tupl
         if found is not None:
             return found
         reductions = sum(graph.reduces(passed) for passed in (op, *path))
-        if reductions > _LAYERS or not (graph.carries(op) or graph.reduces(op)):
+        if reductions > max(_LAYERS.values()) or not (graph.carries(op) or graph.reduces(op)):
             continue
         for tensor in op.inputs:
             if tensor.id not in seen and graph.comes_from_inputs(tensor) and tensor.dtype != "bool":
@@ -105,12 +107,12 @@ def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tupl
 
 def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> tuple[Joint, tuple[Op, ...]] | None:
     """The scores that an operation joins queries and keys for, and what is between them and the softmax."""
-    name = op.base_name.rstrip("_")
-    if name not in ("add", "sub", "cat") or len(op.inputs) != 2 or not all(map(graph.comes_from_inputs, op.inputs)):
+    name = _DISTANCE if op.does("distances") else op.base_name.rstrip("_")
+    if name not in _LAYERS or len(op.inputs) != 2 or not all(map(graph.comes_from_inputs, op.inputs)):
         return None
     ends = [place for place, passed in enumerate(path) if graph.reduces(passed)]
-    layers = 2 if name == "cat" else 1  # features that stand side by side are mixed before they are bent
-    if len(ends) > layers or (name == "cat" and not ends) or not any(graph.bends(passed) for passed in path):
+    bent = name == _DISTANCE or any(graph.bends(passed) for passed in path)
+    if len(ends) > _LAYERS[name] or (name == "cat" and not ends) or not bent:
         return None
     count = ends[-1] + 1 if ends else 0
     while 0 < count < len(path) and path[count].call == path[ends[-1]].call:
@@ -147,6 +149,10 @@ def _sides(graph: Graph, op: Op) -> tuple[tuple[Dim, Dim, Dim], ...]:
     """What each axis of what two factors are joined in is in each of them."""
     whole, place = op.output, -1
     dims = list(graph.dimensions.of(whole))
+    if op.does("distances"):
+        one, other = (graph.dimensions.of(factor) for factor in op.inputs)
+        batch = zip(dims[:-2], one[:-2], other[:-2], strict=False)
+        return (*batch, (dims[-2], one[-2], ()), (dims[-1], (), other[-2]), (fresh(1), one[-1], other[-1]))
     if op.base_name == "cat":
         place = setting(op, 1, "dim", 0) % len(whole.shape)
         dims[place] = ()

@@ -247,6 +247,33 @@ def _are_twins(x: Axis, y: Axis) -> bool:
     return bool((x.twins and y in resolve(x.twins)) or (y.twins and x in resolve(y.twins)))
 
 
+def outer_product(inputs: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
+    """Return the dimensions where each of two operands is repeated along what the other has; empty where they are not.
+
+    As with broadcasting, what one of them brings is another axis than what the other brings, also of one origin.
+    """
+    if len(inputs) != 2 or len(inputs[0]) != len(inputs[1]):
+        return ()
+    if not all(any(atom.repeats for dim in own for atom in dim) for own in inputs):
+        return ()
+    pairs = [tuple(wide(resolve(dim)) for dim in both) for both in zip(*inputs, strict=True)]
+    if any([atom.size for atom in left] != [atom.size for atom in right] for left, right in pairs):
+        return ()
+    met = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
+    if not {(True, False), (False, True)} <= {(a.repeats, b.repeats) for a, b in met}:
+        return ()
+    brought = {a for a, b in met if b.repeats and not a.repeats}
+    found = []
+    for dim, (left, right) in zip(inputs[0], pairs, strict=True):
+        atoms = []
+        for a, b in zip(left, right, strict=True):
+            if a.repeats == b.repeats:
+                unify((a,), (b,))
+            atoms.append(a if not a.repeats else twin(b) if b in brought else b)
+        found.append(tuple(atoms) or dim)
+    return tuple(found)
+
+
 def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
     """The dimensions after a view to `shape`, splitting atoms where it splits them.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op
-from .axis import Dim, fresh, join, repeating, reshape, resolve, size_of, twin, unify, wide
+from .axis import Dim, fresh, join, outer_product, repeating, reshape, resolve, size_of, twin, unify
 from .pieces import Dims, counted, counter, setting, slice_piece, split_pieces
 
 Rule = Callable[[Op, tuple[Dims, ...]], Iterable[Dims]]
@@ -31,7 +31,7 @@ def _same(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """Element by element, with broadcasting from the right."""
-    outer = _outer(inputs)
+    outer = outer_product(inputs)
     if outer:
         yield outer
         return
@@ -48,33 +48,6 @@ def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
             else:
                 unify(known, dim)
     yield _told_apart([fresh(size) if dim is None else dim for dim, size in zip(dims, shape, strict=True)], inputs)
-
-
-def _outer(inputs: tuple[Dims, ...]) -> Dims:
-    """The dimensions where each of two operands is repeated along what the other has; empty where they are not.
-
-    As with broadcasting, what one of them brings is another axis than what the other brings, also of one origin.
-    """
-    if len(inputs) != 2 or len(inputs[0]) != len(inputs[1]):
-        return ()
-    if not all(any(atom.repeats for dim in own for atom in dim) for own in inputs):
-        return ()
-    pairs = [tuple(wide(resolve(dim)) for dim in both) for both in zip(*inputs, strict=True)]
-    if any([atom.size for atom in left] != [atom.size for atom in right] for left, right in pairs):
-        return ()
-    met = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
-    if not {(True, False), (False, True)} <= {(a.repeats, b.repeats) for a, b in met}:
-        return ()
-    brought = {a for a, b in met if b.repeats and not a.repeats}
-    found = []
-    for dim, (left, right) in zip(inputs[0], pairs, strict=True):
-        atoms = []
-        for a, b in zip(left, right, strict=True):
-            if a.repeats == b.repeats:
-                unify((a,), (b,))
-            atoms.append(a if not a.repeats else twin(b) if b in brought else b)
-        found.append(tuple(atoms) or dim)
-    return tuple(found)
 
 
 def _told_apart(dims: list[Dim], inputs: tuple[Dims, ...]) -> Dims:
@@ -177,7 +150,7 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         return
     place = setting(op, 1, "dim", 0) % rank
     first = operands[0]
-    outer = _outer(tuple((*own[:place], *own[place + 1 :]) for own in operands))
+    outer = outer_product(tuple((*own[:place], *own[place + 1 :]) for own in operands))
     if outer:
         first = (*outer[:place], first[place], *outer[place:])
     for other in operands[1:] if not outer else ():
@@ -248,6 +221,14 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
             if op.inputs[0].shape[-1 - back] == op.output.shape[-1 - back]:
                 unify(dim, added)
     yield dims
+
+
+def _distance(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
+    """cdist: `batch n k, batch m k -> batch n m`."""
+    a, b = inputs[:2]
+    for one, other in zip(a[:-2], b[:-2], strict=False):
+        unify(one, other)
+    yield from _product(op, (a, (*b[:-2], b[-1], b[-2])))
 
 
 def _vector_product(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -378,6 +359,7 @@ _RULES: dict[str, Rule] = {
     "reduce": _reduce,
     "product": _product,
     "vector_product": _vector_product,
+    "distance": _distance,
     "attention": _fused_attention,
     "embedding": _embedding,
     "index": _index,

@@ -181,7 +181,7 @@ class Graph:
 
     def reduces(self, op: Op) -> bool:
         """Whether this makes scores of features: a product with a parameter, a sum, a mean, a length."""
-        return self.is_projection(op) or op.base_name in ("sum", "mean", "linalg_vector_norm")
+        return self.is_projection(op) or op.does("distances") or op.base_name in ("sum", "mean", "linalg_vector_norm")
 
     def bends(self, op: Op) -> bool:
         """Whether this is a function of one tensor, element by element, that is no multiple of it."""

@@ -235,9 +235,10 @@ class StageFacts:
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
     """How queries and keys are scored without a dot product: `w · tanh(q_heads + k_heads)`."""
     sides = ("k_heads", "q_heads") if key_first else ("q_heads", "k_heads")
-    joined = {"add": " + ", "sub": " - "}.get(scored.multiply.base_name.rstrip("_"), ", ")
-    text = joined.join(sides)
-    text, whole = (f"[{text}]", True) if joined == ", " else (text, False)
+    joined, ends = {"add": (" + ", ""), "sub": (" - ", ""), "cat": (", ", "[]")}.get(
+        scored.multiply.base_name.rstrip("_"), (" - ", "||")
+    )
+    text, whole = joined.join(sides).join(ends or ("", "")), bool(ends)
     for op in scored.between:
         name, inside = op.base_name.rstrip("_"), text if whole else f"({text})"
         if name in ("sum", "mean") or graph.is_projection(op):

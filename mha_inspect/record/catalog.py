@@ -9,6 +9,7 @@ from typing import Literal
 Trait = Literal[
     "product",  # a matrix product
     "convolution",
+    "distances",  # the length of the difference of every two rows
     "softmax",
     "norms",  # is a norm, or one of the steps that a norm is written out in
     "pools",  # takes the largest, or the average, of neighbours
@@ -78,6 +79,7 @@ pow | - | bends norms
 cumsum cumprod tril triu | - | runs
 bmm mm addmm baddbmm _addmm_activation | product | product
 mv dot | vector_product | product
+_cdist_forward _euclidean_dist | distance | distances
 convolution | convolution | convolution
 _softmax _safe_softmax | - | softmax
 sum mean linalg_vector_norm | reduce | norms

@@ -108,8 +108,18 @@ class Distance(Additive):
         return -(q - k).square().sum(-1)
 
 
-STYLES = [Additive, Causal, Einsum, Expanded, Repeated, KeyFirst, SideBySide, Distance]
-MEETING = {SideBySide: "one row of features", Distance: "a difference"}
+class ByTorch(Distance):
+    """torch's own distances, which are no squares."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return -torch.cdist(q, k)
+
+    def one(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(q - k).norm(dim=-1)
+
+
+STYLES = [ByTorch, Additive, Causal, Einsum, Expanded, Repeated, KeyFirst, SideBySide, Distance]
+MEETING = {SideBySide: "one row of features", Distance: "a difference", ByTorch: "a difference"}
 
 
 def projected(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -248,12 +258,23 @@ def told(module: nn.Module, *given: Tensor) -> Attention:
         (SideBySide, "W · tanh(W · [q_heads, k_heads])"),
         (Distance, "Σ pow(q_heads - k_heads)"),
         (Einsum, "W · tanh(q_heads + k_heads)"),
+        (ByTorch, "|q_heads - k_heads|"),
     ],
 )
 def test_how_scores_are_made_is_told(style: type[Additive], formula: str) -> None:
     torch.manual_seed(0)
     stages = {stage.name: stage.formula for stage in told(style(), torch.randn(B, N, E)).stages}
     assert stages["scores"].removesuffix(" + b") == formula
+
+
+def test_many_rows_have_distances_of_their_own_in_torch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 29, E)
+    module = ByTorch().eval()
+    (attention,) = attentions(module, x)
+    q, k = projected(module.q, x), projected(module.k, x)
+    weights = (-(q[:, :, None] - k[:, None]).norm(dim=-1)).softmax(-1)
+    assert_close(attention.canonical("weights", "batch query key"), weights)
 
 
 def test_every_command_says_that_no_scale_is_due() -> None:
