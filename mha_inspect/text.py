@@ -214,6 +214,8 @@ def percent(share: float) -> str:
 
 def scale(factor: float, head_dim: int) -> str:
     """Return `0.0625 = 1/√256` where it is that; else the number, and what the root of head_dim would give."""
+    if not isfinite(factor):
+        return "no single number"
     if factor == 1 != head_dim:
         return "1 (not scaled)"
     # What was applied may be a product of two rounded square roots, as in torch's math path.

@@ -52,11 +52,6 @@ def efficient_attention(w: Any, x: Tensor) -> Tensor:
     return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)
 
 
-def sigmoid_attention(w: Any, x: Tensor) -> Tensor:
-    q, k, v = (w[name](x) for name in "qkv")
-    return torch.sigmoid(q @ k.transpose(-1, -2) / math.sqrt(E)) @ v
-
-
 def router(w: Any, x: Tensor) -> Tensor:
     weights, chosen = w["gate"](x).softmax(-1).topk(2)
     experts = torch.stack([w["q"](x), w["k"](x), w["v"](x)], dim=-2)
@@ -77,7 +72,7 @@ def contrast(w: Any, x: Tensor) -> Tensor:
     return (w["q"](x) @ w["k"](x).transpose(-1, -2)).softmax(-1)
 
 
-NONE = (linear_attention, efficient_attention, sigmoid_attention, router, dense_router, classifier, contrast)
+NONE = (linear_attention, efficient_attention, router, dense_router, classifier, contrast)
 
 
 @pytest.mark.parametrize("function", NONE, ids=lambda function: function.__name__)

@@ -160,11 +160,27 @@ def test_what_a_softmax_gives_is_no_query():
 
 
 def test_a_product_of_what_another_gives_is_no_scores():
-    trace = failed(Projected(lambda q, k, v: (q @ k.mT).sigmoid() @ v), torch.randn(7, 11, 22))
+    trace = failed(Projected(lambda q, k, v: (q @ k.mT * torch.ones(11, 11)) @ v), torch.randn(7, 11, 22))
     assert trace.failure is not None
     assert {stage.name for stage in trace.failure.completed} == {""}
     (pair,) = trace.products
-    assert (pair.form, pair.between) == ("scores", ("sigmoid",))
+    assert (pair.form, pair.between) == ("scores", ("mul [11, 11]",))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda q, k, v: (q @ k.mT).sigmoid() @ v,
+        lambda q, k, v: (q[:, :, None] + k[:, None]).tanh().sum(-1).softmax(-1) @ v,
+    ],
+)
+def test_scores_without_a_dot_product_or_a_softmax_are_stages_of_what_failed(
+    rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    failure = failure_of(Projected(rule), torch.randn(7, 11, 22))
+    shapes = {stage.name: stage.shape for stage in failure.completed if stage.name}
+    assert shapes["scores"] == shapes["weights"] == (7, 11, 11)
+    assert shapes["q_proj"] == shapes["k_proj"] == shapes["v_proj"] == shapes["context"] == (7, 11, 5)
 
 
 def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():

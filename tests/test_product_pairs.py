@@ -67,16 +67,16 @@ def cumulative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhnd,bhnde->bhne", q, states)
 
 
-def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.sigmoid(q @ k.mT / 4) @ v
+def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / 4) @ v
 
 
 def keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (k @ q.mT).sigmoid().mT @ v
+    return (k @ q.mT).tril().mT @ v
 
 
-def relu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = (q @ k.mT / 4).relu()
+def summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = q @ k.mT / 4
     return (weights / weights.sum(-1, keepdim=True).clamp(min=1e-6)) @ v
 
 
@@ -86,11 +86,11 @@ def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhij,bhje->bhie", torch.einsum("bhid,bhjd->bhij", q, k).sigmoid(), v)
+    return torch.einsum("bhij,bhje->bhie", torch.einsum("bhid,bhjd->bhij", q, k).tril(), v)
 
 
 def broadcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = (q[:, :, :, None] * k[:, :, None]).sum(-1).sigmoid()
+    weights = (q[:, :, :, None] * k[:, :, None]).sum(-1).tril()
     return (weights[..., None] * v[:, :, None]).sum(-2)
 
 
@@ -121,8 +121,8 @@ CONTEXT = f"batch heads query v_head_dim {[B, H, N, V]}"
 @pytest.mark.parametrize(
     ("attend", "between"),
     [
-        (sigmoid, ("scale 0.25", "sigmoid")),
-        (relu, ("scale 0.25", "relu", "div by its sum")),
+        (scaled, ("scale 0.25",)),
+        (summed, ("scale 0.25", "div by its sum")),
         (retention, (f"mul {[N, N]}",)),
         (lambda q, k, v: q @ k.mT @ v, ()),
     ],
@@ -140,7 +140,7 @@ def test_scores_that_no_softmax_is_taken_of(attend: Callable[..., Tensor], betwe
 
 def test_factors_are_those_that_einsum_was_given() -> None:
     (pair,) = pairs_of(Layer(einsum))
-    assert (pair.form, pair.between) == ("scores", ("sigmoid",))
+    assert (pair.form, pair.between) == ("scores", ("tril",))
     assert written(pair.first) == [Q, K, SCORES]
     assert written(pair.second) == [VALUE, CONTEXT]
 
@@ -190,7 +190,7 @@ def test_states_that_are_summed_up_along_the_sequence_tell_where_it_is() -> None
 
 def test_products_may_be_a_multiplication_and_a_sum() -> None:
     (pair,) = pairs_of(Layer(broadcast))
-    assert (pair.form, pair.between) == ("scores", ("sigmoid",))
+    assert (pair.form, pair.between) == ("scores", ("tril",))
     assert [factor.role for factor in pair.first.factors] == ["q", "k"]
     assert pair.first.shape == (B, H, N, N)
     assert pair.first.axes == "batch heads query key"
@@ -280,9 +280,9 @@ def test_both_are_told_where_a_model_has_both() -> None:
 
 
 def test_the_page_and_the_file_tell_them(tmp_path: Path) -> None:
-    trace = mha_inspect.trace(Layer(sigmoid), torch.randn(B, N, E))
+    trace = mha_inspect.trace(Layer(scaled), torch.randn(B, N, E))
     page = str(trace)
     assert "No attention was found: no softmax lies between two matrix products of activations." in page
-    assert "queries meet keys, then values; between them scale 0.25, sigmoid." in page
+    assert "queries meet keys, then values; between them scale 0.25." in page
     trace.save(tmp_path / "trace.json")
     assert mha_inspect.load(tmp_path / "trace.json").products == trace.products

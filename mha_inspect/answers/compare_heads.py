@@ -13,6 +13,7 @@ from ..errors import SpecError
 from ..measure.stage_difference import compare_stage
 from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
+from ..naming.stage_facts import unlike_dot
 from ..naming.stages import STAGES
 from ..naming.subject import Subject
 from ..record.rounding import distances, judge, size_of
@@ -114,7 +115,10 @@ def compare_heads(
         counts=tuple(rows),
         verdict=overall([row.verdict for row in rows[1:]]),
         equalities=(*said, masked) if masked else said,
-        answer=answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
+        answer=(
+            *answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
+            *unlike_dot(baseline.nearest.run),
+        ),
         pairs=_pairs(outputs, baseline.output_floor) if pairwise else None,
         gradients=compare_gradients(learners, cause) if gradients else None,
         training=training,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..measure.stage_difference import BLOCKED_BELOW, compare_stage
+from ..naming.stage_facts import unlike_dot
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..reports.common import Verdict
 from ..reports.diff import (
@@ -107,6 +108,7 @@ class _Comparison:
         blocked = self._blocked() if self._masked else None
         own = dict.fromkeys(note for side in (left, right) for note in side.notes)
         noted = (*notes(report, (left.drops, right.drops), self._counts, blocked), *own)
+        noted += tuple(f"{side.label}: {note}" for side in (left, right) for note in unlike_dot(side.run))
         return replace(report, notes=noted, answer=answer(report, shared, blocked))
 
     def _stage_rows(self, place: int) -> Iterator[StageRow]:

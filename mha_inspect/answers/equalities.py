@@ -114,13 +114,15 @@ def sight_of(look: Look) -> Sight | None:
     An axis has no name, it depends on the head, or sinks take a part of the weight.
     """
     found = [attention for attention, _ in look.attentions]
-    if all(own.softmax.output.shape[own.softmax_dim] == 1 and own.sinks is None and not own.masks for own in found):
+    softmaxes = all(own.sinks is None and not own.masks and not own.weighing for own in found)
+    if softmaxes and all(own.softmax.output.shape[own.softmax_dim] == 1 for own in found):
         # One query and one key leave no trace in a shape, and need none.
         return Sight(look, [torch.ones(1, 1, 1, dtype=torch.bool)])
     each = []
     for number, attention in enumerate(found):
         weights, scores = look.get(number, "weights"), look.get(number, "masked_scores")
-        if weights is None or attention.sinks is not None or (attention.masks and scores is None):
+        no_softmax = bool(attention.weighing) or attention.sinks is not None
+        if weights is None or no_softmax or (attention.masks and scores is None):
             return None
         allowed = torch.ones(weights.shape, dtype=torch.bool) if scores is None else (scores > BLOCKED_BELOW).cpu()
         if allowed.shape != weights.shape or not bool((allowed == allowed[:, :1]).all()):

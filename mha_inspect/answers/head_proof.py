@@ -54,7 +54,7 @@ def _measured(run: Run, found: Attention, names: AxisNames, weights: Weights) ->
     """Return how far what was recorded is from the heads' own computation in float64, and how far that is rounded."""
     plain = found.divided is None and found.softcap is None and found.sinks is None and not found.key_first
     changed = any(op.base_name != "expand" and op.kind == "compute" for op in found.weights_path)
-    mixed = found.mixed_scores or found.mixed_weights or changed
+    mixed = found.mixed_scores or found.mixed_weights or changed or found.weighing
     last = "output" if "W_o" in weights.projections else "concat"
     if not plain or mixed or found.scale is None or last not in found.stages or weights.missing:
         return None

@@ -16,6 +16,7 @@ from ..layers.spec import AttentionSpec, InputSpec, Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
+from ..naming.stage_facts import unlike_dot
 from ..naming.subject import Run, Subject
 from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.call import explaining
@@ -96,7 +97,11 @@ def params(
         per_head_proof=known.proof,
         side_by_side=columns,
         changes=changes,
-        notes=("No attention was found in the forward: it tells what reads the parameters.",) if no_attention else (),
+        notes=("No attention was found in the forward: it tells what reads the parameters.",)
+        if no_attention
+        else unlike_dot(seen)
+        if seen is not None
+        else (),
         head_norms=head_norms(own.module.get_parameter, _parameters(own.module, known, Show(), per_head=True))
         if norms
         else None,

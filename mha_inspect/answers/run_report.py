@@ -14,7 +14,7 @@ from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes
 from ..naming.linear import product_pairs
-from ..naming.stage_facts import StageFacts
+from ..naming.stage_facts import StageFacts, without_dot
 from ..naming.stages import STAGES
 from ..naming.subject import Run, Subject
 from ..naming.wider import pairs_named_after
@@ -173,7 +173,10 @@ def _attention(
 
 
 def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    notes = []
+    notes = list(filter(None, [without_dot(found)]))
+    if found.weighing:
+        beside = " … is made of all scores of the same query." if "…" in facts.formula("weights") else ""
+        notes.append(f"The weights are made of the scores without a softmax.{beside}")
     if found.masks and "scores" not in found.stages:
         notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
     if names.mixes_positions:
@@ -202,6 +205,8 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
         )
     elif found.sinks is not None:
         notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
+    if names.maps > 1:
+        notes.append(f"The weights of {names.maps} maps become those of one head before they meet the values.")
     if found.branches:
         turns = "rows and heads" if found.turned else "heads"
         notes.append(

@@ -1,7 +1,9 @@
 """Find every attention in a recording by its dataflow: no class name and no source text is looked at.
 
-From each softmax the walk goes back through mask and scale to the product that made the scores, and forward to the
-product with the values; from the operands of those two products back to the projections, and forward to the output.
+From each softmax the walk goes back through mask and scale to the product that made the scores, or to what scored
+queries and keys without one (`additive`), and forward to the product with the values. Weights that are no softmax are
+found from that product backward (`weighing`). From the operands the walk goes on to the projections, and from the
+product with the values forward to the output.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .projections import Projection, Projections, adds_up
 from .scores import multiply, read_scoring
 from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
 from .walk import Graph, Step, inside
+from .weighing import Weighing, find_weighings
 
 __all__ = ["Attention", "Graph", "Step", "attentions_of", "find_attentions"]
 
@@ -33,6 +36,8 @@ def attentions_of(graph: Graph) -> list[Attention]:
     """Every attention of a recording whose dataflow has been read already, in the order of computation."""
     finder = _Finder(graph)
     found = [own for op in graph.recording.ops if (own := finder.attention(op)) is not None]
+    others = [own for way in find_weighings(graph, found) if (own := finder.weighed(way)) is not None]
+    found = sorted((*found, *others), key=lambda own: own.softmax.index) if others else found
     return merge_branches(graph, finder.with_own_outputs([own for own in found if not _is_dispatch(graph, own, found)]))
 
 
@@ -70,19 +75,30 @@ class _Finder:
             return None
         return self._around(late.exponential, late.masked, late.dim, Meeting(late.product, (), late.carried), late)
 
+    def weighed(self, way: Weighing) -> Attention | None:
+        """The attention whose weights are made in another way than by a softmax."""
+        found = self._around(way.ops[-1], way.masked, way.dim, way.ahead, behind=way.behind)
+        return None if found is None else replace(found, weighing=way.ops)
+
     def _around(
-        self, softmax: Op, masked: TensorRef, dim: int, ahead: Meeting, late: LateSoftmax | None = None
+        self,
+        softmax: Op,
+        masked: TensorRef,
+        dim: int,
+        ahead: Meeting,
+        late: LateSoftmax | None = None,
+        behind: Meeting | None = None,
     ) -> Attention | None:
         """The stages around a softmax whose weights, or exponentials, meet the values in `ahead`."""
         graph = self.graph
-        behind = score_product(graph, masked, dim)
+        behind = behind or score_product(graph, masked, dim)
         if behind is None:
             return None
         product, averaged = behind.product, ahead.product
         softmaxed = softmaxed_side(graph, behind, ahead, masked, dim)
         if softmaxed is None:
             return None
-        scoring = read_scoring(graph, product.op, behind.path, masked, dim)
+        scoring = read_scoring(graph, product, behind.path, masked, dim)
         key_first = softmaxed.key_first
         query, key = (product.right, product.left) if key_first else (product.left, product.right)
         value_first = averaged.right.id == ahead.carried.id
@@ -100,17 +116,17 @@ class _Finder:
         values = summed.left_inner if value_first else summed.right_inner
         queries = scored.columns if key_first else scored.rows
         positions = {"query": set(queries), "key": set(keys), "value": set(values)}
-        ends = self.projections.behind(stages, product.op.module, positions)
+        ends = self.projections.behind(stages, product.multiply.module, positions)
         projections = self.projections.put_before(stages, ends)
         if not (scoring.masks and scoring.masks[0] is product.op):
             stages["scores"] = scoring.scores
         if scoring.masks or scoring.bent:
             stages["masked_scores"] = scoring.masked
         if late is None:
-            stages["weights"] = _without_sinks(softmax.output, ahead.path)
+            stages["weights"] = _without_sinks(softmax.output, dim, ahead.path)
         stages["context"] = graph.after_call(averaged.op) if late is None else late.divided.output
-        self._combine(stages, projections, product.op.module)
-        scores_scale = multiply([q_scale, k_scale, scoring.scale])
+        self._combine(stages, projections, product.multiply.module)
+        scores_scale = multiply([q_scale, k_scale, scoring.scale]) if product.is_dot else None
         early = [self._early_scale(ends[name]) for name in ("query", "key") if name in ends]
         return Attention(
             softmax=softmax,
@@ -133,6 +149,7 @@ class _Finder:
             weights_path=ahead.path,
             projections=projections,
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
+            before_repeats={"key": graph.before_repeats(k_heads), "value": graph.before_repeats(v_heads)},
             along={name: tuple(op for op in end.path if graph.is_projection(op)) for name, end in ends.items()},
         )
 
@@ -157,7 +174,7 @@ class _Finder:
         while (op := self.recording.producer(tensor)) is not None and op.inputs:
             if moved_for(self.graph, op, product):
                 swapped = swapped or op.swaps_last_two
-            elif self._scales(op):
+            elif product.is_dot and self._scales(op):
                 scales.append(self.graph.scale_of(op))
             elif op.makes_result and self._is_scaled(op.inputs[0]):
                 pass
@@ -275,9 +292,10 @@ def _elements(tensor: TensorRef) -> int:
     return prod(size for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride)
 
 
-def _without_sinks(weights: TensorRef, path: tuple[Op, ...]) -> TensorRef:
+def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> TensorRef:
     """The weights without those of the sinks, which are cut off before the values are averaged."""
     for op in path:
-        if op.does("cuts") and op.output.numel < weights.numel:
+        kept = len(op.output.shape) == len(weights.shape) and op.output.shape[dim] == weights.shape[dim]
+        if op.does("cuts") and op.output.numel < weights.numel and not kept:
             return next((t for t in op.outputs if t.numel < weights.numel), op.output)
     return weights

@@ -9,7 +9,7 @@ from math import prod
 class Axis:
     """An axis that nothing has split yet."""
 
-    __slots__ = ("counters", "joined", "origins", "parts", "size", "twins")
+    __slots__ = ("counters", "joined", "origins", "parts", "repeats", "size", "twins")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -23,6 +23,8 @@ class Axis:
         """Size of a piece that begins with this, to the axis that counts such pieces."""
         self.joined: tuple[Dim, ...] = ()
         """The dimensions that were put together, one after the other, into this one."""
+        self.repeats = False
+        """Whether the same stands at every place along it, as far as nothing else has met it."""
 
     def __repr__(self) -> str:
         return f"Axis({self.size})"
@@ -67,6 +69,13 @@ def wide(*dims: Iterable[Axis]) -> Dim:
 def fresh(size: int) -> Dim:
     """A dimension of which nothing is known but its size."""
     return (Axis(size),)
+
+
+def repeating(size: int) -> Dim:
+    """A dimension along which the same is repeated."""
+    axis = Axis(size)
+    axis.repeats = True
+    return (axis,)
 
 
 def join(dims: Sequence[Dim]) -> Dim:
@@ -210,6 +219,7 @@ def split(atom: Axis, size: int) -> None:
     """Split an atom in two: `size` of what is left."""
     first, rest = Axis(size), Axis(atom.size // size)
     first.counters, first.origins = atom.counters, atom.origins
+    first.repeats = rest.repeats = atom.repeats
     atom.parts = (first, rest)
     _tell_parts_apart(atom)
 
@@ -235,6 +245,33 @@ def twin(atom: Axis) -> Axis:
 
 def _are_twins(x: Axis, y: Axis) -> bool:
     return bool((x.twins and y in resolve(x.twins)) or (y.twins and x in resolve(y.twins)))
+
+
+def outer_product(inputs: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
+    """Return the dimensions where each of two operands is repeated along what the other has; empty where they are not.
+
+    As with broadcasting, what one of them brings is another axis than what the other brings, also of one origin.
+    """
+    if len(inputs) != 2 or len(inputs[0]) != len(inputs[1]):
+        return ()
+    if not all(any(atom.repeats for dim in own for atom in dim) for own in inputs):
+        return ()
+    pairs = [tuple(wide(resolve(dim)) for dim in both) for both in zip(*inputs, strict=True)]
+    if any([atom.size for atom in left] != [atom.size for atom in right] for left, right in pairs):
+        return ()
+    met = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
+    if not {(True, False), (False, True)} <= {(a.repeats, b.repeats) for a, b in met}:
+        return ()
+    brought = {a for a, b in met if b.repeats and not a.repeats}
+    found = []
+    for dim, (left, right) in zip(inputs[0], pairs, strict=True):
+        atoms = []
+        for a, b in zip(left, right, strict=True):
+            if a.repeats == b.repeats:
+                unify((a,), (b,))
+            atoms.append(a if not a.repeats else twin(b) if b in brought else b)
+        found.append(tuple(atoms) or dim)
+    return tuple(found)
 
 
 def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:

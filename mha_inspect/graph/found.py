@@ -25,7 +25,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Attention:
-    """One scaled-dot-product computation, as it stands in a recording."""
+    """One attention, as it stands in a recording: scores of queries and keys, weights of these, and values."""
 
     softmax: Op
     score_product: Product
@@ -64,8 +64,12 @@ class Attention:
     """What is done to the weights before they meet the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
+    before_repeats: dict[str, TensorRef] = field(default_factory=dict)
+    """`key`, `value` to what their heads were repeated from; the heads themselves where they were not."""
     along: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`key`, `value` to the products after their projection that make fewer positions of all."""
+    weighing: tuple[Op, ...] = ()
+    """What makes weights of the scores where that is no softmax, in order; `softmax` is the last of them."""
     branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
@@ -80,10 +84,27 @@ class Attention:
         op = self.projections.get(side)
         return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
 
+    def first_projection(self, side: str) -> Op | None:
+        """The product that projects what is given, of those that follow one another; None where there is none."""
+        return next(iter(self.earlier.get(side, ())), self.projections.get(side))
+
+    @property
+    def is_dot(self) -> bool:
+        """Whether the scores are dot products, which a scale of 1/√head_dim is for."""
+        return self.score_product.is_dot
+
+    @property
+    def weights_changed(self) -> bool:
+        """Whether other weights than those that are shown meet the values: gated, masked or picked since."""
+        return any(
+            op.does("picks") or (op.kind == "compute" and op.pointwise and op.base_name != "_to_copy")
+            for op in self.weights_path
+        )
+
     @property
     def module(self) -> str:
         """Path of the module whose forward computes the scores, or runs those that do for a head each."""
-        return self.score_product.op.module if self.joined_in is None else self.joined_in
+        return self.score_product.multiply.module if self.joined_in is None else self.joined_in
 
 
 def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Dim]:
@@ -96,7 +117,7 @@ def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Di
 
 def given_features(found: Attention, dimensions: Dimensions, side: str) -> int:
     """Return which dimension of a query, key or value are the features, that is projected or comes in as it is."""
-    dims, op = dimensions.of(found.stages[side]), found.projections.get(side)
+    dims, op = dimensions.of(found.stages[side]), found.first_projection(side)
     if op is None:
         return -1
     # Features that were moved before they were projected stand elsewhere than there.
@@ -104,4 +125,4 @@ def given_features(found: Attention, dimensions: Dimensions, side: str) -> int:
     read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
     summed = set(wide(*(own[1 if convolved else -1] for own in read if len(own) > convolved)))
     moved = [place for place, dim in enumerate(dims) if place and dim and set(dim) <= summed]
-    return moved[0] if len(moved) == 1 else found.feature_place(side, len(dims))
+    return moved[0] if len(moved) == 1 else 1 if convolved and len(dims) > 2 else -1

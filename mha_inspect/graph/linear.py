@@ -74,14 +74,14 @@ def _products(graph: Graph) -> dict[int, Product]:
     summed: set[int] = set()
     for op in reversed(graph.recording.ops):
         product = product_of(graph.recording, op) or (None if op.index in summed else outer_product_of(op))
-        if product is None or not all(_is_activation(graph, tensor) for tensor in (product.left, product.right)):
+        if product is None or not all(is_activation(graph, tensor) for tensor in (product.left, product.right)):
             continue
         summed.add(product.multiply.index)
         found[op.index] = product
     return dict(reversed(found.items()))
 
 
-def _is_activation(graph: Graph, tensor: TensorRef) -> bool:
+def is_activation(graph: Graph, tensor: TensorRef) -> bool:
     """Whether this depends on what came in, and is no parameter, nor one of a stack of matrices that was picked."""
     source = graph.recording.producer(graph.before_moves(tensor))
     picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2

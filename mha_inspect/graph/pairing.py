@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
+from .additive import joint_scores
 from .dimensions import Axis, size_of, wide
 from .found import Mixing
 from .products import Product, product_of
@@ -23,7 +24,7 @@ class Meeting:
 
 
 def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
-    """The product that made the scores that a softmax is taken of.
+    """What made the scores that a softmax is taken of: a product, or where there is none what has them without one.
 
     Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
     """
@@ -41,6 +42,10 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
             rank = (learned, gathered, of_positions, any(map(graph.is_projection, step.path)), len(step.path))
             if best is None or rank < best[0]:
                 best = (rank, Meeting(product, tuple(reversed(step.path)), product.op.output))
+    if best is None or best[0][0]:
+        joint = joint_scores(graph, masked, dim)
+        if joint is not None:
+            return Meeting(*joint, joint[0].op.output)
     return None if best is None else best[1]
 
 
@@ -67,14 +72,15 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
     over = _wide(graph, weights, dim)
 
     def through(op: Op) -> bool:
-        return graph.carries(op) or _mixes(graph, op, over) or _norms_heads(graph, op, over)
+        return graph.carries(op) or _picks(op, dim) or _mixes(graph, op, over) or _norms_heads(graph, op, over)
 
     for op, step in graph.forward(weights, through):
         product = graph.product(op)
         if product is None:
             product = graph.product_with(op)
             # A sum over anything else is no average over keys.
-            if product is not None and not _sums(graph, product, over):
+            picked = {axis for passed in step.path if passed.does("picks") for axis in _wide(graph, passed.output, dim)}
+            if product is not None and not _sums(graph, product, over | picked):
                 product = None
         if product is not None and any(map(graph.is_projection, step.path)) and not _sums(graph, product, over):
             product = None
@@ -86,6 +92,11 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
             wider = other.numel > step.tensor.numel and graph.comes_from_inputs(other)
             single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
+
+
+def _picks(op: Op, dim: int) -> bool:
+    """Whether this leaves more than one weight of each query: where one is left, keys are chosen, and not averaged."""
+    return op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
 
 
 def _sums(graph: Graph, product: Product, over: set[Axis]) -> bool:

@@ -21,6 +21,11 @@ class Product:
     right: TensorRef
 
     @property
+    def is_dot(self) -> bool:
+        """Whether it sums up what features multiply to."""
+        return True
+
+    @property
     def name(self) -> str:
         """The operations that it is: `bmm`, `mul and sum`."""
         return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op
-from .axis import Dim, fresh, join, reshape, resolve, size_of, twin, unify
+from .axis import Dim, fresh, join, outer_product, repeating, reshape, resolve, size_of, twin, unify
 from .pieces import Dims, counted, counter, setting, slice_piece, split_pieces
 
 Rule = Callable[[Op, tuple[Dims, ...]], Iterable[Dims]]
@@ -31,6 +31,10 @@ def _same(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """Element by element, with broadcasting from the right."""
+    outer = outer_product(inputs)
+    if outer:
+        yield outer
+        return
     shape = op.output.shape
     dims: list[Dim | None] = [None] * len(shape)
     for operand in inputs:
@@ -103,7 +107,7 @@ def _expand(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     shape, dims = op.output.shape, inputs[0]
     padded = [None] * (len(shape) - len(dims)) + list(dims)
     yield tuple(
-        dim if dim is not None and size_of(dim) == size else fresh(size)
+        dim if dim is not None and size_of(dim) == size else repeating(size)
         for dim, size in zip(padded, shape, strict=True)
     )
 
@@ -111,7 +115,7 @@ def _expand(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     times, dims = op.args[1], inputs[0]
     padded = [fresh(1)] * (len(times) - len(dims)) + list(dims)
-    yield tuple(dim if n == 1 else (*fresh(n), *dim) for n, dim in zip(times, padded, strict=True))
+    yield tuple(dim if n == 1 else (*repeating(n), *dim) for n, dim in zip(times, padded, strict=True))
 
 
 def _select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -122,10 +126,21 @@ def _select(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
 
 def _narrow(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """Paddings and the like: a dimension whose size is unchanged is the same axis."""
+    known: dict[tuple[int, ...], Dims] = {}  # what is picked, and where it was, have the same axes
     for output in op.outputs:
-        yield tuple(
-            dim if size_of(dim) == size else fresh(size) for dim, size in zip(inputs[0], output.shape, strict=True)
-        )
+        told = zip(inputs[0], output.shape, strict=True)
+        yield known.setdefault(output.shape, tuple(dim if size_of(dim) == size else fresh(size) for dim, size in told))
+
+
+def _pad(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
+    """What is padded is joined with what it is padded with."""
+    dims = list(inputs[0])
+    pads = setting(op, 1, "pad")
+    for back, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        place = len(dims) - 1 - back
+        parts = [dim for dim in (fresh(max(before, 0)), dims[place], fresh(max(after, 0))) if size_of(dim)]
+        dims[place] = join(parts) if len(parts) > 1 and min(before, after) >= 0 else dims[place]
+    yield tuple(dims)
 
 
 def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
@@ -135,7 +150,10 @@ def _cat(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
         return
     place = setting(op, 1, "dim", 0) % rank
     first = operands[0]
-    for other in operands[1:]:
+    outer = outer_product(tuple((*own[:place], *own[place + 1 :]) for own in operands))
+    if outer:
+        first = (*outer[:place], first[place], *outer[place:])
+    for other in operands[1:] if not outer else ():
         for at, (a, b) in enumerate(zip(first, other, strict=True)):
             if at != place:
                 unify(a, b)
@@ -205,6 +223,14 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     yield dims
 
 
+def _distance(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
+    """cdist: `batch n k, batch m k -> batch n m`."""
+    a, b = inputs[:2]
+    for one, other in zip(a[:-2], b[:-2], strict=False):
+        unify(one, other)
+    yield from _product(op, (a, (*b[:-2], b[-1], b[-2])))
+
+
 def _vector_product(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     """mv, dot: `n k, k -> n`, `k, k ->`."""
     a, b = inputs[-2:]
@@ -237,7 +263,7 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Iterable[Dims]:
     source, indices = inputs[0], inputs[-1]
     place = setting(op, 1, "dim", 0) % max(len(source), 1)
     yield tuple(
-        b if at == place or size_of(a) != size_of(b) else a
+        b if at == place or size_of(a) != size_of(b) or any(atom.repeats for atom in resolve(a)) else a
         for at, (a, b) in enumerate(zip(source, indices, strict=True))
     )
 
@@ -327,11 +353,13 @@ _RULES: dict[str, Rule] = {
     "slice": slice_piece,
     "narrow": _narrow,
     "split": split_pieces,
+    "pad": _pad,
     "cat": _cat,
     "stack": _stack,
     "reduce": _reduce,
     "product": _product,
     "vector_product": _vector_product,
+    "distance": _distance,
     "attention": _fused_attention,
     "embedding": _embedding,
     "index": _index,

@@ -8,6 +8,7 @@ from math import isclose
 
 from ..record.ops import Op, TensorRef
 from .dimensions import wide
+from .products import Product
 from .softmax import is_shift
 from .walk import Graph
 
@@ -46,10 +47,11 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
     return product
 
 
-def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
+def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
     """Follow `path`, the operations from the product to the softmax over `dim` in the order in which they ran."""
+    product = scored.op
     found = Scoring(product.output, softmax_input, scale=float(product.kwargs.get("alpha", 1)))
-    if adds_mask(product):
+    if scored.is_dot and adds_mask(product):
         found.masks.append(product)
     tensor, before_scale, last_scale = product.output, product.output, found.scale
     # Some of the scores, cut out to be masked and written back, are not the scores.
@@ -58,7 +60,7 @@ def read_scoring(graph: Graph, product: Op, path: tuple[Op, ...], softmax_input:
     for op in path:
         early = not found.masks and not found.bent
         name = op.base_name.rstrip("_")
-        if name == "cat":
+        if name == "cat" or (name == "constant_pad_nd" and op.output.id == softmax_input.id):
             found.sinks, found.masked = op, tensor
             if not found.masks and not found.bent:
                 found.masked = found.scores

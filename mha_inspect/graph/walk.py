@@ -14,6 +14,10 @@ from .softmax import softmax_of
 
 _FAR = 60
 """Steps after which a walk gives up: attention is never that long."""
+_PLACES = ("int64", "int32")
+"""What is read by is of these, and holds no numbers of what it was made of."""
+_LINEAR = ("neg", "add", "sub", "rsub", "positive", "conj")
+"""Pointwise operations of one tensor that bend nothing."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Graph:
         return factors is not None and any(map(self.is_weight, factors))
 
     @cached_property
-    def _products(self) -> dict[int, Product]:
+    def products(self) -> dict[int, Product]:
         """Index of the operation that gives it, to each product of two tensors neither of which is a parameter."""
         found: dict[int, Product] = {}
         for op in self.recording.ops:
@@ -133,11 +137,11 @@ class Graph:
 
     @cached_property
     def _products_by_multiplication(self) -> dict[int, Product]:
-        return {product.multiply.index: product for product in self._products.values()}
+        return {product.multiply.index: product for product in self.products.values()}
 
     def product(self, op: Op) -> Product | None:
         """The product of two tensors, neither of which is a parameter, that an operation gives."""
-        return self._products.get(op.index)
+        return self.products.get(op.index)
 
     def product_with(self, op: Op) -> Product | None:
         """The product whose factors an operation reads, which another may sum."""
@@ -174,6 +178,21 @@ class Graph:
     def is_scale(self, op: Op) -> bool:
         """Whether this multiplies everything by one number."""
         return op.does("scales") and sum(t.numel > 1 for t in op.inputs) <= 1 and op.output.numel > 0
+
+    def reduces(self, op: Op) -> bool:
+        """Whether this makes scores of features: a product with a parameter, a sum, a mean, a length."""
+        return self.is_projection(op) or op.does("distances") or op.base_name in ("sum", "mean", "linalg_vector_norm")
+
+    def bends(self, op: Op) -> bool:
+        """Whether this is a function of one tensor, element by element, that is no multiple of it."""
+        name, several = op.base_name.rstrip("_"), len({tensor.id for tensor in op.inputs}) > 1
+        if name == "linalg_vector_norm":
+            return True
+        if op.kind != "compute" or not op.pointwise or several or name in _LINEAR:
+            return False
+        squares = name == "mul" and len(op.inputs) == 2
+        others = op.does("scales", "fills", "copies", "masks", "guards", "draws")
+        return squares or op.does("bends", "norms") or not others
 
     def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
         """What a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
@@ -228,7 +247,7 @@ class Graph:
                 yield op, step
                 if len(step.path) < _FAR and through(op):
                     for tensor in (*op.outputs, *self._reread.get(op.index, ())):
-                        if tensor.id not in seen:
+                        if tensor.id not in seen and tensor.dtype not in _PLACES:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
 
@@ -283,6 +302,16 @@ class Graph:
                 break
             tensor = behind.inputs[0]
         return tensor
+
+    def before_repeats(self, tensor: TensorRef) -> TensorRef:
+        """What a tensor was repeated from, along whatever dimensions; itself where it was moved alone."""
+        found = tensor
+        while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
+            source = behind.inputs[0]
+            if behind.base_name == "expand" or tensor.numel > source.numel:
+                found = source
+            tensor = source
+        return found
 
     def after_projection(self, op: Op) -> TensorRef:
         """What a projection gives, with its bias, and as it is before the features are cut up."""

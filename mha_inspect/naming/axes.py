@@ -81,6 +81,11 @@ class AxisNames:
         return size_of(self._roles.head_dim)
 
     @property
+    def maps(self) -> int:
+        """Number of softmaxes of a head whose weights are put together, as in differential attention."""
+        return size_of(self._roles.maps)
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
         if self._roles.own_keys:
@@ -132,6 +137,8 @@ class AxisNames:
         held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
         if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
             side = [*side, ("query", own_keys)]
+        if stage == "v_heads" and self._roles.own_values:
+            side = [*side, ("query", self._roles.own_values)]
         width = self._width("query") or self._width("output")
         if stage in _OWN_WIDTH and width and self._width(stage) not in (0, width):
             expected[-1] = _OWN_WIDTH[stage]
@@ -142,15 +149,21 @@ class AxisNames:
     def _width(self, stage: str) -> int:
         """How many features a stage that is given, or the output, has; 0 where it is not there."""
         shape = self._found.stages[stage].shape if stage in self._found.stages else ()
-        return shape[self._found.feature_place(stage, len(shape))] if shape else 0
+        return shape[self._place(stage, len(shape))] if shape else 0
+
+    def _place(self, stage: str, rank: int) -> int:
+        """Which dimension of a stage that is given, or of the output, the features are."""
+        if self._found.earlier.get(stage):
+            return given_features(self._found, self._dimensions, stage)
+        return self._found.feature_place(stage, rank)
 
     def _width_place(self, stage: str) -> int | None:
         """Which dimension of a stage is what a matrix takes in or gives; None where that is not known."""
-        op = self._found.projections.get(stage)
+        op = self._found.first_projection(stage)
         dims = self._dimensions.of(self._found.stages[stage]) if op is not None else ()
         if op is None or not dims:
             return None
-        place = self._found.feature_place(stage, len(dims))
+        place = self._place(stage, len(dims))
         if op.base_name == "convolution":
             channels = (op.output if stage == "output" else op.inputs[0]).shape[1]
             return place if size_of(dims[place]) == channels and setting(op, 8, "groups", 1) == 1 else None
@@ -176,7 +189,10 @@ class AxisNames:
         made = own.output if stage in names else own.inputs[0]
         if stage not in names and not (convolved and setting(own, 8, "groups", 1) == own.inputs[0].shape[1] > 1):
             return "", 0, -1
-        sharing = tuple(name for name in _INPUTS if self._found.projections.get(name) is own)
+        found = self._found
+        sharing = tuple(
+            name for name in _INPUTS if found.projections.get(name) is own or own in found.earlier.get(name, ())
+        )
         tensor = self._found.stages[stage]
         place = 1 if convolved and made.shape == tensor.shape else -1
         return (_PACKED.get(sharing, "packed"), len(sharing), place) if tensor.numel == made.numel else ("", 0, -1)

@@ -147,6 +147,8 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
 
 def _target(word: str, own: list[str], stage: str) -> str:
     """What stands for an axis of the canonical pattern, given the names that the own pattern has."""
+    if "maps" in own and word in ("heads", "kv_heads"):
+        return "heads maps"
     if word in own or word in ("(", ")"):
         return word
     others = {

@@ -138,12 +138,14 @@ def _projection(
     covered = torch.zeros(1 if name == "b_o" else heads, width, dtype=torch.long)
     for part in parts:
         for head, places in part.heads.items():
-            covered[head, : len(places)] += places >= 0
+            if head < len(covered):
+                covered[head, : len(places)] += places >= 0
     single = name == "b_o"
     embed = first.width if first.inner is not None else 0
     shape = (width,) if single else (heads, width, embed) if first.kind == "W" else (heads, width)
     is_whole = (
         bool((covered == 1).all())
+        and all(head < len(covered) for part in parts for head in part.heads)
         and all(part.moved and (single or not part.is_shared or len(part.heads) == 1) for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )

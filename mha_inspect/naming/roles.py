@@ -54,6 +54,9 @@ class Roles:
             if self.own_keys:
                 self.query = self._source_query = query = self.own_keys
         self.batch, self.heads, self.windows = self._split(folded, outside, query, head_rows)
+        self.maps = self._maps_of_a_head()
+        """What counts the weights of one head, where they are put together before they meet the values."""
+        self.heads = tuple(atom for atom in self.heads if atom not in self.maps)
         if found.turned:  # by the loop's turns, each of which has one head of one row, or some
             tensor, place = found.turned[0]
             turned = dimensions.of(tensor)[place]
@@ -163,7 +166,7 @@ class Roles:
         """Without a projection: by the layout of the heads, batch before heads."""
         dims = self._dimensions.of(self._found.stages["q_heads"])
         apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
-        if len(dims) == 3 and not apart:
+        if not apart and (len(dims) == 3 or not self._found.is_dot):
             return folded, (), ()
         features = self._features() if "concat" in self._found.stages else set()
         merged = tuple(atom for atom in wide(folded) if atom in features)
@@ -173,6 +176,21 @@ class Roles:
         batch = tuple(atom for atom in folded if atom in first) if apart else ()
         rest = tuple(atom for atom in folded if atom not in batch)
         return batch, wide(rest) or rest[:1], ()
+
+    @property
+    def own_values(self) -> Dim:
+        """The queries, where each of them has values of its own: those of the keys that it picked."""
+        apart = set(wide(self.query)) <= {*self._found.value_product.axes(self._dimensions).batch}
+        return self.query if apart and not self.own_keys else ()
+
+    def _maps_of_a_head(self) -> Dim:
+        """Heads of the scores that are no heads to the values: the weights of several become those of one."""
+        axes = self._found.value_product.axes(self._dimensions)
+        averaged = {*axes.batch, *axes.rows, *axes.columns}
+        combined = any(op.base_name.rstrip("_") in ("add", "sub", "sum") for op in self._found.weights_path)
+        if not combined or self._found.mixed_weights or not averaged & set(wide(self.heads)):
+            return ()
+        return tuple(atom for atom in wide(self.heads) if atom not in averaged)
 
     def _value_roles(self) -> None:
         """The sequence and the features of the values."""
@@ -216,10 +234,18 @@ class Roles:
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
         pieces = tuple(atom for atom in self.heads if self._is_piece(atom, atoms))
-        return shared or pieces or self._picked("key") or self._repeated()
+        found = shared or pieces or self._picked("key") or self._repeated()
+        if not found and not self._found.is_dot:
+            held = set(wide(*self._dimensions.of(self._found.stages["k_heads"])))
+            return () if held & set(self.heads) else self.heads  # what reduces the features gives the heads
+        return found
 
     def _repeated(self) -> Dim:
         """Heads of the keys before they are repeated, where nothing leads from them to what a projection gave."""
+        once = set(wide(*self._dimensions.of(self._found.before_repeats["key"])))
+        known = tuple(atom for atom in wide(self.heads) if atom in once)
+        if known and self._found.before_repeats["key"].id != self._found.stages["k_heads"].id:
+            return known
         others = {*self.batch, *self.windows, *self.key, *self._source_key, *self.own_keys, *self.head_dim}
         held = wide(*self._dimensions.of(self._found.stages["k_heads"]))
         left = tuple(atom for atom in held if atom not in others and atom not in self._other_dim)
@@ -278,6 +304,8 @@ class Roles:
 
     def _head_groups(self, side: str) -> list[Group]:
         shared, heads = self.kv_heads, self.heads
+        if self.maps and side in "qks":
+            return [("heads", heads), ("maps", self.maps)]
         if self.branch_axis and side == "o":
             return [("heads", (*self.branch_axis, *heads))]
         if not heads or shared == heads:

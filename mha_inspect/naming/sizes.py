@@ -28,7 +28,7 @@ def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, .
     """
     dims_of = {stage: words_of(pattern) for stage, pattern in stages.items()}
     sizes: dict[str, dict[int, str]] = {}
-    for stage in dict.fromkeys((*(one for one in WITHIN if one in dims_of), *dims_of)):
+    for stage in dict.fromkeys((*(one for one in (*WITHIN, "context") if one in dims_of), *dims_of)):
         for dim, size in zip(dims_of[stage], shapes[stage], strict=True):
             if dim in _PLACES:
                 sizes.setdefault(dim, {}).setdefault(size, stage)

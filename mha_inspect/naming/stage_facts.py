@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isclose
 
+from ..graph.additive import Joint
 from ..graph.attention import Attention, Graph
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
 from .pattern import dims_of, rearrangement
+from .subject import Run
 
 _INPUTS = ("query", "key", "value")
 _BEFORE: dict[str, tuple[str, ...]] = {
@@ -42,6 +44,8 @@ class StageFacts:
             return self._projection(stage)
         if stage in ("scores", "masked_scores"):
             return self._scores(stage)
+        if stage == "weights" and self._found.weighing:
+            return weighed_text(self._graph, self._found)
         if stage == "weights":
             over = " over the queries" if self._found.over_queries else ""
             return f"softmax{over}({'masked_scores' if 'masked_scores' in stages else 'scores'})"
@@ -127,7 +131,12 @@ class StageFacts:
 
     def _scores(self, stage: str) -> str:
         found = self._found
-        product = f"q_heads · k_headsᵀ{scale_text(found.scores_scale)}"
+        scored = found.score_product
+        product = (
+            joint_text(self._graph, scored, key_first=found.key_first)
+            if isinstance(scored, Joint)
+            else f"q_heads · k_headsᵀ{scale_text(found.scores_scale)}"
+        )
         if stage == "scores":
             return product
         if "scores" in found.stages:
@@ -165,7 +174,11 @@ class StageFacts:
         """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
         mixed = any(mixing.op is op for mixing in self._found.mixed_weights)
         return (
-            op.kind == "compute" and op.pointwise and op.base_name != "_to_copy" and not mixed and not self._drops(op)
+            op.kind == "compute"
+            and (op.pointwise or op.does("picks"))
+            and op.base_name != "_to_copy"
+            and not mixed
+            and not self._drops(op)
         )
 
     def _rearranged(self, stage: str) -> str:
@@ -219,6 +232,56 @@ class StageFacts:
         return self._found.stages[stage].shape[dims.index([axis])] if [axis] in dims else 0
 
 
+def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
+    """How queries and keys are scored without a dot product: `w · tanh(q_heads + k_heads)`."""
+    sides = ("k_heads", "q_heads") if key_first else ("q_heads", "k_heads")
+    joined, ends = {"add": (" + ", ""), "sub": (" - ", ""), "cat": (", ", "[]")}.get(
+        scored.multiply.base_name.rstrip("_"), (" - ", "||")
+    )
+    text, whole = joined.join(sides).join(ends or ("", "")), bool(ends)
+    for op in scored.between:
+        name, inside = op.base_name.rstrip("_"), text if whole else f"({text})"
+        if name in ("sum", "mean") or graph.is_projection(op):
+            text = f"{ {'sum': 'Σ', 'mean': 'mean of'}.get(name, 'W ·') } {inside}"
+        elif graph.bends(op):
+            text, whole = f"{name}{inside if inside.startswith('(') else f'({inside})'}", True
+        elif any(map(graph.is_weight, op.inputs)):
+            text = f"W ∘ {inside}" if op.does("scales") else f"{inside} + b"
+    return text
+
+
+def weighed_text(graph: Graph, found: Attention) -> str:
+    """How weights are made of scores where that is no softmax: `sigmoid(scores)`, `relu(scores) / Σ`."""
+    steps: list[tuple[str, float | None]] = []
+    for op in found.weighing:
+        name = op.base_name.rstrip("_")
+        if graph.is_scale(op):
+            steps.append(("scale", graph.scale_of(op)))
+        elif graph.bends(op):
+            steps.append((name, None))
+        elif not graph.moves(op):
+            sign = {"add": "+", "sub": "-", "mul": "·", "div": "/"}.get(name)
+            beside = f"{op.args[1]:.4g}" if len(op.inputs) == 1 < len(op.args) and sign else "…"
+            steps.append((f"{sign or name} {beside}", None))
+    return masked_text("masked_scores" if "masked_scores" in found.stages else "scores", steps)
+
+
+def unlike_dot(seen: Run) -> tuple[str, ...]:
+    """Return a line for each way in which the scores of a run are no dot products."""
+    return tuple(dict.fromkeys(filter(None, (without_dot(found) for found, _ in seen.attentions))))
+
+
+def without_dot(found: Attention) -> str:
+    """Say that scores are no dot products; empty where they are."""
+    scored = found.score_product
+    if not isinstance(scored, Joint):
+        return ""
+    return (
+        f"The scores are additive: queries and keys meet in {scored.meeting}, which is bent and reduced. No dot "
+        "product is taken, so no scale of 1/√head_dim is due."
+    )
+
+
 def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: str = "") -> str:
     """What is done to the scores before the softmax: `scores + mask`, `30 · tanh(scores / 30)`.
 
@@ -239,6 +302,8 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
             beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
             bends = bool(number) and bool(beside - {"", "scale", "add", "fill", "times", "mixed"})
             text, whole = _scaled(inside, number, as_a_root=not bends), False
+        elif " " in kind:
+            text, whole = f"{inside} {kind}", False
         else:
             text, whole = f"{kind}({text})", True
         last = kind

@@ -9,6 +9,7 @@ from typing import Literal
 Trait = Literal[
     "product",  # a matrix product
     "convolution",
+    "distances",  # the length of the difference of every two rows
     "softmax",
     "norms",  # is a norm, or one of the steps that a norm is written out in
     "pools",  # takes the largest, or the average, of neighbours
@@ -18,6 +19,7 @@ Trait = Literal[
     "fills",  # writes a constant, or other values, into some elements
     "fills_where",  # the same where a mask of bools says
     "masks",  # may stand between exponentials and their sum
+    "picks",  # leaves some of what it was given out, or in its place
     "runs",  # sums up over time, or cuts a triangle out
     "gathers",  # reads by indices
     "joins",  # puts tensors side by side
@@ -42,8 +44,9 @@ expand | expand | broadcasts
 repeat | repeat | carries copies
 select unbind | select |
 slice | slice | cuts
-constant_pad_nd | narrow | joins carries copies
-topk | narrow |
+constant_pad_nd | pad | joins carries copies
+topk | narrow | picks
+scatter | - | picks
 split split_with_sizes | split | cuts
 unsafe_split | split |
 narrow | - | cuts
@@ -76,6 +79,7 @@ pow | - | bends norms
 cumsum cumprod tril triu | - | runs
 bmm mm addmm baddbmm _addmm_activation | product | product
 mv dot | vector_product | product
+_cdist_forward _euclidean_dist | distance | distances
 convolution | convolution | convolution
 _softmax _safe_softmax | - | softmax
 sum mean linalg_vector_norm | reduce | norms

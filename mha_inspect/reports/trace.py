@@ -73,7 +73,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Attention:
-    """One scaled-dot-product computation."""
+    """One attention: scores of queries and keys, weights made of them, and the average of the values."""
 
     module: str
     """Path of the module that computes it; empty for the traced module itself."""
@@ -81,7 +81,7 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     scale: float
-    """What q·kᵀ is multiplied by, as it was really applied."""
+    """What q·kᵀ is multiplied by, as it was really applied; NaN where it is no one number, or there is no q·kᵀ."""
     stages: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
     """Sentences about this attention that a reader should not miss."""

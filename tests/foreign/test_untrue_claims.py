@@ -88,11 +88,12 @@ def test_what_is_done_to_weights_is_a_dropout_only_where_it_was_drawn(
 def test_more_than_a_guard_beside_the_sum_is_no_softmax() -> None:
     torch.manual_seed(0)
     module, x = OneMore().eval(), torch.randn(B, N, E)
-    trace = mha_inspect.trace(module, x)
-    assert not trace.attentions
-    (pair,) = trace.products
-    assert pair.form == "scores"
-    assert "div by its sum" not in pair.between
+    (attention,) = attentions(module, x)
+    scores = attention.canonical("scores", "batch heads query key")
+    weights = scores.exp() / (1 + scores.exp().sum(-1, keepdim=True))
+    assert_close(attention.canonical("weights", "batch heads query key"), weights)
+    (one,) = shown(module)
+    assert {stage.name: stage.formula for stage in one.stages}["weights"] == "exp(scores) / …"
 
 
 def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from mha_inspect.graph.attention import Attention, Graph, find_attentions
+from mha_inspect.graph.attention import Attention, Graph, attentions_of
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.ops import Recording
@@ -76,7 +76,7 @@ def attentions(module: Any, *args: Any, grad: bool = False, **kwargs: Any) -> li
     with torch.set_grad_enabled(grad):
         recording, _ = record_opened(module, *args, keep=True, **kwargs)
     graph = Graph(recording)
-    return [Shown(found, AxisNames(found, graph.dimensions), recording) for found in find_attentions(recording)]
+    return [Shown(found, AxisNames(found, graph.dimensions), recording) for found in attentions_of(graph)]
 
 
 def assert_true(attention: Shown, *, numbers: bool = False, dropped: bool = False) -> None:

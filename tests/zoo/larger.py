@@ -333,6 +333,7 @@ def _clip() -> list[Any]:
 def _speech() -> list[Any]:
     positions = lambda layer, x: layer(x, x, x, torch.randn(1, 2 * x.shape[1] - 1, 42))  # noqa: E731
     lengths = lambda layer, x, y: layer(x, torch.ones(len(x)), y)  # noqa: E731
+    added = {"count": 1, "heads": 1, "head_dim": 17, "kind": "cross", "parts": (), "along": None}
     return table(
         "speechbrain",
         _RAW,
@@ -340,12 +341,8 @@ def _speech() -> list[Any]:
             "heads": (_called(of("speechbrain.nnet.attention.MultiheadAttention", 3, 42), _thrice), _X),
             "relative": (_called(of("speechbrain.nnet.attention.RelPosMHAXL", 42, 3), positions), _X, {"scale": 42**-0.5}),
             "rotary": (_called(of("speechbrain.nnet.attention.RoPEMHA", 42, 3), _thrice), _X, {"scale": 42**-0.5}),
-            "content": (_called(of("speechbrain.nnet.attention.ContentBasedAttention", 31, 20, 17, 11), lengths), "2x13x31 2x20", {**_NONE, "along": None}),
-            "location": (
-                _called(of("speechbrain.nnet.attention.LocationAwareAttention", 31, 20, 17, 11, 4, 3), lengths),
-                "2x13x31 2x20",
-                {**_NONE, "along": None},
-            ),
+            "content": (_called(of("speechbrain.nnet.attention.ContentBasedAttention", 31, 20, 17, 11), lengths), "2x13x31 2x20", added),
+            "location": (_called(of("speechbrain.nnet.attention.LocationAwareAttention", 31, 20, 17, 11, 4, 3), lengths), "2x13x31 2x20", added),
             "CRDNN": (of("speechbrain.nnet.RNN.GRU", 7, input_size=42), _X, {**_NONE, "along": None}),
             "encoder": (
                 _called(of("speechbrain.lobes.models.transformer.Transformer.TransformerEncoder", 2, 3, 50, d_model=42), lambda layer, x: layer(x)),

@@ -88,7 +88,7 @@ _SHAPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two key heads, memory": ({"heads": 6, "kv_heads": 2, "num_mem_kv": 3}, {**_GROUPED, "heads": 6, "kv_heads": 2}),
     "three key heads, values": ({"heads": 6, "kv_heads": 3, "value_dim_head": 7}, {**_GROUPED, "heads": 6, "kv_heads": 3}),
     "one head": ({"heads": 1}, {"heads": 1}),
-    "sigmoid": ({"sigmoid": True}, {"count": 0}),
+    "sigmoid": ({"sigmoid": True}, {"count": 1}),
 }
 _CROSS: dict[str, dict[str, Any]] = {
     "plain": {},

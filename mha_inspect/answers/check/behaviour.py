@@ -328,6 +328,8 @@ def scale(bench: Bench) -> Iterator[Finding]:
     if bench.intent.scale is None:
         raise NotPossibleError("not declared: scale")
     for found, names in bench.seen.attentions:
+        if not found.is_dot:
+            raise NotPossibleError("the scores are additive: there is no dot product that a scale is for")
         wanted = max(names.head_dim, 1) ** -0.5
         if found.scale is None:
             raise NotPossibleError("the scale is no number that can be read off the run")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from ...errors import InputError
+from ...naming.stage_facts import unlike_dot
 from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import plural
@@ -109,7 +110,7 @@ def check(
         held=tuple(sorted(held, key=lambda one: order.index(one.check))),
         left_out=tuple(sorted(left_out, key=lambda one: order.index(one.check))),
         runs=bench.runs,
-        notes=own.notes,
+        notes=(*own.notes, *unlike_dot(bench.seen)),
     )
 
 

@@ -56,6 +56,8 @@ def _over(found: Attention, names: AxisNames) -> str:
 
 def scale_words(found: Attention, names: AxisNames) -> str:
     """A scale and what it is of head_dim: `0.125 = 1/√head_dim`."""
+    if not found.is_dot:
+        return "none is due: the scores are additive"
     if found.scale is None:
         return "no single number"
     head_dim, width = max(names.head_dim, 1), found.stages["query"].shape[-1] if "query" in found.stages else 0

@@ -179,7 +179,8 @@ def sights_of(seen: Run) -> tuple[Sight, ...]:
             if scores is not None and scores.shape == levels.shape:
                 look = look & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        found.append(Sight(look.any(1), line, attention.module, bool(attention.masks), (levels[0] == 2).any(0).cpu()))
+        heavy = (levels[0] == 2).any(0).cpu() & (not attention.weights_changed)
+        found.append(Sight(look.any(1), line, attention.module, bool(attention.masks), heavy))
     return tuple(found)
 
 

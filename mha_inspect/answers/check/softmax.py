@@ -23,7 +23,7 @@ _OVER_KEYS = "softmax over the keys: dim=-1 of scores that are query by key."
 def softmax(bench: Bench) -> Iterator[Finding]:
     """Yield where what the values are averaged with does not sum to one over them."""
     yield from lone_softmaxes(bench)
-    unknown = "the weights meet sinks, a mixing matrix or dropout, or the values without a product"
+    unknown = "the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product"
     yield from each_kind(bench, _softmax, unknown)
 
 
@@ -31,7 +31,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     found = tokens.found
     weights, over = tokens.weights()
     drops = any(op.does("draws") for op in found.weights_path)
-    if found.sinks is not None or found.divided is not None or found.mixed_weights or drops:
+    if found.weighing or found.sinks is not None or found.divided is not None or found.mixed_weights or drops:
         raise LostError
     sums, other = _sums(weights, over), _sums(weights, -1 if over == -2 else -2)
     if sums is None or weights.shape[over] < 2 or _are_one(sums):
@@ -40,7 +40,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     through = [op for op in found.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
     evidence = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
     sure, at, fix = True, found.softmax, _OVER_KEYS
-    if other is not None and _are_one(other):
+    if other is not None and _are_one(other) and (found.over_queries or not found.weights_changed):
         sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
         evidence += " Over the queries they sum to 1."
     elif through and highest < 1.02 and _is_masked(bench, found, through):
@@ -49,13 +49,23 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
             "sum to one."
         )
         at, fix = through[-1], "mask the scores with -inf before the softmax."
-    elif not through and found.softmax.output.id in bench.seen.recording.values:
+    elif biased := _biased(bench, found):
+        sentence = "A bias is added to the weights, after the softmax: those of a query do not sum to one."
+        at, fix = biased, "add it to the scores, before the softmax."
+    elif not through and not found.weights_changed and found.softmax.output.id in bench.seen.recording.values:
         axis = "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
         sentence = f"The softmax runs over {axis}, not over the keys: the weights of a query do not sum to one."
     else:
         sentence = "The weights of a query may be meant not to sum to one: they are changed after the softmax."
         sure, at, fix = False, (through or [found.softmax])[-1], ""
     yield Finding("softmax", sentence, evidence, sure, at.source, fix=fix)
+
+
+def _biased(bench: Bench, found: Attention) -> Op | None:
+    """Return what adds to the weights something that hangs on nothing that was given, as biases of positions do."""
+    graph = bench.seen.graph
+    adding = (op for op in found.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
+    return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
 
 def _sums(weights: Tensor, over: int) -> tuple[float, float] | None:

@@ -15,6 +15,7 @@ from itertools import islice
 from math import prod
 from typing import Literal
 
+from ...graph.additive import joint_scores
 from ...graph.attention import Graph, Step
 from ...graph.axis import Axis, Dim, resolve
 from ...graph.pairing import as_written
@@ -296,7 +297,8 @@ def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) 
 def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Product | None:
     """Return the product of the scores: the one before the softmax, or where there is none yet, the last one."""
     if softmax is not None:
-        return next(_products_behind(graph, (softmax.inputs[0],)), None)
+        joint = joint_scores(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
+        return next(_products_behind(graph, (softmax.inputs[0],)), None if joint is None else joint[0])
     last = next((product for op in reversed(tail) if (product := graph.product(op)) is not None), None)
     behind = () if last is None else _products_behind(graph, (last.left, last.right))
     # What another product goes into is no scores: a softmax was left out, or there is none to come.

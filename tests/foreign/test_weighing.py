@@ -1,0 +1,378 @@
+"""Weights that are made of scores by no softmax, and what is done to weights before they meet the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mha_inspect
+
+from .styles import Base, D, E, H
+from .truth import assert_close, assert_true, attentions
+
+B, N, V = 7, 11, 17
+
+
+class Weighed(Base):
+    """Weights by a function of the scores, that is given."""
+
+    def __init__(self, weigh: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weigh = weigh
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.weigh(q @ k.mT / math.sqrt(D)) @ v
+
+
+def softmax1(scores: Tensor) -> Tensor:
+    exponentials = scores.exp()
+    return exponentials / (1 + exponentials.sum(-1, keepdim=True))
+
+
+def softmax1_shifted(scores: Tensor) -> Tensor:
+    largest = scores.amax(-1, keepdim=True)
+    exponentials = (scores - largest).exp()
+    return exponentials / ((-largest).exp() + exponentials.sum(-1, keepdim=True))
+
+
+def softmax1_padded(scores: Tensor) -> Tensor:
+    return F.pad(scores, (0, 1)).softmax(-1)[..., :-1]
+
+
+def sparsemax(scores: Tensor) -> Tensor:
+    ordered, _ = scores.sort(-1, descending=True)
+    ranks, sums = torch.arange(1, scores.shape[-1] + 1), ordered.cumsum(-1)
+    count = (1 + ranks * ordered > sums).sum(-1, keepdim=True)
+    return (scores - (sums.gather(-1, count - 1) - 1) / count).clamp(min=0)
+
+
+def entmax(scores: Tensor) -> Tensor:
+    low = scores.amax(-1, keepdim=True) - 1
+    step = torch.ones_like(low)
+    for _ in range(20):
+        step = step / 2
+        low = torch.where(((scores - low - step).clamp(min=0) ** 2).sum(-1, keepdim=True) >= 1, low + step, low)
+    weights = (scores - low).clamp(min=0) ** 2
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def sigmoid(scores: Tensor) -> Tensor:
+    return (scores - math.log(N)).sigmoid()
+
+
+def causal_sigmoid(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf).sigmoid()
+
+
+def relu(scores: Tensor) -> Tensor:
+    return scores.relu() / N
+
+
+def relu_normed(scores: Tensor) -> Tensor:
+    return F.normalize(scores.relu(), p=1, dim=-1)
+
+
+def squared(scores: Tensor) -> Tensor:
+    return scores.square() / scores.square().sum(-1, keepdim=True)
+
+
+FORMULAS = {
+    softmax1: "exp(scores) / …",
+    softmax1_shifted: "exp(scores - …) / …",
+    softmax1_padded: "softmax(scores)",
+    sparsemax: "clamp(scores - …)",
+    entmax: "pow(clamp(scores - …)) / …",
+    sigmoid: "sigmoid(scores - 2.398)",
+    causal_sigmoid: "sigmoid(masked_scores)",
+    relu: "relu(scores) / 11",
+    relu_normed: "relu(scores) / …",
+    squared: "pow(scores) / …",
+}
+
+
+@pytest.mark.parametrize("weigh", FORMULAS, ids=lambda weigh: weigh.__name__)
+def test_weights_need_no_softmax(weigh: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module, x = Weighed(weigh).eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    q, k, v = (module.split(x.double() @ p.weight.double().T + p.bias.double()) for p in (module.q, module.k, module.v))
+    weights = weigh(q @ k.mT / math.sqrt(D))
+    assert (attention.names.num_heads, attention.names.head_dim) == (H, D)
+    assert attention.found.scale == pytest.approx(D**-0.5)
+    assert_close(attention.canonical("scores", "batch heads query key"), q @ k.mT / math.sqrt(D))
+    assert_close(attention.canonical("weights", "batch heads query key"), weights)
+    assert_close(attention.canonical("context", "batch heads query head_dim"), weights @ v)
+    trace = mha_inspect.trace(module, x)
+    (shown,) = trace.attentions
+    assert not trace.products
+    assert shown.kind == (("self", "causal") if weigh is causal_sigmoid else ("self",))
+    assert {stage.name: stage.formula for stage in shown.stages}["weights"] == FORMULAS[weigh]
+    assert ("without a softmax" in " ".join(shown.notes)) == (weigh is not softmax1_padded)
+    assert not mha_inspect.check(module, x).findings
+    assert mha_inspect.diff(module, Weighed(weigh).eval(), x, same_weights=True).verdict == "same"
+    assert all(
+        "W_" in own.role for own in mha_inspect.params(module, x, per_head=True).parameters if "weight" in own.name
+    )
+
+
+def test_one_key_has_a_weight_that_depends_on_the_heads_without_a_softmax() -> None:
+    """The first position sees itself alone: of a softmax its weight is 1, and its output the same for every count."""
+
+    class Sized(Weighed):
+        def __init__(self, heads: int) -> None:
+            super().__init__(causal_sigmoid)
+            self.size = 15 // heads
+
+        def split(self, x: Tensor) -> Tensor:
+            return x.unflatten(-1, (-1, self.size)).transpose(-3, -2)
+
+    def make(heads: int) -> nn.Module:
+        torch.manual_seed(0)
+        return Sized(heads).eval()
+
+    x = torch.randn(B, N, E)
+    assert float((make(1)(x) - make(5)(x))[:, 0].abs().max()) > 0.01
+    assert not mha_inspect.compare_heads((1, 5), make, x).equalities
+
+
+class AmongQueries(Base):
+    """The weights of a query are set against those of others, and are none of a query alone."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).relu()
+        return (weights / weights.sum(-2, keepdim=True).clamp(min=1e-6)) @ v
+
+
+class Gram(nn.Module):
+    """Features meet features, and what comes of it is bent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(E, D), nn.Linear(E, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(x).mT @ self.a(x)).relu() @ self.a(x).mT
+
+
+class FastWeights(nn.Module):
+    """A perceptron whose matrices are made of something else: what it compares are no keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(E, E * D), nn.Linear(E, D * V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1)
+        return (x @ self.up(mean).unflatten(-1, (E, D))).relu() @ self.down(mean).unflatten(-1, (D, V))
+
+
+@pytest.mark.parametrize("module", [AmongQueries, Gram, FastWeights])
+def test_what_is_bent_between_products_is_not_always_weights(module: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert not mha_inspect.trace(module().eval(), torch.randn(B, N, E)).attentions
+
+
+# -- between the softmax and the values -------------------------------------------------------------------------------
+
+
+class Changed(Base):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.change((q @ k.mT / math.sqrt(D)).softmax(-1)) @ v
+
+
+def topk(weights: Tensor) -> Tensor:
+    largest, places = weights.topk(3, -1)
+    return torch.zeros_like(weights).scatter(-1, places, largest)
+
+
+def topk_normed(weights: Tensor) -> Tensor:
+    largest, places = weights.topk(3, -1)
+    weights = torch.zeros_like(weights).scatter_(-1, places, largest)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def gated(weights: Tensor) -> Tensor:
+    return weights * torch.linspace(0.2, 0.9, H)[:, None, None]
+
+
+def masked(weights: Tensor) -> Tensor:
+    return F.normalize(weights * torch.ones(N, N).tril(), p=1, dim=-1)
+
+
+def over_queries(weights: Tensor) -> Tensor:
+    return weights / (weights.sum(-2, keepdim=True) + 1e-9)
+
+
+def less_their_mean(weights: Tensor) -> Tensor:
+    return weights - weights.mean(-1, keepdim=True)
+
+
+CHANGES = {
+    topk: "(weights, then topk, scatter) · v_heads",
+    topk_normed: "(weights, then topk, div) · v_heads",
+    gated: "(weights, then mul) · v_heads",
+    masked: "(weights, then mul, div) · v_heads",
+    over_queries: "(weights, then div) · v_heads",
+    less_their_mean: "(weights, then sub) · v_heads",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_weights_may_be_changed_before_they_meet_the_values(change: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module, x = Changed(change).eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    assert_true(attention, dropped=True)
+    q, k, v = (module.split(x.double() @ p.weight.double().T + p.bias.double()) for p in (module.q, module.k, module.v))
+    weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
+    assert_close(attention.canonical("weights", "batch heads query key"), weights)
+    assert_close(attention.canonical("context", "batch heads query head_dim"), change(weights) @ v)
+    (shown,) = mha_inspect.trace(module, x).attentions
+    assert {stage.name: stage.formula for stage in shown.stages}["context"] == CHANGES[change]
+    # A softmax over the keys is not accused of another axis for what is done to it since.
+    assert not [found for found in mha_inspect.check(module, x).findings if found.sure]
+
+
+class PickedValues(Base):
+    """The values of the keys that weigh most, read by their places."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights, places = (q @ k.mT / math.sqrt(D)).softmax(-1).topk(3, -1)
+        every = v[:, :, None].expand(-1, -1, q.shape[2], -1, -1)
+        return (weights[..., None] * every.gather(3, places[..., None].expand(-1, -1, -1, -1, D))).sum(3)
+
+
+def test_values_may_be_picked_by_weight() -> None:
+    torch.manual_seed(0)
+    module, x = PickedValues().eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    q, k, v = (module.split(x.double() @ p.weight.double().T + p.bias.double()) for p in (module.q, module.k, module.v))
+    weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
+    assert_close(attention.canonical("weights", "batch heads query key"), weights)
+    assert_close(attention.canonical("context", "batch heads query head_dim"), topk(weights) @ v)
+    assert attention.names.of_stage("v_heads") == "batch heads query 3 head_dim"
+
+
+# -- several maps of one head -----------------------------------------------------------------------------------------
+
+
+class Differential(nn.Module):
+    """Each head has two maps, of which one is taken off the other; they lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(E, 2 * H * D), nn.Linear(E, 2 * H * D)
+        self.v, self.o = nn.Linear(E, H * V), nn.Linear(H * V, E)
+
+    def split(self, x: Tensor) -> Tensor:
+        """`batch heads maps position head_dim`."""
+        return x.unflatten(-1, (H, 2, D)).permute(0, 2, 3, 1, 4)
+
+    def values(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (H, V)).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = (t.flatten(1, 2) for t in (q, k))
+        weights = (q @ k.mT * D**-0.5).softmax(-1).unflatten(1, (H, 2))
+        return (weights[:, :, 0] - 0.3 * weights[:, :, 1]) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.attend(self.split(self.q(x)), self.split(self.k(x)), self.values(self.v(x)))
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
+class Halves(Differential):
+    """The first maps of all heads, then the second ones."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, H, D)).permute(0, 3, 2, 1, 4)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = (t.transpose(1, 2).flatten(1, 2) for t in (q, k))
+        first, second = (q @ k.mT * D**-0.5).softmax(-1).chunk(2, 1)
+        return (first - 0.3 * second) @ v
+
+
+class Apart(Differential):
+    """The maps have a dimension of their own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, second = torch.einsum("bhpid,bhpjd->bphij", q * D**-0.5, k).softmax(-1).unbind(1)
+        return torch.einsum("bhij,bhjv->bhiv", first - 0.3 * second, v)
+
+
+@pytest.mark.parametrize("style", [Differential, Halves, Apart])
+def test_maps_of_one_head_are_no_heads_of_their_own(style: type[Differential]) -> None:
+    torch.manual_seed(0)
+    module, x = style().eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    assert (attention.names.num_heads, attention.names.maps, attention.names.head_dim) == (H, 2, D)
+    q, k = (module.split(x.double() @ p.weight.double().T + p.bias.double()) for p in (module.q, module.k))
+    v = module.values(x.double() @ module.v.weight.double().T + module.v.bias.double())
+    weights = (q @ k.mT * D**-0.5).softmax(-1)
+    told = attention.canonical("weights", "batch heads maps query key")
+    assert_close(told, weights)
+    assert_close(attention.canonical("context", "batch heads query v_head_dim"), module.attend(q, k, v))
+    (shown,) = mha_inspect.trace(module, x).attentions
+    assert (shown.num_heads, shown.num_kv_heads, shown.kind) == (H, H, ("self",))
+    assert "The weights of 2 maps become those of one head before they meet the values." in shown.notes
+    assert not [found for found in mha_inspect.check(module, x).findings if found.sure]
+    assert mha_inspect.diff(module, style().eval(), x, same_weights=True).verdict == "same"
+
+
+def test_a_heads_part_of_the_parameters_has_all_its_maps() -> None:
+    torch.manual_seed(0)
+    module, x = Differential().eval(), torch.randn(B, N, E)
+    told = {own.name: own for own in mha_inspect.params(module, x, per_head=True).parameters}
+    assert [(piece.part, piece.head, piece.rows) for piece in told["q.weight"].heads or ()] == [
+        ("W_q", head, (2 * D * head, 2 * D * (head + 1))) for head in range(H)
+    ]
+    before = mha_inspect.trace(module, x, keep=True).attentions[0]
+    with torch.no_grad():
+        module.q.weight[: 2 * D] += 1
+    after = mha_inspect.trace(module, x, keep=True).attentions[0]
+    moved = (before.context.tensor != after.context.tensor).flatten(2).any(2).all(0)
+    assert moved.tolist() == [True] + [False] * (H - 1)
+
+
+class Convolved(nn.Module):
+    """Few key heads that are convolved along the sequence together with their queries, before they are repeated."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.sizes = [6 * D, 2 * D, 2 * D]
+        taken = sum(self.sizes) if every else sum(self.sizes[:2])
+        self.qkv, self.convolve = nn.Linear(E, 10 * D), nn.Conv1d(taken, taken, 3, padding=2, groups=taken)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        taken = self.convolve.in_channels
+        convolved = self.convolve(x[..., :taken].mT)[..., : x.shape[1]].mT
+        q, k, v = torch.cat([convolved, x[..., taken:]], -1).split(self.sizes, -1)
+        q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
+        return q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.qkv(x))
+        return ((q @ k.mT / math.sqrt(D)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_keys_that_are_convolved_with_their_queries_are_as_many_as_there_are(every: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Convolved(every).eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    assert (attention.names.num_heads, attention.names.num_kv_heads) == (6, 2)
+    q, k, _ = module.double().heads(module.qkv(x.double()))
+    assert_close(attention.canonical("weights", "batch heads query key"), (q @ k.mT / math.sqrt(D)).softmax(-1))
+    module.float()
+    assert mha_inspect.trace(module, x).attentions[0].kind == ("self", "grouped")
+    assert mha_inspect.params(module, x, per_head=True).parameters
