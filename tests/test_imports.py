@@ -26,7 +26,6 @@ BEFORE_TORCH = (
     "layers.spec",
     "record.ops",
     "naming.stages",
-    "naming.formulas",
     "layers.catalog",
     "layers.settings",
     "__main__",

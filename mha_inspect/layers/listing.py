@@ -14,7 +14,7 @@ LETTERS = {
     "K": "kdim",
     "V": "vdim",
 }
-"""The letters that `mha_inspect.naming.formulas.symbols` gives values to."""
+"""The letters that `mha_inspect.layers.spec.symbols` gives values to."""
 
 
 def list_layers() -> LayersReport:

@@ -9,8 +9,7 @@ import pytest
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.listing import LETTERS
-from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.naming.formulas import symbols
+from mha_inspect.layers.spec import AttentionSpec, symbols
 from mha_inspect.schemas import load_schema
 
 
