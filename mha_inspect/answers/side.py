@@ -27,9 +27,8 @@ from ..targets.load import Layer, load_layer
 from ..targets.pairing import layer_inputs
 from ..targets.room import Room
 from ..targets.triple import Triple
-from .kernels import is_hidden, path_of
 from .look import Look, Rows, WiderRun
-from .run_report import environment_of, layer_of
+from .run_report import environment_of, is_hidden, layer_of, path_of
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads does not make again in each turn."""

@@ -208,7 +208,7 @@ def keep_weights(seen: list[tuple[int, list[Attended]]], count: int, look: Look)
 
 def averaged(seen: Sequence[tuple[int, Sequence[Attended]]]) -> tuple[Picture, ...]:
     """Return for each attention the weights of each head count, averaged over the heads."""
-    from ..pictures.heads import counts_picture
+    from ..pictures.stages import counts_picture
 
     shared = min(len(attended) for _, attended in seen)
     return tuple(counts_picture([(count, attended[place]) for count, attended in seen]) for place in range(shared))

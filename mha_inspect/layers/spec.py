@@ -232,8 +232,12 @@ _WRITTEN = {"²": "**2", "³": "**3", "·": "*"}
 """What Python writes otherwise."""
 
 
+LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
+"""What stands for what in a formula."""
+
+
 def symbols(spec: AttentionSpec) -> dict[str, int]:
-    """The letters of a formula: E embed_dim, H num_heads, G num_kv_heads, D head_dim, K kdim, V vdim."""
+    """The letters of a formula, with what they are in a layer."""
     return {
         "E": spec.embed_dim,
         "H": spec.num_heads,

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
-from .block import put_on, take_off
 from .catalog import MULTI_HEAD, Fused, fused
 from .kernel_proof import Check, Shelf, check_part, few_rows
 from .kernels import PARTS, Attention, Do, NotOpenedError, attention, bound, read_attention, run
@@ -30,6 +29,7 @@ from .recorder import LINK, Recorder
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
+from .site import put_on, take_off
 from .sketch import Sketch, sketched
 from .storage import Hold
 
