@@ -23,9 +23,8 @@ from ...reports.trace import Proof
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call
-from .of_masks import masks_of_layers, masks_over_scores, sequences_of_layers
-from .of_operands import devices, dtypes, mask_dtype, widths
 from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
+from .of_tensors import devices, dtypes, mask_dtype, masks_of_layers, masks_over_scores, sequences_of_layers, widths
 from .operand import ATTENTION, LAYERS
 from .reached import Reached, reach
 from .scene import VIEWS, Scene, clash
