@@ -266,7 +266,7 @@ def _called(
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..answers.side import sizes_of
-    from ..targets.submodule import part_of, with_arguments_of
+    from ..targets.pairing import part_of, with_arguments_of
 
     if one.path is not None:
         target, options = _loaded(options, one, other)

@@ -232,7 +232,7 @@ class Drawn:
 
     def text(self, format: str, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file where there is none."""
-        from ..pictures.colour import depth_shown
+        from ..pictures.grid import depth_shown
         from ..pictures.terminal import draw
 
         width = None if stream is None else columns(stream)

@@ -22,10 +22,9 @@ from ..layers.spec import InputSpec
 from ..record.rehearsal import rehearsed
 from ..text import printable, shown
 from .call import Call
-from .drawer import Drawer
 from .drawing import Plan, generator_of
 from .files import read_tensors
-from .finding import Finder, Guesses
+from .finding import Drawer, Finder, Guesses
 from .forward import Forward, ForwardMasks
 from .holders import Holder
 from .hugging_face_inputs import is_hugging_face, ways_of

@@ -13,7 +13,7 @@ from torch import nn
 
 from mha_inspect.answers.params import params
 from mha_inspect.naming.subject import Subject
-from mha_inspect.pictures.colour import RAMP
+from mha_inspect.pictures.grid import RAMP
 from mha_inspect.pictures.stages import norms_picture
 
 
