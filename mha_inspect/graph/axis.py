@@ -28,9 +28,6 @@ class Axis:
         self.joined: tuple[Dim, ...] = ()
         """The dimensions that were put together, one after the other, into this one."""
 
-    def __repr__(self) -> str:
-        return f"Axis({self.size})"
-
 
 Dim = tuple[Axis, ...]
 """One dimension of a tensor."""
