@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers import cut as cutting
-from mha_inspect.answers.cut import cut, layouts_of
+from mha_inspect.answers import head_runs as cutting
+from mha_inspect.answers.head_runs import cut, layouts_of
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.subject import Subject
 from mha_inspect.record.arguments import first_tensor, tensors_in

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mha_inspect.answers.diff import diff as diff_of_sides
-from mha_inspect.answers.layer_beside import two_layers
 from mha_inspect.answers.shared_weights import share
+from mha_inspect.answers.side import two_layers
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.failure import site as failure_site
-from mha_inspect.answers.failure.causes import CAUSES
+from mha_inspect.answers.failure.report import CAUSES
 from mha_inspect.errors import ForwardError
 from mha_inspect.reports.failure import Failure
 

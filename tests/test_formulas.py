@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.naming.formulas import evaluate, symbols
+from mha_inspect.layers.spec import AttentionSpec, evaluate, symbols
 
 VALUES = {"E": 7, "H": 3, "K": 5}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_inspect.answers.kernels import path_of
+from mha_inspect.answers.run_report import path_of
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.subject import Run

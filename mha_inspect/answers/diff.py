@@ -25,10 +25,10 @@ from ..reports.diff import (
     StageSide,
 )
 from .diff_answer import Blocked, answer, notes, stage_note
-from .kernels import has_shape_only
 from .look import Rows, without
 from .masked_rows import row_content
 from .parameter_pairs import parameter_pairs
+from .run_report import has_shape_only
 from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share
 from .side import Side
 

@@ -21,8 +21,7 @@ from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
 from ..text import first_line
-from .kernels import drops_at_random
-from .run_report import environment_of
+from .run_report import drops_at_random, environment_of
 
 T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers import torch_mha
 from ..layers.catalog import LayerKind, find_layer
-from ..layers.spec import AttentionSpec, InputSpec, Show
+from ..layers.spec import AttentionSpec, InputSpec, Show, evaluate, symbols
 from ..measure.statistics import stats_of, values_of
-from ..naming.formulas import evaluate, symbols
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
 from ..naming.subject import Run, Subject
-from ..reports.params import Parameter, ParametersTotal, ParamsReport, PerHeadProof
+from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport, PerHeadProof
 from ..targets.call import explaining
 from ..targets.inputs import Asked, make_call
 from ..targets.load import Layer
 from ..targets.target import Target
-from .head_norms import head_norms
+from ..text import first_few, listed
 from .head_proof import prove
-from .parameter_columns import Counted, side_by_side
 from .run_report import environment_of, layer_of
 
 INPUTS = InputSpec(batch=2, seq_len=5)
@@ -212,3 +211,106 @@ def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) ->
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A module under one head count."""
+
+    num_heads: int
+    head_dim: int
+    parameters: Mapping[str, Tensor]
+    roles: Mapping[str, ParameterRole]
+
+
+def side_by_side(counted: Sequence[Counted]) -> tuple[tuple[HeadCountColumn, ...], str]:
+    """Return a column a head count, and a sentence on what changes from the first: found by comparing, bit for bit."""
+    baseline, *others = counted
+    changes = [sentence for other in others if (sentence := _change(baseline, other))]
+    return tuple(map(_column, counted)), " ".join(changes) or _unchanged(counted)
+
+
+def _column(one: Counted) -> HeadCountColumn:
+    first = {
+        name: tuple(piece for piece in role.heads if piece.head == 0)
+        for name, role in one.roles.items()
+        if name in one.parameters
+    }
+    return HeadCountColumn(
+        num_heads=one.num_heads,
+        head_dim=one.head_dim,
+        numel=sum(parameter.numel() for parameter in one.parameters.values()),
+        shapes={name: tuple(parameter.shape) for name, parameter in one.parameters.items()},
+        first_head={name: first[name] for name in one.parameters if first.get(name)},
+    )
+
+
+def _change(baseline: Counted, own: Counted) -> str:
+    """Say what became of the baseline's parameters; empty where all have the same shape and content."""
+    pairs = {name: (left, own.parameters[name]) for name, left in baseline.parameters.items() if name in own.parameters}
+    shapes = [
+        f"{name} {list(left.shape)} becomes {list(right.shape)}"
+        for name, (left, right) in pairs.items()
+        if left.shape != right.shape
+    ]
+    values = [
+        name
+        for name, (left, right) in pairs.items()
+        if left.shape == right.shape and not left.is_meta and not torch.equal(left, right)
+    ]
+    gone, new = ([name for name in one.parameters if name not in pairs] for one in (baseline, own))
+    said = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
+    parts = [what + first_few(names, 3) for what, names in said.items() if names]
+    return (
+        f"From {baseline.num_heads} to {own.num_heads} heads the parameters change: {'; '.join(parts)}."
+        if parts
+        else ""
+    )
+
+
+def _unchanged(counted: Sequence[Counted]) -> str:
+    heads, widths = (
+        [str(n) for n in sizes] for sizes in zip(*((o.num_heads, o.head_dim) for o in counted), strict=True)
+    )
+    on_meta = any(parameter.is_meta for parameter in counted[0].parameters.values())
+    values = "(on meta they hold no values)" if on_meta else "and the same values, bit for bit,"
+    return (
+        f"Nothing but the slices: all {len(counted[0].parameters)} parameters have the same shapes {values} with "
+        f"{listed(heads)} heads. Only which rows and columns belong to a head changes: head_dim {listed(widths)}."
+    )
+
+
+def head_norms(content_of: Callable[[str], Tensor], parameters: Iterable[Parameter]) -> tuple[HeadNorms, ...]:
+    """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64.
+
+    `content_of` gives a parameter by its name. The parameters come with their `heads`, in the order of the module:
+    where a part of a head comes again, the matrices of the next attention begin.
+    """
+    groups: list[dict[str, dict[int, torch.Tensor]]] = []
+    names: list[list[str]] = []
+    for parameter in parameters:
+        slices = [one for one in parameter.heads or () if one.part.startswith("W_") and one.columns is not None]
+        if not slices:
+            continue
+        if not groups or any(one.head in groups[-1].get(one.part, {}) for one in slices):
+            groups.append({})
+            names.append([])
+        names[-1].append(parameter.name)
+        content = content_of(parameter.name).detach()
+        for one in slices:
+            assert one.columns is not None
+            own = content[slice(*one.rows), slice(*one.columns)].double().square().sum()
+            of_part = groups[-1].setdefault(one.part, {})
+            of_part[one.head] = of_part.get(one.head, torch.zeros_like(own)) + own
+    return tuple(
+        HeadNorms(owner, part, tuple(float(squares[head].sqrt()) for head in sorted(squares)))
+        for owner, group in zip(map(_owner, names), groups, strict=True)
+        for part, squares in sorted(group.items(), key=lambda item: "qkvo".find(item[0][2:3]))
+    )
+
+
+def _owner(names: list[str]) -> str:
+    """Return the path of the module that all of these parameters are in."""
+    paths = [name.split(".")[:-1] for name in names]
+    alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in alike)

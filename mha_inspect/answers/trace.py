@@ -14,8 +14,7 @@ from ..naming.subject import Run, State, Subject, run
 from ..reports.common import Environment, LayerInfo
 from ..reports.failure import Failure
 from ..reports.trace import MaskedRow, Trace
-from .masked_rows import fully_masked_rows, masked_rows
-from .nans import nans_in, once_more
+from .masked_rows import fully_masked_rows, masked_rows, nans_in, once_more
 from .run_report import environment_of, layer_of, report
 
 

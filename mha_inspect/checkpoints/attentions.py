@@ -1,16 +1,212 @@
-"""Which tensors of a checkpoint belong to which attention, by their names; and what their shapes allow."""
+"""Which tensors of a checkpoint belong to which attention, by their names; and what their shapes allow.
+
+And what one tensor of an attention is for, and where in it each head lies: in words and in numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
-from ..reports.params import StoredAttention
-from .parts import Parts, Widths, parts_by_owner, widths_of
+from ..reports.params import HeadSlice, StoredAttention
+from .parts import Parts, Widths, axes_of_stack, parts_by_owner, widths_of
 from .stored import StoredTensor
-from .tensor_role import Packing, Role, StoredProjection, TensorRole
+
+_GROUPED = frozenset({"gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon", "internlm2", "deberta"})
+"""Types of config whose packed projection lies group by group: the queries of a key, that key, its value."""
+_SIDE_BY_SIDE = frozenset({"gpt2", "phi3", "mpt", "dbrx", "modernbert", "qwen", "baichuan", "nomic_bert", "glm"})
+"""Types of config whose packed projection lies part by part."""
+_IN_FOUR = "codegen"
+"""The type of config whose packed projection lies in four groups, each of queries, values and keys in this order."""
+_UNCERTAIN = frozenset({"query_key_value", "wqkv"})
+"""Words under which some pack head by head, and others not."""
+
+Packing = Literal["part by part", "group by group", "unknown"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a tensor is for."""
+
+    axes: str
+    text: str
+
+
+@dataclass(frozen=True)
+class StoredProjection:
+    """Where a tensor has the numbers of each head of W_q, or of another part."""
+
+    part: str
+    tensor: str
+    axis: int
+    """The dimension of a head's features."""
+    starts: tuple[int, ...]
+    """Where those of each head begin; empty where another dimension counts the heads."""
+    width: int
+    heads_axis: int | None = None
+    """The dimension that counts the heads."""
+
+    def slices(self, shape: tuple[int, ...]) -> Iterator[HeadSlice]:
+        """Return the rows and columns of each head; nothing where they are a matrix for each."""
+        for head, start in enumerate(self.starts):
+            own, whole = (start, start + self.width), (0, shape[1 - self.axis] if len(shape) > 1 else 0)
+            if len(shape) == 1:
+                yield HeadSlice(head, self.part, own, None)
+            else:
+                yield HeadSlice(head, self.part, *((own, whole) if self.axis == 0 else (whole, own)))
+
+
+class TensorRole:
+    """One tensor of an attention: where in it each head lies, in words and in numbers."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        part: str,
+        shape: tuple[int, ...],
+        widths: Widths,
+        counts: Mapping[str, int | None],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._parts, self._shape, self._widths, self._counts = parts, shape, widths, counts
+        self._matrix, self._letters = part.split("_")
+        self._is_matrix = self._matrix == "W"
+        self._is_stack = parts.stacked and len(shape) == (3 if self._is_matrix else 2)
+        self._axis = 1 if self._is_matrix and (self._letters == "o") != parts.across else 0
+        self._in_four = config.get("model_type") == _IN_FOUR and self._letters == "qkv" and (counts["q"] or 0) % 4 == 0
+        self._order = "qvk" if self._in_four else self._letters
+        self._groups = 4 if self._in_four else counts["k"] or 1
+        self._packing = self._packed(config)
+
+    @property
+    def fits(self) -> bool:
+        """Whether its size is what the others say."""
+        if self._letters == "o" and not self._is_matrix:
+            return True
+        return self._is_stack or (
+            len(self._shape) > self._axis
+            and self._shape[self._axis] == sum(self._widths.of(letter) for letter in self._letters)
+        )
+
+    def _packed(self, config: Mapping[str, Any]) -> Packing:
+        kind, word = str(config.get("model_type", "")), self._parts.words.get(self._letters, "")
+        if len(self._letters) == 1 or kind in _SIDE_BY_SIDE:
+            return "part by part"
+        by_group = kind in _GROUPED or word in ("kv_b_proj", "linear_qkv")
+        if by_group or (kind == "gpt_bigcode" and config.get("multi_query") is False):
+            return "group by group"
+        if self._in_four:
+            return "group by group"
+        return "unknown" if word in _UNCERTAIN or kind == _IN_FOUR else "part by part"
+
+    @property
+    def _grouped(self) -> bool:
+        """Whether heads share keys and values."""
+        return self._widths.key < self._widths.query and self._parts.latent is None
+
+    def _width(self, letter: str) -> int | None:
+        """Return the features of one head; None where their number is not known."""
+        count = self._counts[letter]
+        return None if count is None else self._widths.of(letter) // count
+
+    def role(self) -> Role:
+        """Return what it is for."""
+        if self._letters == "o" and not self._is_matrix:
+            return Role("embed", "b_o: added once, it belongs to no head")
+        return Role(self._axes(), self._text())
+
+    def _axes(self) -> str:
+        letters, latent = self._letters, self._parts.latent is not None
+        heads = "kv_heads" if self._grouped and letters in ("k", "v", "kv") else "heads"
+        head_dim = "v_head_dim" if latent and letters == "o" else "head_dim"
+        inner = "latent" if latent and letters in ("kv", "q") and self._parts.words[letters] != "q_proj" else "embed"
+        if self._is_stack:
+            if not self._is_matrix:
+                return f"{heads} {head_dim}"
+            names = dict(zip(axes_of_stack(self._parts, letters), (heads, head_dim), strict=True))
+            return " ".join(names.get(dim, inner) for dim in range(3))
+        query = self._parts.shape("W_q")
+        if letters in ("k", "v") and self._is_matrix and query is not None and query[1] != self._shape[1]:
+            inner = f"{letters}dim"
+        if len(letters) == 1:
+            side = f"({heads} {head_dim})"
+        elif self._packing == "unknown" or self._in_four:
+            side = "packed"
+        elif latent or len({self._widths.of(letter) for letter in letters}) > 1:
+            by_group = self._packing == "group by group" and self._counts["k"] != 1
+            side = f"({'heads' if latent else 'kv_heads'} packed)" if by_group else "packed"
+        else:
+            side = (
+                f"({heads} {letters} head_dim)" if self._packing != "part by part" else f"({letters} {heads} head_dim)"
+            )
+        return side if not self._is_matrix else f"{side} {inner}" if self._axis == 0 else f"{inner} {side}"
+
+    def _text(self) -> str:
+        letters, unit = self._letters, "elements" if not self._is_matrix else ("rows", "columns")[self._axis]
+        listed = ", ".join(f"{self._matrix}_{letter}" for letter in self._order)
+        heads, kv_heads = self._counts["q"], self._counts["k"]
+        shared = ""
+        if self._grouped and letters in ("k", "v") and heads and kv_heads:
+            shared = f", each for {heads // kv_heads} query heads"
+        if len(letters) == 1:
+            if not self._is_matrix:
+                return listed + shared
+            if self._is_stack:
+                return f"{listed}: a matrix for each head"
+            lie = "side by side" if unit == "columns" else "one above the other"
+            each = self._width(letters)
+            return f"{listed}: its {unit} are the heads {lie}" + (f", {each} each" if each else "") + shared
+        if self._packing == "unknown":
+            return f"{listed} in one: neither its name nor its shape tells whether head by head"
+        if self._packing == "group by group" and (kv_heads is None or kv_heads > 1 or kv_heads == heads):
+            return f"{listed} {self._in_groups(unit)}"
+        places = list(accumulate((self._widths.of(letter) for letter in letters), initial=0))
+        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
+        return f"{listed} {way}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
+
+    def _in_groups(self, unit: str) -> str:
+        way = "group by group" if self._in_four or (self._grouped and "q" in self._letters) else "head by head"
+        said: list[str] = []
+        for letter in self._order:
+            width, each = self._width(letter), self._each(letter)
+            if width is None:
+                return way
+            said.append(f"{f'{each}·' if each > 1 else ''}{width}{'' if said else ' ' + unit} of {letter}")
+        return f"{way}: {', '.join(said)} each"
+
+    def _each(self, letter: str) -> int:
+        """Return how many heads of it are in one group."""
+        return (self._counts[letter] or 1) // self._groups
+
+    def projections(self, name: str, way: Packing | None) -> list[StoredProjection]:
+        """Return where each head of each part lies; nothing where the number of heads or the packing is not known.
+
+        `way` is how parts would be packed; None: as they are.
+        """
+        letters, packing = self._letters, way or self._packing
+        if None in self._counts.values() or packing == "unknown" or (letters == "o" and not self._is_matrix):
+            return []
+        if self._is_stack:
+            heads_axis, axis = axes_of_stack(self._parts, letters) if self._is_matrix else (0, 1)
+            return [StoredProjection(f"{self._matrix}_{letters}", name, axis, (), self._shape[axis], heads_axis)]
+        widths = {letter: self._width(letter) or 1 for letter in letters}
+        groups = self._groups if packing == "group by group" else 1
+        # In each group, so many heads of each.
+        order = [(letter, (self._counts[letter] or 1) // groups) for letter in self._order]
+        starts: dict[str, list[int]] = {letter: [] for letter in letters}
+        place = 0
+        for _ in range(groups):
+            for letter, number in order:
+                starts[letter] += [place + head * widths[letter] for head in range(number)]
+                place += number * widths[letter]
+        return [
+            StoredProjection(f"{self._matrix}_{letter}", name, self._axis, tuple(own), widths[letter])
+            for letter, own in starts.items()
+        ]
+
 
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),

@@ -199,7 +199,7 @@ def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], t
         require_numbers(side.run.device, "compare", _SHAPES)
 
     def made(room: Room) -> tuple[Side, Side]:
-        from ..answers.layer_beside import two_layers
+        from ..answers.side import two_layers
 
         return two_layers(planned, room)
 
@@ -265,8 +265,8 @@ def _called(
     options: Options, one: _Asked, other: _Asked, room: Room, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
-    from ..answers.layer_beside import sizes_of
-    from ..targets.submodule import part_of, with_arguments_of
+    from ..answers.side import sizes_of
+    from ..targets.pairing import part_of, with_arguments_of
 
     if one.path is not None:
         target, options = _loaded(options, one, other)
@@ -353,7 +353,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
 
 def _layer_run(options: Options, asked: _Asked, call: Call, beside: Side) -> Side:
     """Return a layer with the sizes of the target beside it, but for those that somebody gave, and its input."""
-    from ..answers.layer_beside import layer_beside
+    from ..answers.side import layer_beside
     from ..targets.layer_sides import parse_settings
 
     # A variable is for all commands: that it is of another width than a target is no contradiction.

@@ -103,7 +103,7 @@ def _drawn(report: ParamsReport) -> Drawn | None:
     """Return the picture of a report that has norms."""
     if report.head_norms is None:
         return None
-    from ..pictures.heads import norms_picture
+    from ..pictures.stages import norms_picture
 
     return Drawn((norms_picture(report.head_norms),), printed=True)
 

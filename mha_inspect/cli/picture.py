@@ -215,7 +215,7 @@ def keep_weights(seen: list[tuple[int, list[Attended]]], count: int, look: Look)
 
 def averaged(seen: Sequence[tuple[int, Sequence[Attended]]]) -> tuple[Picture, ...]:
     """Return for each attention the weights of each head count, averaged over the heads."""
-    from ..pictures.heads import counts_picture
+    from ..pictures.stages import counts_picture
 
     shared = min(len(attended) for _, attended in seen)
     return tuple(counts_picture([(count, attended[place]) for count, attended in seen]) for place in range(shared))
@@ -239,7 +239,7 @@ class Drawn:
 
     def text(self, format: str, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file where there is none."""
-        from ..pictures.colour import depth_shown
+        from ..pictures.grid import depth_shown
         from ..pictures.terminal import draw
 
         width = None if stream is None else columns(stream)

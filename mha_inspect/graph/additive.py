@@ -15,11 +15,10 @@ import torch
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from .axis import fresh
+from .axis import fresh, setting
 from .dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from .elements import Elements, Origins
 from .moves import coordinates_of, index_of
-from .pieces import setting
 from .products import Product, ProductAxes, summed_places
 from .walk import Graph, Step
 

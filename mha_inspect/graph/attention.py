@@ -156,7 +156,10 @@ class _Finder:
     def with_own_outputs(self, found: list[Attention]) -> list[Attention]:
         """Without outputs that are another's queries, keys or values: what projects those is no W_o."""
         taken = {op.index for own in found for side, op in own.projections.items() if side != "output"}
-        return [self._without_output(own) if _output_of(own) in taken else own for own in found]
+        return [
+            self._without_output(own) if (end := own.projections.get("output")) and end.index in taken else own
+            for own in found
+        ]
 
     def _without_output(self, own: Attention) -> Attention:
         stages = {name: tensor for name, tensor in own.stages.items() if name not in ("concat", "output")}
@@ -176,7 +179,7 @@ class _Finder:
                 swapped = swapped or op.swaps_last_two
             elif product.is_dot and self._scales(op):
                 scales.append(self.graph.scale_of(op))
-            elif op.makes_result and self._is_scaled(op.inputs[0]):
+            elif op.makes_result and (made := self.recording.producer(op.inputs[0])) is not None and self._scales(made):
                 pass
             elif transposed and not swapped and op.swaps_last_two:
                 swapped = True
@@ -184,10 +187,6 @@ class _Finder:
                 break
             tensor = max(op.inputs, key=lambda t: t.numel) if self._scales(op) else op.inputs[0]
         return tensor, multiply(scales)
-
-    def _is_scaled(self, tensor: TensorRef) -> bool:
-        op = self.recording.producer(tensor)
-        return op is not None and self._scales(op)
 
     def _scales(self, op: Op) -> bool:
         """Whether this multiplies everything by one number, and is not the second half of a mean."""
@@ -280,11 +279,6 @@ class _Finder:
             if features_last and self.graph.dimensions.of(followers[0].output)[-1:] != features:
                 return tensor
             tensor = followers[0].output
-
-
-def _output_of(found: Attention) -> int:
-    """Index of the product that gives the output; -1 where there is none."""
-    return found.projections["output"].index if "output" in found.projections else -1
 
 
 def _elements(tensor: TensorRef) -> int:

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, fresh, resolve, size_of, unify, wide
-from .pieces import slice_piece, uneven_slices
+from .axis import Axis, Dim, fresh, resolve, size_of, slice_piece, uneven_slices, unify, wide
 from .rules import rule_of
 
 __all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..record.catalog import axes_rule, does, named
 from ..record.ops import Named, Op, TensorRef
+from .axis import setting
 from .dimensions import Axis, wide
 from .linear import features_of
 from .moves import MOVES, coordinates_of, index_of
-from .pieces import setting
 from .products import summed_places
 from .walk import Graph
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..record.ops import Op, TensorRef
+from .axis import setting
 from .dimensions import Axis, Dim, size_of, wide
 from .found import Attention, Dimension, positions_of
-from .pieces import setting
 from .walk import Graph
 
 _CUTS = ("select", "slice", "unbind", "split", "split_with_sizes")

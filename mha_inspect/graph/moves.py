@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..record.ops import Op, TensorRef
-from .pieces import setting
+from .axis import setting
 
 
 def coordinates_of(at: Tensor, shape: Sequence[int]) -> list[Tensor]:

@@ -47,7 +47,7 @@ class Product:
         whole = self.multiply.output
         summed = summed_places(self.op) if self.op is not self.multiply else ()
         rank = len(whole.shape)
-        left, right, out = (_at_rank(dimensions.of(t), rank) for t in (self.left, self.right, whole))
+        left, right, out = (((),) * (rank - len(t.shape)) + dimensions.of(t) for t in (self.left, self.right, whole))
         found: dict[str, list[Dim]] = {}
         for place in range(rank):
             one, other = (_wide(tensor, rank, place) for tensor in (self.left, self.right))
@@ -129,7 +129,3 @@ def _wide(tensor: TensorRef, rank: int, place: int) -> bool:
     """Whether a factor has more than one element along a dimension of what it is broadcast to, or expanded to."""
     own = place - (rank - len(tensor.shape))
     return own >= 0 and tensor.shape[own] > 1 and tensor.stride[own] != 0
-
-
-def _at_rank(dims: tuple[Dim, ...], rank: int) -> tuple[Dim, ...]:
-    return ((),) * (rank - len(dims)) + dims

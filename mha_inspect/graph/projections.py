@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
+from .axis import setting
 from .dimensions import Axis, wide
 from .pairing import mixing_of
-from .pieces import setting
 from .walk import Graph, inside
 
 

@@ -6,8 +6,24 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op
-from .axis import Dim, fresh, join, outer_product, repeating, reshape, resolve, size_of, twin, unify
-from .pieces import Dims, counted, counter, setting, slice_piece, split_pieces
+from .axis import (
+    Dim,
+    Dims,
+    counted,
+    counter,
+    fresh,
+    join,
+    outer_product,
+    repeating,
+    reshape,
+    resolve,
+    setting,
+    size_of,
+    slice_piece,
+    split_pieces,
+    twin,
+    unify,
+)
 
 Rule = Callable[[Op, tuple[Dims, ...]], Iterable[Dims]]
 """An operation and the dimensions of what went in, to the dimensions of what came out."""

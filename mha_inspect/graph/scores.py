@@ -89,7 +89,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             if _depends_on(graph, op.inputs[1], softmax_input, dim):
                 found.bent = True
                 found.steps.append(("log_softmax", None))
-        elif adds_mask(op) and not _lays_out(op, tensor):
+        elif adds_mask(op) and not (op.base_name == "copy_" and op.inputs[-1].id == tensor.id):
             if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
                 found.late_scale = multiply((found.late_scale, -1.0))
                 found.steps.append(("scale", -1.0))
@@ -131,11 +131,6 @@ def _depends_on(graph: Graph, shift: TensorRef, softmax_input: TensorRef, dim: i
     """Whether what is taken off scores is another number for each that the softmax runs over."""
     over = set(wide(graph.dimensions.of(softmax_input)[dim])) if softmax_input.shape else set()
     return not over.isdisjoint(atom for axis in graph.dimensions.of(shift) for atom in axis)
-
-
-def _lays_out(op: Op, scores: TensorRef) -> bool:
-    """Whether this writes the scores into a buffer, and not something into the scores."""
-    return op.base_name == "copy_" and op.inputs[-1].id == scores.id
 
 
 def adds_mask(op: Op) -> bool:

@@ -37,7 +37,7 @@ class LayerKind:
     summary: str
     """One line: how it is written."""
     weights: str
-    """Closed formula of the number of weights; `naming.formulas.symbols` says what its letters are."""
+    """Closed formula of the number of weights; `layers.spec.symbols` says what its letters are."""
     biases: str
     """That of the number of biases."""
     split: str

@@ -1,10 +1,12 @@
-"""What is asked for, as plain data: the layer's sizes and settings, its inputs, and how it is run.
+"""What is asked for, as plain data: the layer's sizes and settings, its inputs, and how it is run; formulas of these.
 
 Nothing here imports torch, so that a contradiction among flags is answered at once.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -224,3 +226,39 @@ class Show:
     """Digits after the point in shortened text."""
     edge_items: int = 3
     """Elements at each edge in shortened text."""
+
+
+_WRITTEN = {"²": "**2", "³": "**3", "·": "*"}
+"""What Python writes otherwise."""
+
+
+LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
+"""What stands for what in a formula."""
+
+
+def symbols(spec: AttentionSpec) -> dict[str, int]:
+    """The letters of a formula, with what they are in a layer."""
+    return {
+        "E": spec.embed_dim,
+        "H": spec.num_heads,
+        "G": spec.kv_heads,
+        "D": int(spec.head_dim),
+        "K": spec.key_width,
+        "V": spec.value_width,
+    }
+
+
+def evaluate(formula: str, values: Mapping[str, int]) -> int:
+    """What a formula like `2E² + E(K + V) + 4E` gives. Factors stand side by side or with `·` between them.
+
+    Raises `ValueError` for what is not such a formula, and for a letter that has no value.
+    """
+    if not re.fullmatch(r"[\dA-Z²³()+\-·\s]*", formula):
+        raise ValueError(f"{formula!r} has characters that are not part of a formula")
+    text = re.sub(r"(?<=[\dA-Z)²³])(?=[A-Z(])", "*", formula)
+    for sign, written in _WRITTEN.items():
+        text = text.replace(sign, written)
+    try:
+        return int(eval(text, {"__builtins__": {}}, dict(values)))  # of letters, digits and signs alone
+    except (SyntaxError, NameError) as error:
+        raise ValueError(f"{formula!r} is no formula of {', '.join(values)}: {error}") from None

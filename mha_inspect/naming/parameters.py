@@ -88,10 +88,6 @@ class Projection:
         """The names of the parameters that hold it: several where each head has one of its own."""
         return tuple(part.parameter.name for part in self.parts)
 
-    def slices(self) -> dict[str, tuple[HeadSlice, ...]]:
-        """Return the rows and columns of each head, by the name of the parameter; empty where heads have no such."""
-        return {part.parameter.name: slices_of(part.kind, [part]) for part in self.parts}
-
     def view(self, module: nn.Module) -> View | None:
         """Return the numbers by head as this module holds them, to read and to write; None where not all is known.
 

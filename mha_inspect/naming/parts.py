@@ -280,7 +280,7 @@ class Finder:
                 Met(one.parameter, one.kind if one.kind != "b" else "norm", owner[one.ids], one.places, one.operation)
                 for one in trail.met
             ]
-        met = [_only(one, one.ids >= 0) for one in met]
+        met = [replace(one, ids=one.ids[kept], places=one.places[kept]) for one in met for kept in [one.ids >= 0]]
         heads = self.names.num_heads
         for part in self._told("o", [one for one in met if len(one.ids)], heads, width, list(range(heads))):
             if part.kind == "W" and part.operation is not None:
@@ -351,10 +351,6 @@ def _kind(met: Met, projections: Sequence[int]) -> str:
         return "W"
     early = met.operation.index < min(projections)
     return "before" if met.kind == "b" and early and len(met.operation.inputs) == 3 else met.kind
-
-
-def _only(met: Met, kept: Tensor) -> Met:
-    return replace(met, ids=met.ids[kept], places=met.places[kept])
 
 
 def _by_head(ids: Tensor, places: Tensor, heads: int, width: int, numbers: list[int]) -> dict[int, Tensor]:

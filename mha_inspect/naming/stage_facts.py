@@ -218,7 +218,7 @@ class StageFacts:
             return ""  # windows that overlap hold a key more than once
         if "key" not in (word for dim in dims_of(self._axes[source]) for word in dim):
             return ""  # it was padded
-        before, after = self._length(source, "key"), self._length(stage, "key")
+        before, after = self._keys(source), self._keys(stage)
         more = after - before
         if before and more > 0:
             what = "value" if stage == "v_heads" else "key"
@@ -226,10 +226,10 @@ class StageFacts:
         before, after = self._found.stages[source].numel, self._found.stages[stage].numel
         return f", each head {after // before} times" if after > before > 0 and after % before == 0 else ""
 
-    def _length(self, stage: str, axis: str) -> int:
-        """Size of an axis that has a dimension to itself; 0 where it has none."""
+    def _keys(self, stage: str) -> int:
+        """How many keys a stage has; 0 where they have no dimension to themselves."""
         dims = dims_of(self._axes[stage])
-        return self._found.stages[stage].shape[dims.index([axis])] if [axis] in dims else 0
+        return self._found.stages[stage].shape[dims.index(["key"])] if ["key"] in dims else 0
 
 
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:

@@ -89,7 +89,7 @@ class LiveStage(_Shows):
 
         Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
         """
-        from ..pictures.colour import depth_shown
+        from ..pictures.grid import depth_shown
         from ..pictures.terminal import draw
         from ..render.screen import columns, in_color
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..text import printable
-from .colour import hex_table
-from .grid import Picture, Side
+from .grid import Picture, Side, hex_table
 from .terminal import number
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from ..render.layout import pieces
 from ..text import cells, fitting, plural, printable
-from .colour import INFINITE, NO_NUMBER, RAMP, Depth, codes
-from .grid import Floats, Picture, Side, reduced, steps
+from .grid import INFINITE, NO_NUMBER, RAMP, Depth, Floats, Picture, Side, codes, reduced, steps
 
 WIDTH = 80
 """Where nothing says how wide the page is."""

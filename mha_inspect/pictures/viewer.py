@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..text import printable
-from .colour import hex_table
-from .grid import Picture, range_of, reduced
+from .grid import Picture, hex_table, range_of, reduced
 from .terminal import number
 
 ROOM = 12_000_000

@@ -22,11 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
-from .block import RUNNING, Block, put_on, take_off
 from .ops import RESULT, Kind, Named, Recording, TensorRef
 from .replay import Replay, uncollected
 from .schema import About, about
-from .site import ATTENTION_FORWARD, ModuleCall, Site
+from .site import ATTENTION_FORWARD, RUNNING, Block, ModuleCall, Site, put_on, take_off
 from .sketch import Sketch
 from .storage import Hold, Kept, Look, Outside, hold_whole, looker
 

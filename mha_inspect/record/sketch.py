@@ -152,10 +152,6 @@ def _split(x: Sketch, size: int, dim: int) -> list[Sketch]:
     return [replace(x, shape=shape, offset=x.offset + start * x.strides[dim]) for start in starts]
 
 
-def _made(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Sketch:
-    return Sketch.new(shape, dtype, device)
-
-
 def _scalar(_: float, *, dtype: torch.dtype, device: torch.device) -> Sketch:
     return Sketch.new((), dtype, device)
 
@@ -179,7 +175,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _A.view.default: _view,
     _A._unsafe_view.default: _view,
     _A.split.Tensor: _split,
-    _A.ones.default: _made,
+    _A.ones.default: Sketch.new,
     _A.scalar_tensor.default: _scalar,
 }
 """Each operation that steps are made of, to what it does to descriptions."""

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
-from .block import put_on, take_off
 from .catalog import MULTI_HEAD, Fused, fused
 from .kernel_proof import Check, Shelf, check_part, few_rows
 from .kernels import PARTS, Attention, Do, NotOpenedError, attention, bound, read_attention, run
@@ -30,6 +29,7 @@ from .recorder import LINK, Recorder
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
+from .site import put_on, take_off
 from .sketch import Sketch, sketched
 from .storage import Hold
 
@@ -70,7 +70,8 @@ class XRay(Recorder):
         recording = super().finish(returned)
         if not self._kernels:
             return recording
-        watched = {place for place, kernel in enumerate(self._kernels) if _is_watched(kernel)}
+        ways = [fused(kernel.op) for kernel in self._kernels]
+        watched = {place for place, known in enumerate(ways) if known is not None and known.way == "reopen"}
         calls = _calls_of([op for op in recording.ops if op.kernel in watched])
         ops = tuple([replace(op, call=calls[op.index]) if op.index in calls else op for op in recording.ops])
         return replace(recording, ops=ops, kernels=tuple(self._kernels))
@@ -320,11 +321,6 @@ class XRay(Recorder):
         mark, kernels = start
         self._entries[mark:] = [entry for entry in self._entries[mark:] if isinstance(entry[0], list)]
         del self._kernels[kernels:]
-
-
-def _is_watched(kernel: Kernel) -> bool:
-    known = fused(kernel.op)
-    return known is not None and known.way == "reopen"
 
 
 def _calls_of(ops: list[Op]) -> dict[int, int]:

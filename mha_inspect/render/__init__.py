@@ -7,7 +7,48 @@ Nothing heavy is imported here: Rich only for table and svg.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+from .page import Page
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one class of report is rendered."""
+
+    command: str
+    """The command that makes it: the `command` of its JSON, and the name of its schema."""
+    module: str
+    """The file of the report, and that of its page."""
+
+    def page(self, report: Any) -> Page:
+        """Return the page of a report of this kind."""
+        made: Page = getattr(import_module(f".{self.module}", __package__), f"{self.module}_page")(report)
+        return made
+
+
+KINDS = {
+    "Trace": Kind("trace", "trace"),
+    "ParamsReport": Kind("params", "params"),
+    "CompareHeadsReport": Kind("compare-heads", "compare_heads"),
+    "DiffReport": Kind("diff", "diff"),
+    "CheckpointDiffReport": Kind("diff-checkpoints", "checkpoint_diff"),
+    "CheckReport": Kind("check", "check"),
+    "LayersReport": Kind("layers", "layers"),
+}
+"""Class in `reports` to how it is rendered."""
+
+
+def kind_of(report: object) -> Kind:
+    """Return how this report is rendered. Raises `TypeError` for what is not a report."""
+    name = type(report).__name__
+    kind = KINDS.get(name)
+    if kind is None or not type(report).__module__.endswith(f".reports.{kind.module}"):
+        raise TypeError(f"{name} is not a report that can be rendered: {', '.join(KINDS)}")
+    return kind
+
 
 Format = Literal["table", "plain", "json", "svg", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -21,7 +62,6 @@ def to_text(report: object, format: Format, *, width: int | None = None, color: 
     `width` (columns) matters to table and svg; None means the terminal's for a table, and 120 for the image.
     `color` matters to table. Raises `TypeError` for what is not a report, `ValueError` for an unknown format.
     """
-    from .pages import kind_of
 
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
@@ -48,7 +88,6 @@ def to_pieces(report: object, format: Format, *, width: int | None = None, color
     """Yield the text of `to_text`; JSON, which may hold every number of a tensor, a piece at a time."""
     if format == "json":
         from ..reports.json import to_json
-        from .pages import kind_of
 
         yield from to_json(report, kind_of(report).command)
     else:
@@ -58,6 +97,5 @@ def to_pieces(report: object, format: Format, *, width: int | None = None, color
 def to_cell(report: object) -> str:
     """Return the report as html for a page that holds other things, such as a notebook."""
     from .html import to_cell
-    from .pages import kind_of
 
     return to_cell(kind_of(report).page(report))

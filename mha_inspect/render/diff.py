@@ -42,8 +42,10 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     against = MEASURED["half a digit" if "half a digit" in measured else "float64"]
     against = "reckoned from that of float32" if report.noise.dtype == "float64" else against
     blocks: list[Block] = []
-    for rows in _by_attention(report):
-        blocks += (_stages(rows), *_stage_notes(rows))
+    for rows in [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)] or [()]:
+        blocks.append(_stages(rows))
+        if noted := tuple((row.name, row.note) for row in rows if row.note):
+            blocks.append(Facts(noted))
     yield Section(
         tuple(blocks),
         "stages",
@@ -69,12 +71,6 @@ def _run(side: DiffSide) -> str:
     return "; ".join(parts)
 
 
-def _by_attention(report: DiffReport) -> list[tuple[StageRow, ...]]:
-    """Return the rows of each attention; all of them where each side has one."""
-    rows = [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)]
-    return rows or [()]
-
-
 def _stages(rows: tuple[StageRow, ...]) -> Table:
     opened = any(side is not None and side.opened for row in rows for side in (row.left, row.right))
     number = rows[0].attention if rows else None
@@ -98,11 +94,6 @@ def _shape(side: StageSide | None) -> Cell:
     if side.count > 1:
         return Cell(f"{side.count} × {shape.text}", shape.tone, mark=mark)
     return replace(shape, mark=mark)
-
-
-def _stage_notes(rows: tuple[StageRow, ...]) -> tuple[Facts, ...]:
-    items = tuple((row.name, row.note) for row in rows if row.note)
-    return (Facts(items),) if items else ()
 
 
 def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:

@@ -244,7 +244,7 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
         rows.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
         parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
         for part in parts:
-            pieces = [_piece(c, name, part) for c in counts]
+            pieces = [next((own for own in c.first_head.get(name, ()) if own.part == part), None) for c in counts]
             rows.append((f"head 0 of {part}", _owned(pieces, [c.shapes.get(name, ()) for c in counts])))
 
     def cell(place: int, row: tuple[str, list[str]]) -> Cell:
@@ -256,10 +256,6 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
         *((Column(str(c.num_heads), "right"), partial(cell, place)) for place, c in enumerate(counts)),
         split=True,
     )
-
-
-def _piece(column: HeadCountColumn, name: str, part: str) -> HeadSlice | None:
-    return next((piece for piece in column.first_head.get(name, ()) if piece.part == part), None)
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:

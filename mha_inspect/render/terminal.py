@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from html import escape
 from io import StringIO
+from typing import Any
 
 from rich import box
 from rich.color import blend_rgb
@@ -61,6 +62,10 @@ LIGHT_THEME = _theme(*templates.GROUNDS[0], templates.LIGHT)
 DARK_THEME = _theme(*templates.GROUNDS[1], templates.DARK)
 
 
+_AS_IT_IS: dict[str, Any] = {"legacy_windows": False, "highlight": False, "markup": False, "emoji": False}
+"""Settings of a console that changes nothing in a text."""
+
+
 def to_table(page: Page, *, width: int | None, color: bool) -> str:
     """Return the page for a terminal of that width; without colour there is no escape sequence in it."""
     file = StringIO()
@@ -71,10 +76,7 @@ def to_table(page: Page, *, width: int | None, color: bool) -> str:
         force_terminal=color,
         color_system="standard" if color else None,
         no_color=not color,
-        legacy_windows=False,
-        highlight=False,
-        markup=False,
-        emoji=False,
+        **_AS_IT_IS,
     )
     _print(console, page)
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
@@ -89,10 +91,7 @@ def to_svg(page: Page, *, width: int | None) -> str:
         force_terminal=True,
         color_system="standard",
         no_color=False,
-        legacy_windows=False,
-        highlight=False,
-        markup=False,
-        emoji=False,
+        **_AS_IT_IS,
     )
     _print(console, page)
     light = console.export_svg(theme=LIGHT_THEME, code_format=templates.SVG)

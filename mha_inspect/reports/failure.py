@@ -25,7 +25,7 @@ class Cause:
     """A mistake that the evidence shows, and a way out of it."""
 
     name: str
-    """`heads_not_transposed`: a word of `mha_inspect.answers.failure.causes`."""
+    """`heads_not_transposed`: a word of `mha_inspect.answers.failure.report`."""
     explanation: str
     """What is wrong, with the real numbers."""
     fix: str

@@ -69,13 +69,9 @@ def require_few_layers(values: Mapping[str, Any], text: str) -> None:
                 )
 
 
-def _types(transformers: ModuleType) -> list[str]:
-    return sorted(transformers.CONFIG_MAPPING.keys())
-
-
 def find_config_class(transformers: ModuleType, kind: str, text: str, held: Mapping[str, Any] | None) -> Any:
     """The class of a type's configuration; `held` is what its file says, where it is out of one."""
-    known = _types(transformers)
+    known = sorted(transformers.CONFIG_MAPPING.keys())
     if kind in known:
         return transformers.CONFIG_MAPPING[kind]
     spelled = next((name for name in known if plain(name.replace("-", "_")) == plain(kind.replace("-", "_"))), None)

@@ -22,13 +22,10 @@ from ..layers.spec import InputSpec
 from ..record.rehearsal import rehearsed
 from ..text import printable, shown
 from .call import Call
-from .drawer import Drawer
 from .drawing import Plan, generator_of
 from .files import read_tensors
-from .finding import Finder
-from .forward import Forward
-from .forward_masks import ForwardMasks
-from .guesses import Guesses
+from .finding import Drawer, Finder, Guesses
+from .forward import Forward, ForwardMasks
 from .holders import Holder
 from .hugging_face_inputs import is_hugging_face, ways_of
 from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of

@@ -75,7 +75,7 @@ def typed_as(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
     if origin in (Union, types.UnionType):
         return _one_of(text, parts, namespace)
     if origin is Literal:
-        return next(value for value in _all_or_fail(parts, text) if str(value) == text)
+        return parts[[*map(str, parts)].index(text)]
     if annotation is None or annotation is type(None):
         return _word(text, dict.fromkeys(_NONE))
     if annotation is bool:
@@ -107,12 +107,6 @@ def _one_of(text: str, kinds: tuple[Any, ...], namespace: Mapping[str, Any]) -> 
         except (ValueError, TypeError, SyntaxError):
             continue
     raise ValueError
-
-
-def _all_or_fail(values: tuple[Any, ...], text: str) -> tuple[Any, ...]:
-    if text not in map(str, values):
-        raise ValueError
-    return values
 
 
 def _word(text: str, words: Mapping[str, Any], *, exact: bool = False) -> Any:

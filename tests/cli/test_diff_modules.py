@@ -124,7 +124,7 @@ def test_what_goes_in_is_what_the_model_gives_it(invoke, mine):
 
 def test_the_arguments_are_those_of_the_first_call(mine):
     from mha_inspect.targets.call import Call
-    from mha_inspect.targets.submodule import part_of
+    from mha_inspect.targets.pairing import part_of
     from mha_inspect.targets.target import Target
 
     namespace: dict = {}

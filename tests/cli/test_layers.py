@@ -8,9 +8,7 @@ import jsonschema
 import pytest
 
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.listing import LETTERS
-from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.naming.formulas import symbols
+from mha_inspect.layers.spec import LETTERS, AttentionSpec, symbols
 from mha_inspect.schemas import load_schema
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mha_inspect.answers.diff import diff
-from mha_inspect.answers.layer_beside import two_layers
+from mha_inspect.answers.side import two_layers
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for

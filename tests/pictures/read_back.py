@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mha_inspect.pictures.colour import RAMP
+from mha_inspect.pictures.grid import RAMP
 
 PART = re.compile(r"\x1b\[([\d;]*)m|(.)")
 MASKED, NAN, INF = -1, -2, -3

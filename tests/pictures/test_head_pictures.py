@@ -13,8 +13,8 @@ from torch import nn
 
 from mha_inspect.answers.params import params
 from mha_inspect.naming.subject import Subject
-from mha_inspect.pictures.colour import RAMP
-from mha_inspect.pictures.heads import norms_picture
+from mha_inspect.pictures.grid import RAMP
+from mha_inspect.pictures.stages import norms_picture
 
 
 def norms_of_torch(layer: nn.MultiheadAttention) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import ExportError, InputError, SpecError
-from mha_inspect.pictures.colour import RAMP
+from mha_inspect.pictures.grid import RAMP
 
 from .read_back import MASKED, inkless
 from .test_viewer import numbers

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect.pictures.colour import RAMP, codes, hex_table
-from mha_inspect.pictures.grid import Picture, Side
+from mha_inspect.pictures.grid import RAMP, Picture, Side, codes, hex_table
 from mha_inspect.pictures.terminal import draw
 
 from .read_back import INF, MASKED, NAN, inkless, panels

@@ -10,7 +10,7 @@ import torch
 from mha_inspect.cli import picture
 from mha_inspect.cli.picture import heads_of, tokens_of
 from mha_inspect.errors import SpecError
-from mha_inspect.pictures.colour import RAMP, codes
+from mha_inspect.pictures.grid import RAMP, codes
 from mha_inspect.record import rehearsal
 from mha_inspect.targets import room
 

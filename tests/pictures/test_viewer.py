@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect.pictures.colour import hex_table
-from mha_inspect.pictures.grid import Picture, Side
+from mha_inspect.pictures.grid import Picture, Side, hex_table
 from mha_inspect.pictures.viewer import ROOM, Attention, Storage, encoded, fragment, frame, held, storages, with_viewer
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1">\'\u2028\x1b[31m<!--'

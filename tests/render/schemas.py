@@ -12,9 +12,9 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from mha_inspect import reports, schemas
-from mha_inspect.answers.failure.causes import CAUSES
+from mha_inspect.answers.failure.report import CAUSES
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.render.pages import KINDS
+from mha_inspect.render import KINDS
 from mha_inspect.reports.common import SCHEMA_VERSION
 
 FOLDER = Path(schemas.__file__).parent

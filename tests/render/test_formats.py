@@ -12,9 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mha_inspect.render import FORMATS, to_text
+from mha_inspect.render import FORMATS, kind_of, to_text
 from mha_inspect.render.page import Table
-from mha_inspect.render.pages import kind_of
 
 from .samples import REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES

@@ -12,8 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mha_inspect.render import to_text
-from mha_inspect.render.pages import KINDS
+from mha_inspect.render import KINDS, to_text
 from mha_inspect.reports.common import Stats, Values
 from mha_inspect.reports.json import to_data
 from mha_inspect.schemas import commands, load_schema

@@ -190,7 +190,8 @@ def repeat(bench: Bench) -> Iterator[Finding]:
             sure=not any(op.inputs[0].storage in buffers for op in _writes(bench)),
         )
     elif apart > bench.limit:
-        drawn = [op for op in bench.seen.recording.ops if op.does("draws") and not _keeps_all(op)]
+        kept = "native_dropout", (False,)  # drops nothing
+        drawn = [op for op in bench.seen.recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != kept]
         dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
         where = next(iter(dropout or drawn), None)
         cause, fix = "Random numbers are drawn in eval, and two runs give different outputs.", ""
@@ -211,11 +212,6 @@ def repeat(bench: Bench) -> Iterator[Finding]:
 def _apart(bench: Bench, output: Tensor) -> float:
     """How far an output is from that of the base run."""
     return float(difference(output, bench.output).max())
-
-
-def _keeps_all(op: Op) -> bool:
-    """Whether a dropout drops nothing."""
-    return op.base_name == "native_dropout" and op.args[2:3] == (False,)
 
 
 def training(bench: Bench) -> Iterator[Finding]:

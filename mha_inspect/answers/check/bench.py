@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from ...naming.subject import Run, Subject
 from ...record.arguments import dense, tensors_in
 from ...text import message_of
-from .arguments import Arguments
 from .evidence import Evidence, Outline, held, of_same_ops, outlined, whole
 from .intent import Intent
 from .sight import Sight, sights_of
-from .sources import Source, sources_of
+from .sources import Arguments, Source, sources_of
 from .tokens import Flow
 
 _AT_ONCE = 1 << 18

@@ -66,7 +66,7 @@ class Living:
     def unread(self, made: TensorRef) -> set[int]:
         """The features of a projection's output that no operation reads; all of them where none does."""
         features = made.shape[-1]
-        if made.numel > _LARGEST or made.stride[-1] != 1 or made.stride != _contiguous(made.shape):
+        if made.numel > _LARGEST or made.stride != torch.empty(made.shape, device="meta").stride():
             return set()
         read = torch.zeros(made.offset + made.numel, dtype=torch.bool)
         refs = [t for op in self.ops if op.kind != "view" for t in op.inputs if t.storage == made.storage]
@@ -84,10 +84,6 @@ class Living:
         if not unread and len(readers) == 1 and readers[0].pointwise and readers[0].output.numel == made.numel:
             return self.unread(readers[0].output)
         return unread
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def parameters(bench: Bench) -> Iterator[Finding]:
@@ -183,7 +179,8 @@ def _copied_heads(_: Bench, tokens: Tokens) -> Iterator[Finding]:
 
 def _unused(living: Living, found: Attention) -> Iterator[Finding]:
     """Yield weights of an attention's module of which nothing is made."""
-    spare = [name for name in living.spare if len(living.shapes[name]) > 1 and _parent(name) == found.module]
+    # `self_attn` holds the projection of `self_attn.q_proj.weight`.
+    spare = [n for n in living.spare if len(living.shapes[n]) > 1 and ".".join(n.split(".")[:-2]) == found.module]
     living.told |= set(spare)
     width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
     missed = [name for name in spare if "output" not in found.projections and width in living.shapes[name]]
@@ -198,11 +195,6 @@ def _unused(living: Living, found: Attention) -> Iterator[Finding]:
                 sure=sure,
                 module=found.module,
             )
-
-
-def _parent(name: str) -> str:
-    """The module that holds the projection that a parameter is of: `self_attn` for `self_attn.q_proj.weight`."""
-    return ".".join(name.split(".")[:-2])
 
 
 def _unread_features(bench: Bench, living: Living, found: Attention) -> Iterator[Finding]:

@@ -10,17 +10,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...checkpoints.attentions import FoundAttention, find_attentions
+from ...checkpoints.attentions import FoundAttention, StoredProjection, find_attentions
 from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoints.stored import StoredTensor
-from ...checkpoints.tensor_role import StoredProjection
 from ...errors import SpecError
 from ...reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...targets.files import read_stored
 from ...text import listed, plural, shown
-from .heads import Numbers, has_numbers, numbers_of
-from .match import Distance, distance, matched
+from .heads import Distance, Numbers, distance, has_numbers, matched, numbers_of
 from .sentences import answer
 
 _PIECE = 1 << 20

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...checkpoints.attentions import fitting_counts
+from ...checkpoints.attentions import Role, fitting_counts
 from ...checkpoints.stored import StoredTensor
-from ...checkpoints.tensor_role import Role
 from ...errors import InputError
 from ...naming.parameter_words import roles_of
 from ...naming.parameters import Projection, View, projections

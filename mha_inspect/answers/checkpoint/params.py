@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.attentions import find_attentions
+from ...checkpoints.attentions import StoredProjection, find_attentions
 from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoints.stored import StoredTensor
-from ...checkpoints.tensor_role import StoredProjection
 from ...errors import SpecError
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport, StoredAttention

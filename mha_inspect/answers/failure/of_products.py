@@ -7,7 +7,7 @@ from math import prod
 
 from ...record.ops import TensorRef
 from ...reports.failure import Cause
-from .of_masks import SAME_EXAMPLES, SAME_SEQUENCE
+from .of_tensors import SAME_EXAMPLES, SAME_SEQUENCE
 from .operand import HEADS, SEQUENCES, Operand
 from .scene import Scene
 
