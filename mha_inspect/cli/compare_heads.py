@@ -12,11 +12,11 @@ from ..text import listed, shown
 from . import subject
 from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
 from .output import give, prepare
-from .picture import Drawn, averaged, is_wanted, keep_weights, require_drawable
+from .picture import Drawn, is_wanted, keep_weights, of_counts, require_drawable
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
-    from ..pictures.stages import Attended
+    from ..pictures.grid import Picture
     from ..targets.call import Call
     from ..targets.room import Room
 
@@ -62,7 +62,7 @@ def compare_heads(
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)
-    seen: list[tuple[int, list[Attended]]] = []
+    seen: list[tuple[int, list[Picture]]] = []
     counted = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{counted} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
@@ -72,12 +72,13 @@ def compare_heads(
         if target is not None and not compared:
             compared = chosen_counts(_of_its_width(target, options), ())
         few = {**extras, "steps": min(extras["steps"], 2), "time": False}  # more of them take no more memory
+        few |= {"see": partial(keep_weights, []) if picture else None}
         room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
         made = _made(target, options, compared, room)
         own = made[0][1]
         with explaining(own):
             report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
-    drawn = Drawn(averaged(seen), printed=True) if picture else None
+    drawn = Drawn(of_counts(seen), printed=True) if picture else None
     subject.tell(own.notes, options)
     give(report, options, export, drawn)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK

@@ -199,26 +199,26 @@ def rehearse(trace: Trace, run: Run, want: Wanted) -> None:
         drawn.text("plain")
 
 
-def keep_weights(seen: list[tuple[int, list[Attended]]], count: int, look: Look) -> None:
-    """Note the weights of each attention of a look at a head count, and where a mask is."""
-    from ..pictures.stages import Attended
+def keep_weights(seen: list[tuple[int, list[Picture]]], count: int, look: Look) -> None:
+    """Note the weights of each attention of a look at a head count, averaged over the heads."""
+    from ..pictures.stages import Attended, averaged
 
     several = len(look.attentions) > 1
-    attended = []
+    pictures = []
     for place in range(len(look.attentions)):
         found = {stage: look.get(place, stage) for stage in ("scores", "masked_scores", "weights")}
         held = {stage: tensor for stage, tensor in found.items() if tensor is not None}
         name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
-        attended.append(Attended(name, count, count, partial(dict, held)))
-    seen.append((count, attended))
+        pictures.append(averaged(Attended(name, count, count, partial(dict, held))))
+    seen.append((count, pictures))
 
 
-def averaged(seen: Sequence[tuple[int, Sequence[Attended]]]) -> tuple[Picture, ...]:
-    """Return for each attention the weights of each head count, averaged over the heads."""
+def of_counts(seen: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
+    """Return for each attention the averaged weights of each head count."""
     from ..pictures.stages import counts_picture
 
-    shared = min(len(attended) for _, attended in seen)
-    return tuple(counts_picture([(count, attended[place]) for count, attended in seen]) for place in range(shared))
+    shared = min(len(pictures) for _, pictures in seen)
+    return tuple(counts_picture([(count, pictures[place]) for count, pictures in seen]) for place in range(shared))
 
 
 def _shows(one: Attended) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -235,19 +235,20 @@ def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
     )
 
 
-def counts_picture(counts: Sequence[tuple[int, Attended]]) -> Picture:
-    """Return the weights of each head count, averaged over the heads, one below the other.
+def averaged(attended: Attended) -> Picture:
+    """Return the weights, averaged over the heads: one panel, which takes no more memory than one head.
 
     An element is masked where it is for every head. Raises `SpecError` as `Attended.picture`.
     """
-    drawn = [one.picture("weights") for _, one in counts]
-    first = drawn[0]
-    panels = []
-    for picture in drawn:
-        masked = picture.values == -np.inf
-        mean = np.where(masked, 0, picture.values).mean(axis=0, dtype=np.float32)
-        panels.append(np.where(masked.all(axis=0), np.float32(-np.inf), mean))
+    picture = attended.picture("weights")
+    masked = picture.values == -np.inf
+    mean = np.where(masked, 0, picture.values).mean(axis=0, dtype=np.float32)
+    mean = np.where(masked.all(axis=0), np.float32(-np.inf), mean)
+    title = "weights, averaged over the heads" + (f", of {attended.name}" if attended.name else "")
+    return replace(picture, title=title, panels=(title,), values=mean[None], below=True)
+
+
+def counts_picture(counts: Sequence[tuple[int, Picture]]) -> Picture:
+    """Return the averaged weights of each head count, one below the other."""
     names = tuple(f"{count} head{'' if count == 1 else 's'}" for count, _ in counts)
-    title = "weights, averaged over the heads"
-    title += f", of {counts[0][1].name}" if counts[0][1].name else ""
-    return Picture(title, names, np.stack(panels), first.rows, first.columns, notes=first.notes, below=True)
+    return replace(counts[0][1], panels=names, values=np.concatenate([picture.values for _, picture in counts]))
