@@ -34,6 +34,7 @@ _AXES = {
     nn.Embedding: {"weight": "num_embeddings embedding_dim"},
 }
 """What the axes of parameters are that belong to no attention, by the kind of module."""
+_NO_ATTENTION = "No attention was found in the forward: it tells what reads the parameters."
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,12 @@ def params(
     )
     columns, changes = side_by_side(counted) if counted else (None, "")
     no_attention = seen is not None and not seen.attentions
-    rows = _parameters(own.module, known, Show() if show is None else show, per_head)
+    show = Show() if show is None else show
+    rows = _parameters(own.module, known, show, per_head)
+    environment = replace(environment_of(Subject(own.module, (), {})), seed=own.seed)
+    found = () if seen is None else (_NO_ATTENTION,) if no_attention else unlike_dot(seen)
     return ParamsReport(
-        environment=replace(environment_of(Subject(own.module, (), {})), seed=own.seed),
+        environment=environment,
         layer=layer_of(own),
         parameters=rows,
         total=ParametersTotal(
@@ -96,11 +100,7 @@ def params(
         per_head_proof=known.proof,
         side_by_side=columns,
         changes=changes,
-        notes=("No attention was found in the forward: it tells what reads the parameters.",)
-        if no_attention
-        else unlike_dot(seen)
-        if seen is not None
-        else (),
+        notes=(*found, *show.without_numbers(environment.device)),
         head_norms=head_norms(own.module.get_parameter, _parameters(own.module, known, Show(), per_head=True))
         if norms
         else None,

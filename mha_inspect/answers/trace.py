@@ -49,7 +49,8 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             masked=_masked_rows(own, before, seen, replay, keep),
         )
         notes = (*mask_notes(seen, replay), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
-    return replace(made, notes=(*made.notes, *notes, *own.notes)), seen
+    absent = show.without_numbers(made.environment.device)
+    return replace(made, notes=(*made.notes, *notes, *absent, *own.notes)), seen
 
 
 def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:

@@ -84,8 +84,6 @@ def params(
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
-    if not is_file:
-        subject.tell_of_no_numbers(options)
     reads = picture or options.stats or options.values
     export = prepare(options, draws=picture, computes=not is_file or reads or like is not None)
 

@@ -308,13 +308,6 @@ def call_of(target: Target, options: Options, room: Room | None = None, like: Ca
     return call_target(target, asked(options), room, like=like)
 
 
-def tell_of_no_numbers(options: Options) -> None:
-    """Say on stderr that numbers were asked for where there are none."""
-    asked = " and ".join(f"--{name}" for name in ("stats", "values") if getattr(options, name))
-    if asked and options.device == "meta":
-        tell([f"{asked}: device meta has shapes and no numbers to show."], options)
-
-
 def tell(notes: Iterable[str], options: Options) -> None:
     """Say on stderr what was decided on somebody's behalf, unless they want no word."""
     for note in () if options.quiet else notes:

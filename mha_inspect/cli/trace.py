@@ -62,7 +62,6 @@ def trace(
     its code.
     """
     subject.check(target, options, "trace")
-    subject.tell_of_no_numbers(options)
     if text is not None:
         check_text(target, options)
     want = wanted(options, picture, head, batch_row, tokens)

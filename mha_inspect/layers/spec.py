@@ -227,6 +227,11 @@ class Show:
     edge_items: int = 3
     """Elements at each edge in shortened text."""
 
+    def without_numbers(self, device: str) -> tuple[str, ...]:
+        """Return what is to be said where a device has none of the numbers that are to be shown: nothing, or a note."""
+        asked = " and ".join(f"--{name}" for name in ("stats", "values") if getattr(self, name))
+        return (f"{asked}: device meta has shapes and no numbers to show.",) if asked and device == "meta" else ()
+
 
 _WRITTEN = {"²": "**2", "³": "**3", "·": "*"}
 """What Python writes otherwise."""

@@ -146,6 +146,8 @@ def _heads_in(found: Attention, names: AxisNames) -> tuple[int, Tensor]:
     if len(left) > 1:
         raise LostError
     sizes.update((name, shape[place] // prod(sizes.values())) for name in left)
+    if prod(sizes.values()) != shape[place]:
+        raise LostError
     heads = torch.arange(sizes.pop("heads"))
     return place, repeat(heads, f"heads -> ({' '.join(dims[place])})", **sizes)
 
