@@ -137,12 +137,13 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
     gc.collect()  # what the last one held in circles is not there when it runs for good
     factors = _fitted(seen[-_LEAST:])
 
-    def summed(extent: Extent) -> float:
-        return sum(one * term for one, term in zip(factors, extent.terms, strict=True))
+    def summed(extent: Extent, margin: float = 1.0) -> float:
+        once, *more = (one * term for one, term in zip(factors, extent.terms, strict=True))
+        return once + margin * sum(more)
 
     nearest, most = seen[-1]
-    margin = _MARGIN * max(1.0, most / (summed(nearest) or 1))  # the largest of them says more than the sum
-    return lambda extent: int(margin * summed(extent))
+    least = max(1.0, most / (summed(nearest) or 1))  # the largest of them says more than the sum
+    return lambda extent: int(least * summed(extent, _MARGIN))
 
 
 def _steps(whole: Extent) -> Iterator[Extent]:

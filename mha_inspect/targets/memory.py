@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,9 @@ _TO_LOAD = 768 * 2**20
 
 _LARGE = 4 * 2**20
 """Bytes of a tensor from which on it has pages of its own: for smaller ones these would take a third of the time."""
+_LEAST = 1 << 16
+"""Bytes below which nothing has: a page has 4096, and a process 65,530 such ranges of them."""
+_frees_at_once = False
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers that malloc.h has for these two settings."""
 
@@ -57,13 +60,32 @@ def free_at_once() -> None:
     That keeps blocks of up to 32 MiB for later, and the more of them it has seen: a run would take up to twice as much,
     and what it takes would hang on what ran before it.
     """
-    if sys.platform == "linux":
+    global _frees_at_once
+    _frees_at_once = sys.platform == "linux"
+    _give_back_from(_LARGE)
+
+
+@contextmanager
+def freeing_at_scale(share: float) -> Iterator[None]:
+    """Run the body, whose tensors are this share of those in a run for good: what is given back there is so in it too.
+
+    Nothing changes in a process that `free_at_once` was not called in.
+    """
+    _give_back_from(max(_LEAST, int(_LARGE * share)))
+    try:
+        yield
+    finally:
+        _give_back_from(_LARGE)
+
+
+def _give_back_from(size: int) -> None:
+    if _frees_at_once:
         from ctypes import CDLL
 
         with suppress(AttributeError):
             mallopt = CDLL(None).mallopt
-            mallopt(_M_MMAP_THRESHOLD, _LARGE)
-            mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE)
+            mallopt(_M_MMAP_THRESHOLD, size)
+            mallopt(_M_TRIM_THRESHOLD, 4 * size)
 
 
 def free_memory(device: torch.device | str) -> int | None:

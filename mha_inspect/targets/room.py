@@ -23,7 +23,7 @@ from ..errors import DoesNotFitError
 from ..layers.spec import AttentionSpec, InputSpec
 from ..record.rehearsal import Extent, foresee, rehearsed
 from ..text import byte_size
-from .memory import free_memory, largest, require_memory
+from .memory import free_memory, freeing_at_scale, largest, require_memory
 
 _SAFE = 8
 """A rough estimate that fits this many times is not looked at more closely."""
@@ -88,7 +88,7 @@ class Room:
         least, foreseen = self.copies * held - there, None
         if least <= free:
             try:
-                foreseen = foresee(self.again, planned.extent, planned.device, free)
+                foreseen = foresee(self._rehearse, planned.extent, planned.device, free)
             except Exception:  # whatever somebody's code may raise on input that nobody asked for
                 return
             least = foreseen(planned.extent) - there
@@ -102,6 +102,12 @@ class Room:
             way_out = f"The largest seq_len that fits is {best}." if best else planned.smaller
             way_out += " --device meta shows every shape without memory." if self.shapes_do else ""
             require_memory(least, planned.device, planned.asked, way_out)
+
+    def _rehearse(self) -> None:
+        cut = rehearsed()
+        assert cut is not None
+        with freeing_at_scale(cut.left.terms[2] / cut.whole.terms[2]):
+            self.again()
 
 
 def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
