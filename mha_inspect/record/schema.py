@@ -10,6 +10,9 @@ import torch
 
 from .catalog import Fused, Way, fused
 
+_UNTAGGED = frozenset({"leaky_relu", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "leaky_relu_", "selu_"})
+"""Activations that torch 2.10 does not say to be pointwise."""
+
 
 @dataclass(frozen=True)
 class About:
@@ -51,10 +54,11 @@ def about(func: Any) -> About:
         except RuntimeError:  # one that the dispatcher does not know: prim.device, asked of a fake tensor
             return False
 
+    base_name = name.split(".")[1]
     return About(
         name=name,
-        base_name=name.split(".")[1],
-        pointwise=torch.Tag.pointwise in func.tags,
+        base_name=base_name,
+        pointwise=torch.Tag.pointwise in func.tags or base_name in _UNTAGGED,
         composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
         makes_views=has_kernel(func.name(), "ADInplaceOrView"),
         written=tuple(
