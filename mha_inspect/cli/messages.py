@@ -14,7 +14,7 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException
 
 from ..errors import ExitCode, InputError, MhaInspectError, is_out_of_memory
 from ..targets.vocabulary import dashed, flag_of
-from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
+from ..text import MESSAGE, did_you_mean, listed, message_of, printable, printable_lines, shortened, shown
 
 _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
@@ -61,10 +61,10 @@ def _of_file(error: OSError) -> BaseException:
 
 
 def say(message: str) -> None:
-    """Print a message on stderr, if there is one; of one that nobody reads to the end, both ends."""
+    """Print a message on stderr, printable whatever it repeats; of one that nobody reads to the end, both ends."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(f"mha-inspect: {shortened(message, _LONGEST)}", file=sys.stderr)
+            print(f"mha-inspect: {shortened(printable_lines(message), _LONGEST)}", file=sys.stderr)
 
 
 def _allocation(error: BaseException) -> str:

@@ -96,6 +96,14 @@ def test_our_own_errors_are_one_line_and_carry_their_code(monkeypatch, invoke):
     assert ended_by(DoesNotFitError("8 TiB."), monkeypatch, invoke) == (3, "", "mha-inspect: 8 TiB.\n")
 
 
+def test_what_a_message_repeats_cannot_act_on_a_terminal(monkeypatch, invoke):
+    code, _, err = ended_by(InputError("\x1b[31m is no mask.\nName another."), monkeypatch, invoke)
+    assert (code, err) == (2, "mha-inspect: \\x1b[31m is no mask.\nName another.\n")
+    code, _, err = invoke("check", "--mask", "\x1b[31m")
+    assert code == 2
+    assert err.startswith("mha-inspect: \\x1b[31m is no argument of MultiheadAttention.forward")
+
+
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch, invoke):
     code, out, err = ended_by(ZeroDivisionError("in our arithmetic"), monkeypatch, invoke)
     assert (code, out) == (70, "")

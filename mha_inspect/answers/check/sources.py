@@ -16,7 +16,7 @@ from ...errors import InputError
 from ...naming.subject import Subject
 from ...record.arguments import with_copies
 from ...targets.layout import batch_axis_in_words
-from ...text import did_you_mean
+from ...text import did_you_mean, shown
 from .intent import Intent
 
 _ANY = inspect.signature(lambda *args, **kwargs: None)
@@ -55,7 +55,7 @@ class Arguments:
         if name in self.parameters or name in self.values or takes_any:
             return
         raise InputError(
-            f"{name} is no argument of {self._forward}, which takes {', '.join(self.parameters) or 'none'}."
+            f"{shown(name)} is no argument of {self._forward}, which takes {', '.join(self.parameters) or 'none'}."
             f"{did_you_mean(name, self.parameters)}"
         )
 
