@@ -99,6 +99,9 @@ def test_our_own_errors_are_one_line_and_carry_their_code(monkeypatch, invoke):
 def test_what_a_message_repeats_cannot_act_on_a_terminal(monkeypatch, invoke):
     code, _, err = ended_by(InputError("\x1b[31m is no mask.\nName another."), monkeypatch, invoke)
     assert (code, err) == (2, "mha-inspect: \\x1b[31m is no mask.\nName another.\n")
+
+
+def test_a_mask_is_named_as_it_can_be_read(invoke):
     code, _, err = invoke("check", "--mask", "\x1b[31m")
     assert code == 2
     assert err.startswith("mha-inspect: \\x1b[31m is no argument of MultiheadAttention.forward")
