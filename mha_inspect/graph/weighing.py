@@ -14,7 +14,7 @@ from .dimensions import Axis, wide
 from .found import Attention
 from .linear import features_of, is_activation
 from .pairing import Meeting, score_product
-from .products import Product
+from .products import Product, is_wide
 from .walk import Graph
 
 
@@ -74,9 +74,8 @@ def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[A
     parts = []
     for place, op in enumerate(path):
         others = [tensor for tensor in op.inputs if tensor.id in made and not _is_next(op, tensor, path, place)]
-        whole = {axis for dim in graph.dimensions.of(op.output) for axis in wide(dim)} if others else set()
         for other in others:
-            if other.numel > 1 and not whole - set(wide(*graph.dimensions.of(other))) <= over:
+            if other.numel > 1 and not _repeated(graph, other, op.output) <= over:
                 return None  # weights that are set against those of other queries
         if others or graph.bends(op):
             parts.append(place)
@@ -88,6 +87,13 @@ def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[A
     while stop < len(path) and graph.is_scale(path[stop]):
         stop += 1
     return start, stop
+
+
+def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
+    """The axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
+    rank = len(whole.shape)
+    dims = enumerate(graph.dimensions.of(whole))
+    return {axis for place, dim in dims if not is_wide(factor, rank, place) for axis in wide(dim)}
 
 
 def _is_next(op: Op, tensor: TensorRef, path: tuple[Op, ...], place: int) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import mha_inspect
 
+from .near import NEAR
 from .styles import E, H
 
 B, N, A, V = 7, 11, 19, 17
@@ -133,6 +134,7 @@ class Capsules(nn.Module):
 EVERY = [
     *(Pool, PoolByProduct, PoolWithPositions, PoolWithGate, PoolWithResidual, PoolLessMean, PoolAtATime),
     *(Experts, Codes, Residuals, Clusters, Contrast, Capsules),
+    *NEAR,
 ]
 
 
