@@ -48,6 +48,9 @@ def _weighing(graph: Graph, averaged: Product, carried: TensorRef, taken: set[in
     """How one factor of a product was made of scores."""
     axes = averaged.axes(graph.dimensions)
     over = set(wide(axes.left_inner if carried is averaged.left else axes.right_inner))
+    made = graph.recording.producer(graph.before_moves(averaged.right if carried is averaged.left else averaged.left))
+    if made is not None and graph.is_softmax(made):
+        return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
     for step in graph.back(carried, graph.carries) if over else ():
         op = graph.recording.producer(step.tensor)
         if op is None or op.index in {*taken, averaged.multiply.index} or _place_of(graph, op.output, over) is None:
