@@ -27,6 +27,9 @@ _LAYERS = {"add": 1, "sub": 1, "cat": 2, _DISTANCE: 0}
 """What queries and keys meet in, and how many reductions there may be from there to the scores: features that stand
 side by side are mixed before they are bent, and a distance is a score."""
 
+_ORDERS = {"sort": 1, "topk": 2}
+"""What puts numbers in order, and which of its arguments says along which dimension."""
+
 
 @dataclass(frozen=True)
 class Joint(Product):
@@ -127,11 +130,17 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> tupl
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
-    """Whether this is a mean of the keys, or another number of a norm over them."""
+    """Whether this is a mean of the keys, another number of a norm over them, or the keys themselves in order."""
     op = graph.recording.producer(graph.before_moves(query))
-    if op is None or axes_rule(op.base_name) != "reduce":
+    if op is None or not op.inputs:
         return False
-    return any(keys & set(graph.dimensions.of(op.inputs[0])[place]) for place in summed_places(op))
+    places: tuple[int, ...] = ()
+    if axes_rule(op.base_name) == "reduce":
+        places = summed_places(op)
+    elif op.base_name in _ORDERS:
+        places = (int(setting(op, _ORDERS[op.base_name], "dim", -1)),)
+    dims = graph.dimensions.of(op.inputs[0])
+    return bool(dims) and any(keys & set(dims[place]) for place in places)
 
 
 def _unrepeated(graph: Graph, factor: TensorRef) -> TensorRef:

@@ -9,7 +9,7 @@ from ..record.ops import Op, TensorRef
 from .additive import joint_scores
 from .dimensions import Axis, size_of, wide
 from .found import Mixing
-from .products import Product, product_of
+from .products import Product, outer_product_of, product_of
 from .walk import Graph
 
 
@@ -82,7 +82,10 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
             picked = {axis for passed in step.path if passed.does("picks") for axis in _wide(graph, passed.output, dim)}
             if product is not None and not _sums(graph, product, over | picked):
                 product = None
-        if product is not None and any(map(graph.is_projection, step.path)) and not _sums(graph, product, over):
+        # Mixed by head, or laid out along what else there is, as where they say what is written into which slot,
+        # they are weights still if they are summed over the keys.
+        changed = any(graph.is_projection(passed) or outer_product_of(passed) for passed in step.path)
+        if product is not None and changed and not _sums(graph, product, over):
             product = None
         if product is not None:
             return Meeting(product, step.path, step.tensor)

@@ -50,7 +50,7 @@ class Product:
         left, right, out = (((),) * (rank - len(t.shape)) + dimensions.of(t) for t in (self.left, self.right, whole))
         found: dict[str, list[Dim]] = {}
         for place in range(rank):
-            one, other = (_wide(tensor, rank, place) for tensor in (self.left, self.right))
+            one, other = (is_wide(tensor, rank, place) for tensor in (self.left, self.right))
             if place in summed:
                 found.setdefault("left_inner", []).append(left[place])
                 found.setdefault("right_inner", []).append(right[place])
@@ -90,7 +90,7 @@ def product_of(recording: Recording, op: Op) -> Product | None:
     left, right = multiply.inputs
     rank = len(multiply.output.shape)
     summed = summed_places(op)
-    wide = [tuple(_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
+    wide = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
     # Each has all that is summed over, and one has what the other has not: else it is no product but a norm, say.
     whole = all(all(places[place] for place in summed) for places in wide)
     return Product(op, multiply, left, right) if summed and whole and wide[0] != wide[1] else None
@@ -102,7 +102,7 @@ def outer_product_of(op: Op) -> Product | None:
         return None
     left, right = op.inputs
     rank = len(op.output.shape)
-    pairs = {tuple(_wide(tensor, rank, place) for tensor in (left, right)) for place in range(rank)}
+    pairs = {tuple(is_wide(tensor, rank, place) for tensor in (left, right)) for place in range(rank)}
     return Product(op, op, left, right) if {(True, False), (False, True)} <= pairs else None
 
 
@@ -125,7 +125,7 @@ def _flat(dims: Iterable[Dim]) -> Dim:
     return tuple(atom for dim in dims for atom in dim)
 
 
-def _wide(tensor: TensorRef, rank: int, place: int) -> bool:
+def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:
     """Whether a factor has more than one element along a dimension of what it is broadcast to, or expanded to."""
     own = place - (rank - len(tensor.shape))
     return own >= 0 and tensor.shape[own] > 1 and tensor.stride[own] != 0

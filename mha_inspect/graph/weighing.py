@@ -14,7 +14,7 @@ from .dimensions import Axis, wide
 from .found import Attention
 from .linear import features_of, is_activation
 from .pairing import Meeting, score_product
-from .products import Product
+from .products import Product, is_wide
 from .walk import Graph
 
 
@@ -48,6 +48,9 @@ def _weighing(graph: Graph, averaged: Product, carried: TensorRef, taken: set[in
     """How one factor of a product was made of scores."""
     axes = averaged.axes(graph.dimensions)
     over = set(wide(axes.left_inner if carried is averaged.left else axes.right_inner))
+    made = graph.recording.producer(graph.before_moves(averaged.right if carried is averaged.left else averaged.left))
+    if made is not None and graph.is_softmax(made):
+        return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
     for step in graph.back(carried, graph.carries) if over else ():
         op = graph.recording.producer(step.tensor)
         if op is None or op.index in {*taken, averaged.multiply.index} or _place_of(graph, op.output, over) is None:
@@ -74,9 +77,8 @@ def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[A
     parts = []
     for place, op in enumerate(path):
         others = [tensor for tensor in op.inputs if tensor.id in made and not _is_next(op, tensor, path, place)]
-        whole = {axis for dim in graph.dimensions.of(op.output) for axis in wide(dim)} if others else set()
         for other in others:
-            if other.numel > 1 and not whole - set(wide(*graph.dimensions.of(other))) <= over:
+            if other.numel > 1 and not _repeated(graph, other, op.output) <= over:
                 return None  # weights that are set against those of other queries
         if others or graph.bends(op):
             parts.append(place)
@@ -88,6 +90,13 @@ def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[A
     while stop < len(path) and graph.is_scale(path[stop]):
         stop += 1
     return start, stop
+
+
+def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
+    """The axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
+    rank = len(whole.shape)
+    dims = enumerate(graph.dimensions.of(whole))
+    return {axis for place, dim in dims if not is_wide(factor, rank, place) for axis in wide(dim)}
 
 
 def _is_next(op: Op, tensor: TensorRef, path: tuple[Op, ...], place: int) -> bool:

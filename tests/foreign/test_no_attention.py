@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import mha_inspect
 
+from .near import NEAR
 from .styles import E, H
 
 B, N, A, V = 7, 11, 19, 17
@@ -130,9 +131,35 @@ class Capsules(nn.Module):
         return made
 
 
+class Masks(nn.Module):
+    """What segments: each query has a mask and votes for classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.classes, self.pixels = nn.Parameter(torch.randn(5, E)), nn.Linear(E, A), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries + x.mean(1, keepdim=True)
+        masks = (queries @ self.pixels(x).mT).sigmoid()
+        return torch.einsum("bqc,bqn->bcn", self.classes(queries).softmax(-1)[..., :-1], masks)
+
+
+class PooledGraph(nn.Module):
+    """Edges by a sigmoid between clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.clusters = nn.Linear(E, A), nn.Linear(E, A), nn.Linear(E, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges, clusters = (self.a(x) @ self.b(x).mT).sigmoid(), self.clusters(x).softmax(-1)
+        return clusters.mT @ edges @ clusters
+
+
 EVERY = [
     *(Pool, PoolByProduct, PoolWithPositions, PoolWithGate, PoolWithResidual, PoolLessMean, PoolAtATime),
-    *(Experts, Codes, Residuals, Clusters, Contrast, Capsules),
+    *(Experts, Codes, Residuals, Clusters, Contrast, Capsules, Masks, PooledGraph),
+    *NEAR,
 ]
 
 
