@@ -35,6 +35,7 @@ from .side import Side
 COPIES = 4
 """How often the parameters of a side are there at one time, at least: for both, and for one of them in float64."""
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
+"""Stages in which a query without keys has no result that rounding could be measured against."""
 
 
 def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:

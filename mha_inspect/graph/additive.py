@@ -41,9 +41,8 @@ class Joint(Product):
     between: tuple[Op, ...] = ()
     """The operations from the one to the other, in order; that to the scores is the last."""
     sides: tuple[tuple[Dim, Dim, Dim], ...] = ()
-    """Each axis, of the graph that this was found in, of what they are joined in, and what it is in the left and in the
-    right factor; empty where it has
-    none."""
+    """Each axis of what they are joined in, of the graph that this was found in, and what it is in the left and in the
+    right factor; empty where that has none."""
 
     @property
     def is_dot(self) -> bool:

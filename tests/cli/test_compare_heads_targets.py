@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from mha_inspect.pictures import stages
-from mha_inspect.record import rehearsal
 from mha_inspect.schemas import load_schema
-from mha_inspect.targets import room
 
 SIZES = ("--batch", "3", "--seq-len", "5")
 
@@ -319,13 +317,8 @@ def test_params_says_in_words_that_no_head_has_a_part_of_its_own(invoke, mine):
     assert "by head\nNo parameter has a part that is one head's alone." in out
 
 
-def test_a_rehearsal_with_pictures_draws_those_of_every_count(invoke, monkeypatch):
+def test_a_rehearsal_with_pictures_draws_those_of_every_count(invoke, monkeypatch, rehearsed_on_two_rows_of_16):
     drawn = []
-
-    def foresee(run, whole, device, free):
-        with rehearsal._cut_to(rehearsal.Cut(whole, rehearsal.Extent(2, 16))):
-            run()
-        return lambda extent: 0
 
     def averaged(attended):
         drawn.append((attended.num_heads, attended.contents()["weights"].shape[-2:]))
@@ -333,8 +326,6 @@ def test_a_rehearsal_with_pictures_draws_those_of_every_count(invoke, monkeypatc
 
     real = stages.averaged
     monkeypatch.setattr(stages, "averaged", averaged)
-    monkeypatch.setattr(room, "_SAFE", 1 << 60)
-    monkeypatch.setattr(room, "foresee", foresee)
     line = "compare-heads --heads 2,4 --batch 5 --seq-len 40 --embed-dim 8 --picture"
     code, _, err = invoke(*line.split())
     assert (code, err) == (0, "")

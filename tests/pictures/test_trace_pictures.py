@@ -11,8 +11,6 @@ from mha_inspect.cli import picture
 from mha_inspect.cli.picture import heads_of, tokens_of
 from mha_inspect.errors import SpecError
 from mha_inspect.pictures.grid import RAMP, codes
-from mha_inspect.record import rehearsal
-from mha_inspect.targets import room
 
 from .read_back import MASKED, inkless, panels
 
@@ -160,21 +158,14 @@ def test_masked_is_told_apart_from_zero(mask):
     assert own.picture("weights").values[0][0].tolist() == [0, 1, -float("inf")]
 
 
-def test_a_rehearsal_draws_as_well(invoke, monkeypatch):
+def test_a_rehearsal_draws_as_well(invoke, monkeypatch, rehearsed_on_two_rows_of_16):
     """What is drawn takes memory too; on less input there is no such sequence, and there are fewer tokens."""
     drawn = []
-
-    def foresee(run, whole, device, free):
-        with rehearsal._cut_to(rehearsal.Cut(whole, rehearsal.Extent(2, 16))):
-            run()
-        return lambda extent: 0
 
     def text(self, format, stream=None):
         drawn.append([one.shape for one in self.pictures])
         return ""
 
-    monkeypatch.setattr(room, "_SAFE", 1 << 60)
-    monkeypatch.setattr(room, "foresee", foresee)
     monkeypatch.setattr(picture.Drawn, "text", text)
     line = "trace --picture weights --batch 5 --seq-len 40 --batch-row 4 --tokens"
     code, _, err = invoke(*line.split(), ",".join(map(str, range(40))))
