@@ -7,7 +7,7 @@ wrapped or replaced, so what is recorded runs as it runs without the recorder, t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -26,12 +26,9 @@ from .ops import RESULT, Kind, Named, Recording, TensorRef
 from .replay import Replay, uncollected
 from .schema import About, about
 from .site import ATTENTION_FORWARD, RUNNING, Block, ModuleCall, Site, put_on, take_off
-from .sketch import Sketch
-from .storage import Hold, Kept, Look, Outside, hold_whole, looker
+from .storage import Hold, Kept, Looker, Outside, hold_whole
 
 _MODULE_CALL = nn.Module._call_impl.__code__
-_Tensor = torch.Tensor
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 _NUMBERS, _MARKS = count(), count(2)
 _LARGEST = 1 << 24
@@ -68,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self._outside: list[Outside] = []
         """What came from outside, but parameters and named inputs; a module that makes a mask may hold it anyhow."""
         self._kept = Kept(hold_whole if keep is True else keep) if keep else None
-        self._look = self._kept or looker()
+        self._write_down = Looker(self._kept).write_down
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
@@ -86,6 +83,8 @@ class Recorder(TorchDispatchMode):
         """None while it is not on."""
         self._thread: int | None = None
         """The thread that entered it last."""
+        self._asked: tuple[Block, ...] | None = None
+        """The blocks in which all that runs was found to be asked for by the code that it is entered around."""
         self._asking: FrameType | None = None
         """The frame that asked for what is running, where that is not the one that torch came from: a composite
         operation that is taken apart, a kernel that is opened."""
@@ -114,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
     def __exit__(self, *exc: Any) -> None:
         """Stop to record. Raises `RecordingError` in a thread that did not enter it; nothing more is recorded then."""
-        block = self._block
+        block, self._asked = self._block, None
         if block is not None:
             block.frame = None
         if block is None or self._thread != get_ident():
@@ -128,35 +127,35 @@ class Recorder(TorchDispatchMode):
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
-        look = self._look
-        parameters: dict[int, tuple[str, Look]] = {}
-        buffers: dict[int, tuple[str, Look]] = {}
+        parameters: dict[int, tuple[str, torch.Tensor]] = {}
+        buffers: dict[int, tuple[str, torch.Tensor]] = {}
         for path, module in root.named_modules():
             if self._path(module) is None:
                 self._paths[id(module)] = ref(module), path
                 if _is_compiled(module):
                     self._compiled.append(path)
             start = f"{path}." if path else ""
-            for found, own, outside in (
-                (parameters, module._parameters, None),
-                (buffers, module._buffers, self._outside),
-            ):
+            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in own.items():
                     if tensor is not None and id(tensor) not in found and not nn.parameter.is_lazy(tensor):
-                        found[id(tensor)] = start + name, look(tensor, outside)
-        self._entries.append((self._parameters, [*parameters.values()]))
-        self._entries.append((self._buffers, [*buffers.values()]))
+                        found[id(tensor)] = start + name, tensor
+        self._entries.append((self._parameters, self._named(parameters.values())))
+        self._entries.append((self._buffers, self._named(buffers.values(), self._outside)))
+
+    def _named(self, named: Iterable[tuple[str, torch.Tensor]], outside: list[Outside] | None = None) -> list[Any]:
+        """Return a look for each tensor, with its name."""
+        pairs = [*named]
+        looks = self._write_down([tensor for _, tensor in pairs], outside)
+        return [(name, look) for (name, _), look in zip(pairs, looks, strict=True)]
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
-        looks = [(name, self._look(tensor)) for name, tensor in tensors_in(arguments)]
-        self._entries.append((self._inputs, looks))
+        self._entries.append((self._inputs, self._named(tensors_in(arguments))))
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
         replay = self._catch_up()
-        looks = [(name, self._look(tensor)) for name, tensor in tensors_in(returned)]
-        outputs = tuple(replay.named(looks))
+        outputs = tuple(replay.named(self._named(tensors_in(returned))))
         return Recording(
             ops=replay.ops(),
             inputs=tuple(self._inputs),
@@ -199,11 +198,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
-        block, running = self._block, RUNNING.get()
-        if block is None or block.frame is None or (block not in running and get_ident() == self._thread):
-            return func(*args, **kwargs) if kwargs else func(*args)  # after the end; another task
-        if block.is_generator and len(running) > 1 and not block.asks(sys._getframe(1), running):
-            return func(*args, **kwargs) if kwargs else func(*args)  # another generator's
+        running = RUNNING.get()
+        if running is not self._asked and not self._is_asked(running, sys._getframe(1)):
+            return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = about(func)
@@ -215,28 +212,35 @@ class Recorder(TorchDispatchMode):
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
             return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
         # What is done here is done at each operation: no more than what would be gone later. `Replay` does the rest.
-        look, plain = self._look, self._plain
-        outside = self._outside
-        given = [
-            arg if type(arg) in _PLAIN else look(arg, outside) if isinstance(arg, _Tensor) else plain(arg)
-            for arg in args
-        ]
-        if not kwargs:
-            named = written = None
-            if known.written:
-                written = self._about_to_write(known, args, {})
-            result = func(*args)
+        write_down, outside = self._write_down, self._outside
+        values = (*args, *kwargs.values()) if kwargs else args
+        if known.written:
+            given = write_down(values, outside)
+            written = self._about_to_write(known, args, kwargs or {})
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            (made,), left = write_down((result,)), write_down(written)
         else:
-            named = {name: plain(arg) for name, arg in kwargs.items()}
-            written = self._about_to_write(known, args, kwargs) if known.written else None
-            result = func(*args, **kwargs)
-        made = [look(result)] if isinstance(result, _Tensor) else [look(tensor) for _, tensor in tensors_in(result)]
-        left = None if written is None else [look(tensor) for tensor in written]
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            given, left = write_down((*values, result), outside, result), None
+            made = given.pop()
         entries = self._entries
         place = len(entries)  # a module that is seen for the first time is told of after its first operation
         site = self._site(self._asking or sys._getframe(1))
-        entries.insert(place, (known, given, named, made, left, site, self._mark, None, self._kernel))
+        names = tuple(kwargs) if kwargs else ()
+        entries.insert(place, (known, given, names, made, left, site, self._mark, None, self._kernel))
         return result
+
+    def _is_asked(self, running: tuple[Block, ...], frame: FrameType) -> bool:
+        """Return whether what a frame asks for belongs to the code that this is entered around."""
+        block = self._block
+        if block is None or block.frame is None:  # after the end
+            return False
+        if block not in running:
+            return get_ident() != self._thread  # a thread that works for this one; or another task
+        if block.is_generator and len(running) > 1:
+            return block.asks(frame, running)  # or another generator's
+        self._asked = running
+        return True
 
     def _log(
         self,
@@ -252,13 +256,11 @@ class Recorder(TorchDispatchMode):
 
         With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
         """
-        given = [self._plain(arg) for arg in args]
-        named = {key: self._plain(arg) for key, arg in kwargs.items()}
-        made = [self._look(tensor) for _, tensor in tensors_in(result)]
-        left = None if written is None else [self._look(tensor) for tensor in written]
+        *given, made = self._write_down((*args, *kwargs.values(), result), self._outside, result)
+        left = None if written is None else self._write_down(written)
         entries, place = self._entries, len(self._entries)
         site = self._site(self._asking or sys._getframe(1))
-        entries.insert(place, (known, given, named, made, left, site, self._mark, kind, self._kernel))
+        entries.insert(place, (known, given, tuple(kwargs), made, left, site, self._mark, kind, self._kernel))
 
     def _look_into(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -298,25 +300,13 @@ class Recorder(TorchDispatchMode):
             torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
             self._asking = asking
 
-    def _plain(self, value: Any) -> Any:
-        """Return an argument as it is written down: what is in `_PLAIN`, a look, a list of those, or text."""
-        if type(value) in _PLAIN:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._look(value, self._outside)
-        if isinstance(value, Sketch):
-            return value.look
-        if isinstance(value, (list, tuple)):
-            return [self._plain(item) for item in value]
-        return value if isinstance(value, (int, float, complex, str)) else str(value)
-
     def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
         places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         written = [tensor for _, tensor in tensors_in(places)]
         if self._kept is not None:
-            for tensor in written:
-                self._kept.copy(tensor)
+            for look in self._write_down(written):
+                self._kept.copy(look)
         return written
 
     def _site(self, frame: FrameType | None) -> Site:
@@ -324,17 +314,15 @@ class Recorder(TorchDispatchMode):
         block, calls = self._block, self._calls
         boundary = None if block is None else block.frame
         site: Site = []
-        add = site.append
         attention = None
         while frame is not None and frame is not boundary:
             code = frame.f_code
-            add(code)
-            add(frame.f_lasti)
+            site += code, frame.f_lasti
             if code is _MODULE_CALL:
                 noted = calls.get(id(frame))
                 # The note lives as long as the call: while it does, no other frame has its address.
                 call = noted[1] if noted is not None and noted[0]() is not None else self._begin(frame)
-                add(call)
+                site.append(call)
                 if attention is not None and call.refused_at != attention.f_lasti:
                     call.refused_at = attention.f_lasti
                     self._ask_for_refusal(attention)
@@ -380,7 +368,7 @@ class Recorder(TorchDispatchMode):
 
     def identify(self, tensor: torch.Tensor) -> TensorRef:
         """Return what the recording calls this tensor."""
-        return self._catch_up().read(self._look(tensor))
+        return self._catch_up().read(self._write_down((tensor,))[0])
 
     def path_of(self, module: object) -> str:
         """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""

@@ -21,12 +21,10 @@ _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "deta
 """They give their tensor another shape, and write nothing."""
 _DTYPE_NAMES: dict[Any, str] = {}
 
-Entry = tuple[
-    About, list[Any], dict[str, Any] | None, list[Look], list[Look] | None, Site, int, Kind | None, int | None
-]
-"""An operation: what it is, its arguments with a `Look` for each tensor and a list for each sequence, by place and by
-name; what came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known,
-and the kernel that it is a step of."""
+Entry = tuple[About, list[Any], tuple[str, ...], Any, list[Look] | None, Site, int, Kind | None, int | None]
+"""An operation: what it is; its arguments as they were written down, those by name last, and the names of these; what
+came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known, and the kernel
+that it is a step of."""
 
 
 class _Storage:
@@ -42,6 +40,13 @@ class _Storage:
         """The operation that wrote it last; None where it came from outside."""
         self.seen: dict[tuple[Any, ...], TensorRef] = {}
         """Offset, shape, stride and dtype, to the tensor that was seen since the memory was written last."""
+
+
+def looks_in(noted: Any) -> list[Look]:
+    """Return the looks in a value that was written down."""
+    if isinstance(noted, list):
+        return [look for value in noted for look in looks_in(value)]
+    return [noted] if isinstance(noted, tuple) else []
 
 
 class Replay:
@@ -78,14 +83,17 @@ class Replay:
 
     def add(self, entry: Entry) -> None:
         """Take in one operation."""
-        known, args, kwargs, made, written, site, mark, kind, kernel = entry
+        known, arguments, names, made, written, site, mark, kind, kernel = entry
         index = len(self._ops)
         inputs: list[TensorRef] = []
-        plain_args = tuple([self._plain(arg, inputs) for arg in args])
-        plain_kwargs = {name: self._plain(arg, inputs) for name, arg in kwargs.items()} if kwargs else {}
+        plain_args = tuple([self._plain(value, inputs) for value in arguments])
+        plain_kwargs: dict[str, Any] = {}
+        if names:
+            first = len(plain_args) - len(names)
+            plain_kwargs, plain_args = dict(zip(names, plain_args[first:], strict=True)), plain_args[:first]
         given = {tensor.storage: tensor for tensor in inputs}
         in_place, told = written is not None, kind is not None
-        outputs = [self._write(look, index, given, in_place, told) for look in made]
+        outputs = [self._write(look, index, given, in_place, told) for look in looks_in(made)]
         if written is not None:
             left = [self._write(look, index, given, True, told) for look in written]
             outputs = outputs or left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -41,47 +41,68 @@ def _has_lasting_storages() -> bool:
     return first() is not None and first is ref(tensor.untyped_storage())
 
 
-_PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _LASTING = _has_lasting_storages()
 
 
-def looker() -> Callable[..., Look]:
-    """Return what looks at a tensor: the same look for as long as the tensor is the same.
+_Tensor, _Parameter = torch.Tensor, nn.Parameter
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 
-    Where it is given a list as well, it adds the tensors to it that it has never looked at before.
+
+class Looker:
+    """Writes values down while a forward runs.
 
     Python's own references to a storage lie in memory of Python's. torch's keeps what is left of a storage in place,
     between the large blocks that a forward frees, and so they cannot be joined and used again. And the less is made
     while a forward runs, the less often Python goes through all that there is for what can be freed.
     """
-    weak: Any = ref if _LASTING else _AddressRefs()
-    known: dict[Look, Look] = {}
-    once = known.setdefault
 
-    def look_at(tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
-        if type(tensor) in _PLAIN_TYPES:
-            try:
-                shape = tensor.shape
-                look: Look = (
-                    weak(tensor.untyped_storage()),
-                    tensor.storage_offset(),
-                    shape,
-                    tensor.stride(),
-                    tensor.dtype,
-                )
-            except (NotImplementedError, RuntimeError):  # sparse, or a wrapper: it has no storage
-                look = _look_closely(tensor, weak)
-        else:
-            look = _look_closely(tensor, weak)
-        if not look[2]:
-            look = *look, _number(tensor)
-        found = once(look, look)
-        if found is look and outside is not None:
-            with suppress(RuntimeError, TypeError):  # one of inference mode does not count how often it is written
-                outside.append((look, ref(tensor), tensor._version))
-        return found
+    def __init__(self, kept: Kept | None = None) -> None:
+        self._kept = kept
+        self._weak: Any = ref if _LASTING else _AddressRefs()
+        self._known: dict[Look, Look] = {}
 
-    return look_at
+    def write_down(self, values: Iterable[Any], outside: list[Outside] | None = None, made: object = None) -> list[Any]:
+        """Return a look for each tensor, the same one for as long as that is the same.
+
+        A sequence is written down as a list, what is in `_PLAIN` as it is, anything else as text. To `outside` go the
+        tensors that were never looked at before, but for what an operation has just `made`.
+        """
+        weak, once, kept = self._weak, self._known.setdefault, self._kept
+        noted: list[Any] = []
+        for value in values:
+            kind = type(value)
+            if kind is _Tensor or kind is _Parameter:
+                try:
+                    look: Look = (
+                        weak(value.untyped_storage()),
+                        value.storage_offset(),
+                        value.shape,
+                        value.stride(),
+                        value.dtype,
+                    )
+                except (NotImplementedError, RuntimeError):  # sparse, or a wrapper: it has no storage
+                    look = _look_closely(value, weak)
+            elif kind in _PLAIN:
+                noted.append(value)
+                continue
+            elif isinstance(value, _Tensor):
+                look = _look_closely(value, weak)
+            elif isinstance(value, (list, tuple)):
+                noted.append(self.write_down(value, None if value is made else outside))
+                continue
+            else:
+                noted.append(value if isinstance(value, (int, float, complex, str)) else str(value))
+                continue
+            if not look[2]:
+                look = *look, _number(value)
+            found = once(look, look)
+            if kept is not None:
+                found = kept.hold(value, found)
+            elif found is look and outside is not None and value is not made:
+                with suppress(RuntimeError, TypeError):  # one of inference mode does not count how often it is written
+                    outside.append((look, ref(value), value._version))
+            noted.append(found)
+        return noted
 
 
 def _look_closely(tensor: torch.Tensor, weak: Any) -> Look:
@@ -116,16 +137,15 @@ def hold_whole(tensor: torch.Tensor) -> list[Any]:
 
 
 class Kept:
-    """Looks at tensors and keeps what is held of each: its content as it was then."""
+    """What is held of tensors: the content of each as it was when it was looked at."""
 
     def __init__(self, hold: Hold) -> None:
-        self._hold, self._look_at = hold, looker()
+        self._hold = hold
         self._held: dict[int, dict[Any, list[Any]]] = {}
         """By memory, and by how it was looked at since it was written last."""
 
-    def __call__(self, tensor: torch.Tensor, outside: list[Outside] | None = None) -> Look:
-        """Return what identifies a tensor now, and what is held of it."""
-        look = self._look_at(tensor)
+    def hold(self, tensor: torch.Tensor, look: Look) -> Look:
+        """Return a look with what is held of its tensor."""
         if nn.parameter.is_lazy(tensor):
             return look
         views = self._held.setdefault(id(look[0]), {})
@@ -134,9 +154,9 @@ class Kept:
             held = views[look[1:5]] = self._hold(tensor)
         return (*look[:5], look[5] if len(look) > 5 else None, held)
 
-    def copy(self, tensor: torch.Tensor) -> None:
+    def copy(self, look: Look) -> None:
         """Copy what is held of a tensor's memory, which is about to be written."""
-        for held in self._held.pop(id(self._look_at(tensor)[0]), {}).values():
+        for held in self._held.pop(id(look[0]), {}).values():
             held[0] = held[0].clone()
 
 
@@ -150,9 +170,8 @@ def unshared(stages: Stages) -> Stages:
     While a run is recorded, a kept tensor is copied before its memory is written. Afterwards nobody looks, and the
     memory may be anybody's: an output that was returned, an input, a parameter, a cache.
     """
-    look_at = looker()
     every = {id(tensor): tensor for held in stages for tensor in held.values()}
-    memory = {number: look_at(tensor)[0] for number, tensor in every.items()}
+    memory = {number: look[0] for number, look in zip(every, Looker().write_down(every.values()), strict=True)}
     own = Counter(map(id, memory.values()))
     kept = {
         number: tensor.clone() if _holders(tensor) > own[id(memory[number])] else tensor

@@ -282,9 +282,9 @@ class XRay(Recorder):
         def describe(func: Any, *args: Any, **kwargs: Any) -> Any:
             result = sketched(func, *args, **kwargs)
             looks = [one.look for one in (result if isinstance(result, list) else [result])]
-            given = [self._plain(arg) for arg in args]
-            named = {name: self._plain(value) for name, value in kwargs.items()}
-            told.append((about(func), given, named, looks, None, *whole[5:7], None, whole[8]))
+            values = (*args, *kwargs.values())
+            given = [value.look if isinstance(value, Sketch) else self._write_down((value,))[0] for value in values]
+            told.append((about(func), given, tuple(kwargs), looks, None, *whole[5:7], None, whole[8]))
             return result
 
         try:
@@ -292,16 +292,16 @@ class XRay(Recorder):
         except Exception as error:  # whatever may be asked of a step
             self._kernels[place] = replace(self._kernels[place], opened=False, note=_reason(error))
             return [whole]
-        looks = [whole[3]] if len(made) == 1 else [[look] for look in whole[3]]
-        for one, given in zip(made, looks, strict=True):
-            told.append((LINK, [one.look], {"kernel": whole[0].name}, given, None, *whole[5:7], "copy", whole[8]))
+        results = [whole[3]] if len(made) == 1 else whole[3]
+        for one, given in zip(made, results, strict=True):
+            told.append((LINK, [one.look, whole[0].name], ("kernel",), given, None, *whole[5:7], "copy", whole[8]))
         if check is not None:
             with self._beside():
                 self._kernels[place] = replace(self._kernels[place], **_checked(check))
         return told
 
     def _sketch(self, tensor: Tensor) -> Sketch:
-        return Sketch.of(tensor, self._look(tensor))
+        return Sketch.of(tensor, self._write_down((tensor,))[0])
 
     def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
