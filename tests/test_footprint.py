@@ -79,9 +79,22 @@ def test_no_less_is_foreseen_than_was_seen_of_the_whole(seen: list[Extent]) -> N
     def bytes_of(extent: Extent) -> int:
         return 20 * MB + (100 * MB if extent == whole else 0)
 
-    foreseen = foresee(lambda: bytes_of(rehearsed().left), whole, CPU, 1 << 30)  # type: ignore[union-attr]
+    foreseen = foresee(lambda: bytes_of(rehearsed().left), whole, CPU, 60 * MB)  # type: ignore[union-attr]
     assert bytes_of(whole) <= foreseen(whole) + 1
     assert foreseen(whole) < 1.5 * bytes_of(whole)
+
+
+@pytest.mark.parametrize("factors", [(10**4, 40, 0), (0, 0, 7)])
+def test_what_fits_for_certain_is_not_rehearsed_as_a_whole(factors: tuple[int, int, int], seen: list[Extent]) -> None:
+    """A forward that takes minutes is worth few rehearsals where there is room for many times what it takes."""
+
+    def bytes_of(extent: Extent) -> int:
+        return sum(one * term for one, term in zip(factors, extent.terms, strict=True))
+
+    free = 10**12
+    foreseen = foresee(lambda: bytes_of(rehearsed().left), WHOLE, CPU, free)  # type: ignore[union-attr]
+    assert sum(left.terms[2] for left in seen) < WHOLE.terms[2] / 100
+    assert bytes_of(WHOLE) <= foreseen(WHOLE) < free
 
 
 def test_what_the_first_keeps_counts_for_all_and_what_later_ones_keep_for_none(
@@ -110,7 +123,7 @@ def test_a_rehearsal_takes_a_small_part_of_what_is_free(seen: list[Extent]) -> N
     foresee(lambda: 2 * MB * len(seen), WHOLE, CPU, 10 * MB)
     assert seen == [Extent(4, 32), Extent(4, 64), Extent(4, 128)]
     seen.clear()
-    foresee(lambda: 1000, WHOLE, CPU, 10 * MB)
+    foresee(lambda: 1000, WHOLE, CPU, 2000)
     assert seen[-5:] == [Extent(4, 5000), Extent(8, 5000), Extent(16, 5000), Extent(32, 5000), WHOLE]
 
 

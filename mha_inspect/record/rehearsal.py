@@ -131,8 +131,10 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
             seen.append((left, kept + taken(run, device, before)))
         # Later ones keep what oneDNN makes for products of their sizes; the real run makes that for its own alone.
         kept = kept or max(0, held(device) - before)
-        grown = seen[-1][1] - seen[0][1]  # what its parameters take says nothing
-        if seen[-1][1] > free or (len(seen) >= _LEAST and grown > min(_ENOUGH, free // 8)):
+        most, grown = seen[-1][1], seen[-1][1] - seen[0][1]  # what its parameters take says nothing
+        # Nothing grows faster than pairs of positions do: where all of it did and had room twice, no more is tried.
+        fits = 2 * _MARGIN * most * whole.terms[2] < free * left.terms[2]
+        if most > free or (len(seen) >= _LEAST and (fits or grown > min(_ENOUGH, free // 8))):
             break
     gc.collect()  # what the last one held in circles is not there when it runs for good
     factors = _fitted(seen[-_LEAST:])
