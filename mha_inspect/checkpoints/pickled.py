@@ -11,7 +11,9 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
+from pickletools import genops
 from typing import Any, BinaryIO
 
 from ..errors import InputError, UnsafeFileError
@@ -125,7 +127,7 @@ def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _St
     start, length = where(pickle)
     if length > _LONGEST_PICKLE:
         raise DamagedError
-    machine = _Machine(bytes(read_exactly(file, start, length)))
+    machine = _Machine(BytesIO(read_exactly(file, start, length)))
     value = machine.run()
     for storage in machine.storages.values():
         storage.start, storage.nbytes = where(f"{root}data/{storage.key}")
@@ -133,11 +135,11 @@ def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _St
 
 
 def _read_old(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _Storage]]:
-    machine = _Machine(bytes(read_exactly(file, 0, min(size, _LONGEST_PICKLE))))
+    machine = _Machine(BytesIO(read_exactly(file, 0, min(size, _LONGEST_PICKLE))))
     magic, version, _system, value, keys = (machine.run() for _ in range(5))
     if (magic, version) != (_MAGIC, 1001):
         raise DamagedError
-    place = machine.place
+    place = machine.file.tell()
     for key in keys:
         storage = machine.storages[key]
         count = int.from_bytes(read_exactly(file, place, 8), "little")
@@ -260,28 +262,15 @@ def _key(key: object) -> object:
 
 @dataclass
 class _Machine:
-    """Runs the instructions of a pickle."""
+    """Runs the instructions of the pickles in a file, one pickle after the other."""
 
-    data: bytes
-    place: int = 0
+    file: BytesIO
     storages: dict[str, _Storage] = field(default_factory=dict)
     steps: int = 0
 
     def run(self) -> Any:
         """Return the value of the pickle that begins here, and stand behind it."""
-        data, stack, marks, memo = self.data, list[Any](), list[int](), dict[int, Any]()
-        place = self.place
-
-        def text(start: int, length: int) -> str:
-            return str(taken(start, length), "utf-8", "surrogatepass")
-
-        def taken(start: int, length: int) -> bytes:
-            if start + length > len(data):
-                raise DamagedError
-            return data[start : start + length]
-
-        def number(width: int) -> int:
-            return int.from_bytes(taken(place, width), "little")
+        stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
 
         def above_mark() -> list[Any]:
             start = marks.pop()
@@ -289,88 +278,62 @@ class _Machine:
             del stack[start:]
             return items
 
-        while True:
+        for op, arg, _ in genops(self.file):
             self.steps += 1
             if self.steps > _MOST_STEPS:
                 raise DamagedError
-            op = data[place]
-            place += 1
-            if op in _COUNTED:
-                width, kind = _COUNTED[op]
-                length = number(width)
-                place += width
-                if kind == "text":
-                    stack.append(text(place, length))
-                elif kind == "int":
-                    stack.append(int.from_bytes(taken(place, length), "little", signed=True))
-                else:
-                    stack.append(taken(place, length))
-                place += length
-            elif op in _INTEGERS:
-                width, signed = _INTEGERS[op]
-                stack.append(int.from_bytes(taken(place, width), "little", signed=signed))
-                place += width
-            elif op in _PUTS:
-                memo[number(_PUTS[op])] = stack[-1]
-                place += _PUTS[op]
-            elif op in _GETS:
-                stack.append(memo[number(_GETS[op])])
-                place += _GETS[op]
-            elif op in _CONSTANTS:
-                stack.append(_CONSTANTS[op]())
-            elif op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
-            elif op == 0x28:  # MARK
-                marks.append(len(stack))
-            elif op == 0x74:  # TUPLE
-                stack.append(tuple(above_mark()))
-            elif 0x85 <= op <= 0x87:  # TUPLE1 to TUPLE3
-                width = op - 0x84
-                if len(stack) < width:
+            match op.name:
+                case name if name in _GIVEN:
+                    stack.append(arg)
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[arg] = stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[arg])
+                case name if name in _CONSTANTS:
+                    stack.append(_CONSTANTS[name]())
+                case "MEMOIZE":
+                    memo[len(memo)] = stack[-1]
+                case "MARK":
+                    marks.append(len(stack))
+                case "TUPLE":
+                    stack.append(tuple(above_mark()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                    items = [stack.pop() for _ in range(int(name[-1]))]
+                    stack.append(tuple(reversed(items)))
+                case "GLOBAL":
+                    stack.append(Unknown(arg.replace(" ", ".")))
+                case "STACK_GLOBAL":
+                    name, module = stack.pop(), stack.pop()
+                    if not isinstance(name, str) or not isinstance(module, str):
+                        raise DamagedError
+                    stack.append(Unknown(f"{module}.{name}"))
+                case "REDUCE" | "NEWOBJ":
+                    args, function = stack.pop(), stack.pop()
+                    stack.append(self._made(function, args))
+                case "BINPERSID":
+                    stack.append(self._storage(stack.pop()))
+                case "SETITEM" | "SETITEMS" as name:
+                    items = above_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                    if isinstance(stack[-1], dict):
+                        stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+                case "APPEND" | "APPENDS" as name:
+                    items = above_mark() if name == "APPENDS" else [stack.pop()]
+                    if isinstance(stack[-1], list):
+                        stack[-1].extend(items)
+                case "ADDITEMS":
+                    above_mark()
+                case "FROZENSET":
+                    above_mark()
+                    stack.append(Unknown("frozenset"))
+                case "BUILD" | "POP":
+                    stack.pop()
+                case "FRAME" | "PROTO":
+                    pass
+                case "STOP":
+                    return stack.pop()
+                case _:
                     raise DamagedError
-                stack[-width:] = [tuple(stack[-width:])]
-            elif op == 0x63:  # GLOBAL
-                middle = data.index(b"\n", place)
-                end = data.index(b"\n", middle + 1)
-                stack.append(Unknown(f"{text(place, middle - place)}.{text(middle + 1, end - middle - 1)}"))
-                place = end + 1
-            elif op == 0x93:  # STACK_GLOBAL
-                name, module = stack.pop(), stack.pop()
-                if not isinstance(name, str) or not isinstance(module, str):
-                    raise DamagedError
-                stack.append(Unknown(f"{module}.{name}"))
-            elif op in (0x52, 0x81):  # REDUCE, NEWOBJ
-                args, function = stack.pop(), stack.pop()
-                stack.append(self._made(function, args))
-            elif op == 0x51:  # BINPERSID
-                stack.append(self._storage(stack.pop()))
-            elif op in (0x73, 0x75):  # SETITEM, SETITEMS
-                items = above_mark() if op == 0x75 else [stack.pop(-2), stack.pop()]
-                if isinstance(stack[-1], dict):
-                    stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
-            elif op in (0x61, 0x65):  # APPEND, APPENDS
-                items = above_mark() if op == 0x65 else [stack.pop()]
-                if isinstance(stack[-1], list):
-                    stack[-1].extend(items)
-            elif op == 0x47:  # BINFLOAT
-                stack.append(struct.unpack_from(">d", data, place)[0])
-                place += 8
-            elif op == 0x90:  # ADDITEMS
-                above_mark()
-            elif op == 0x91:  # FROZENSET
-                above_mark()
-                stack.append(Unknown("frozenset"))
-            elif op in (0x62, 0x30):  # BUILD, POP
-                stack.pop()
-            elif op == 0x95:  # FRAME
-                place += 8
-            elif op == 0x80:  # PROTO
-                place += 1
-            elif op == 0x2E:  # STOP
-                self.place = place
-                return stack.pop()
-            else:
-                raise DamagedError
+        raise DamagedError
 
     def _made(self, function: object, args: object) -> object:
         if not isinstance(function, Unknown) or not isinstance(args, tuple):
@@ -388,16 +351,14 @@ class _Machine:
         return self.storages.setdefault(key, _Storage(key, dtype))
 
 
-_COUNTED = {
-    **{0x8C: (1, "text"), 0x58: (4, "text"), 0x8D: (8, "text"), 0x55: (1, "text"), 0x54: (4, "text")},
-    **{0x43: (1, "bytes"), 0x42: (4, "bytes"), 0x8E: (8, "bytes"), 0x96: (8, "bytes")},
-    **{0x8A: (1, "int"), 0x8B: (4, "int")},
-}
-"""Instructions that are followed by a length of so many bytes, and that many bytes of text, bytes or a number."""
-_INTEGERS = {0x4A: (4, True), 0x4B: (1, False), 0x4D: (2, False)}
-_PUTS = {0x71: 1, 0x72: 4}
-_GETS = {0x68: 1, 0x6A: 4}
-_CONSTANTS: dict[int, Callable[[], Any]] = {
-    **{0x4E: lambda: None, 0x88: lambda: True, 0x89: lambda: False, 0x7D: dict, 0x5D: list, 0x29: tuple},
-    0x8F: lambda: Unknown("set"),
+_GIVEN = frozenset(
+    (
+        *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINBYTES"),
+        *("BINBYTES", "BINBYTES8", "BYTEARRAY8", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    )
+)
+"""Instructions that have their value with them."""
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    **{"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False},
+    **{"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": lambda: Unknown("set")},
 }
