@@ -270,7 +270,7 @@ class _Machine:
 
     def run(self) -> Any:
         """Return the value of the pickle that begins here, and stand behind it."""
-        stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
+        stack, marks, memo = list[Any](), list[int](), dict[Any, Any]()
 
         def above_mark() -> list[Any]:
             start = marks.pop()
@@ -301,7 +301,7 @@ class _Machine:
                     items = [stack.pop() for _ in range(int(name[-1]))]
                     stack.append(tuple(reversed(items)))
                 case "GLOBAL":
-                    stack.append(Unknown(arg.replace(" ", ".")))
+                    stack.append(Unknown(str(arg).replace(" ", ".")))
                 case "STACK_GLOBAL":
                     name, module = stack.pop(), stack.pop()
                     if not isinstance(name, str) or not isinstance(module, str):
