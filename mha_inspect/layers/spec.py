@@ -161,7 +161,7 @@ class InputSpec:
                 f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
                 "Drop one of the two."
             )
-        keys = self.seq_len if self.key_len is None else self.key_len
+        keys = self.keys
         if self.input is None and any(not 0 <= n <= keys for n in self.padding):
             raise SpecError(
                 f"padding {','.join(map(str, self.padding))} does not fit {keys} keys: each number must be 0 to {keys}."
@@ -171,6 +171,11 @@ class InputSpec:
                 f"padding has {len(self.padding)} numbers for batch {self.batch}: "
                 "give one number, or one per row of the batch."
             )
+
+    @property
+    def keys(self) -> int:
+        """Length of key and value."""
+        return self.seq_len if self.key_len is None else self.key_len
 
     def without_ones(self) -> InputSpec | None:
         """Return the same with another size in the place of each that is one; None where none is."""

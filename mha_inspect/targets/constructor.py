@@ -5,6 +5,7 @@ Only what is needed, or was asked for, is passed; the rest stays as the target's
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import typing
@@ -21,6 +22,7 @@ from .vocabulary import ALIASES, Flags, dashed, flag_of, rank_of
 _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
+_UNTOLD = Parameter.empty
 _TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
 
 
@@ -39,18 +41,12 @@ class Arguments:
     """The flags that were passed."""
     guessed: bool = False
     """Whether a config is of a class that only its file suggests."""
-    configs: list[FlagConfig] = field(default_factory=list)
-    """Configs that answer by our flags, which say only once they are read what they gave."""
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call the constructor."""
-        positional = [
-            self.values[name]
-            for name, parameter in signature_of(function).items()
-            if parameter.kind is Parameter.POSITIONAL_ONLY and name in self.values
-        ]
-        taken = {n for n, p in signature_of(function).items() if p.kind is Parameter.POSITIONAL_ONLY}
-        return function(*positional, **{name: value for name, value in self.values.items() if name not in taken})
+        named = dict(self.values)
+        nameless = [n for n, p in signature_of(function).items() if p.kind is Parameter.POSITIONAL_ONLY and n in named]
+        return function(*[named.pop(name) for name in nameless], **named)
 
 
 class MissingSettingError(AttributeError, KeyError):
@@ -67,19 +63,22 @@ class MissingSettingError(AttributeError, KeyError):
 class FlagConfig(dict[str, Any]):
     """A config for a class that takes one without saying of what type: it answers by --set, and by our flags.
 
-    `config.n_embd`, `config["n_embd"]` and `config.get("n_embd")` all give --embed-dim.
+    `config.n_embd`, `config["n_embd"]` and `config.get("n_embd")` all give --embed-dim. What it gave, it notes in
+    `bound`.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags, bound: Arguments) -> None:
         super().__init__(settings)
-        self.__dict__.update(_name=name, _flags=flags, _origins=dict.fromkeys(settings, "--set"))
+        self.__dict__.update(_name=name, _flags=flags, _bound=bound)
+        bound.origins |= dict.fromkeys([f"{name}.{key}" for key in settings], "--set")
 
     def __missing__(self, name: str) -> Any:
         flag = None if name.startswith("__") else flag_of(name)
         value = None if flag is None else self._flags.value(flag)
         if flag is None or value is None:
             raise MissingSettingError(self._name, name)
-        self._origins[name] = dashed(flag)
+        self._bound.origins[f"{self._name}.{name}"] = dashed(flag)
+        self._bound.used.add(flag)
         self[name] = value
         return value
 
@@ -95,10 +94,6 @@ class FlagConfig(dict[str, Any]):
             return self[name]
         except MissingSettingError:
             return default
-
-    def origins(self) -> dict[str, str]:
-        """What was read, and where it came from."""
-        return dict(self._origins)
 
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
@@ -145,7 +140,7 @@ def bind(
     _pass_configs(plain, bound, flags, namespace, guess=guess)
     if open_ended:
         for key in [key for key in bound.left if key.isidentifier()]:
-            bound.values[key] = convert(key, bound.left.pop(key), Parameter.empty, Parameter.empty, namespace)
+            bound.values[key] = convert(key, bound.left.pop(key), _UNTOLD, _UNTOLD, namespace)
             bound.origins[key] = "--set"
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
     if missing:
@@ -215,7 +210,10 @@ def _pass_configs(
             continue
         others = {key: text for key, text in bound.left.items() if "." not in key}
         if kind is None:
-            _pass_flag_config(name, own, others, bound, flags, namespace)
+            untold = {**others, **own}
+            given = {key: convert(key, text, _UNTOLD, _UNTOLD, namespace) for key, text in untold.items()}
+            bound.values[name] = FlagConfig(name, given, flags, bound)
+            bound.left = {k: t for k, t in bound.left.items() if k not in others and not k.startswith(f"{name}.")}
             continue
         inner = bind(kind, {**others, **own}, flags, namespace, kind.__name__)
         strange = [key for key in own if key in inner.left]
@@ -230,23 +228,6 @@ def _pass_configs(
             for key, text in bound.left.items()
             if not key.startswith(f"{name}.") and (key not in others or key in inner.left)
         }
-
-
-def _pass_flag_config(
-    name: str,
-    own: Mapping[str, str],
-    others: Mapping[str, str],
-    bound: Arguments,
-    flags: Flags,
-    namespace: Mapping[str, Any],
-) -> None:
-    given = {
-        key: convert(key, text, Parameter.empty, Parameter.empty, namespace) for key, text in {**others, **own}.items()
-    }
-    config = FlagConfig(name, given, flags)
-    bound.values[name] = config
-    bound.configs.append(config)
-    bound.left = {k: t for k, t in bound.left.items() if k not in others and not k.startswith(f"{name}.")}
 
 
 def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
@@ -271,10 +252,7 @@ def _is_config_name(name: str) -> bool:
 
 def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:
     """A copy of a config with some of its settings changed."""
-    if isinstance(config, Mapping):
-        known: dict[str, Any] = dict(config)
-    else:
-        known = dict(vars(config)) if hasattr(config, "__dict__") else {}
+    known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     values = {}
     for key, text in changes.items():
         if key not in known:
@@ -284,8 +262,6 @@ def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapp
         return type(config)({**known, **values})  # type: ignore[call-arg]  # any kind that can be made from a dict
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.replace(config, **values)
-    import copy
-
     changed = copy.copy(config)
     for key, value in values.items():
         setattr(changed, key, value)

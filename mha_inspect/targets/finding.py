@@ -153,9 +153,8 @@ class Guesses:
 
     def _batch_and_length(self, name: str) -> tuple[int, ...]:
         inputs, forward = self.inputs, self.forward
-        key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
         encoded = forward.encodes_and_decodes and plain(name) in ("src", "source", "inputids", "xids", "srcids")
-        length = key_len if forward.kind(name) in ("key", "value", "other") or encoded else inputs.seq_len
+        length = inputs.keys if forward.kind(name) in ("key", "value", "other") or encoded else inputs.seq_len
         return (inputs.batch, length) if self._batched else (length,)
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import SpecError
 from ..layers.building import blank
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, own_spec, spec_for
+from ..layers.settings import check_settings, own_spec, settings_in, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
@@ -43,14 +43,13 @@ def layers_by_name(
     """
     if not heads:
         raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
-    rest = dict(settings)
     known = [one.name for cls in (AttentionSpec, InputSpec, RunSpec) for one in fields(cls) if one.name != "num_heads"]
-    for name in rest:
+    for name in settings:
         if name not in known:
             raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
-    own = [{one.name: rest.pop(one.name) for one in fields(cls) if one.name in rest} for cls in (InputSpec, RunSpec)]
-    spec = spec_for(find_layer(layer), num_heads=heads[0], **rest)
-    return layers_with_heads(spec, heads, InputSpec(**own[0]), RunSpec(**own[1]), layer, room)
+    spec = spec_for(find_layer(layer), num_heads=heads[0], **settings_in(AttentionSpec, settings))
+    inputs, run = InputSpec(**settings_in(InputSpec, settings)), RunSpec(**settings_in(RunSpec, settings))
+    return layers_with_heads(spec, heads, inputs, run, layer, room)
 
 
 def layers_with_heads(

@@ -91,7 +91,7 @@ def _in_rehearsal(asked: Asked) -> Asked:
     cut, inputs = rehearsed(), asked.inputs
     if cut is None:
         return asked
-    keys = cut.length(inputs.seq_len if inputs.key_len is None else inputs.key_len)
+    keys = cut.length(inputs.keys)
     batch = cut.rows(inputs.batch)
     smaller = replace(
         inputs,

@@ -194,7 +194,7 @@ def _every_size(masks: Masks, base: list[Tensor]) -> list[MaskSizes]:
 
 def _asked(masks: Masks) -> MaskSizes:
     inputs = masks.inputs
-    return MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.key_len or inputs.seq_len)
+    return MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.keys)
 
 
 def learn_blanks(taker: Taker, names: Sequence[str]) -> tuple[Learned, ...]:

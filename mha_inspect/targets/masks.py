@@ -275,8 +275,7 @@ def masks_of(
     # Where the causal mask is to be learned too, both may have to go into one argument.
     is_padded = bool(inputs.padding) and is_hugging_face(asked.module) and "attentionmask" in names and not is_open
     if is_padded:
-        key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
-        padded = padding_mask(inputs, inputs.batch, key_len, asked.device)
+        padded = padding_mask(inputs, inputs.batch, inputs.keys, asked.device)
         assert padded is not None
         made[names["attentionmask"]] = (~padded).long()
     left = {"--causal": is_open, "--padding": bool(inputs.padding) and not is_padded}

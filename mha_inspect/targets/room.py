@@ -112,7 +112,7 @@ class Room:
 
 def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
     """More bytes than any layer of the catalog takes."""
-    keys = inputs.seq_len if inputs.key_len is None else inputs.key_len
+    keys = inputs.keys
     heads = spec.num_heads * inputs.batch
     width = max(spec.embed_dim, spec.num_heads * int(spec.head_dim), spec.key_width, spec.value_width)
     scores = heads * inputs.seq_len * (keys + 2)
