@@ -116,8 +116,9 @@ class _Told:
                 words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
                 known = getattr(words, "vocab_size", None)
                 length = self.key_len if self.decodes and name == "input_ids" else self.seq_len
-                ids = Plan("ids", (self.batch, length), "int64", known, _special(words))
-                return ids if isinstance(known, int) else None
+                if not isinstance(known, int):
+                    return None
+                return Plan("ids", (self.batch, length), "int64", known, _special(words))
             case "qformer_input_ids" | "task_inputs":
                 words = getattr(config, "qformer_config", config)
                 known = self.held("vocab_size", "text_encoder_vocab_size", config=words)

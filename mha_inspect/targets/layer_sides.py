@@ -133,7 +133,8 @@ def layer_side(
 
     Raises `SpecError` where the settings contradict each other, or neither layer has a use for one.
     """
-    specs, unheard = (spec, inputs, run), []
+    specs: list[Any] = [spec, inputs, run]
+    unheard = []
     for setting in OPTIONAL:
         value = asked_of(setting, *specs)
         if value is None or setting in kind.takes or setting not in other.takes or setting in settings:
@@ -141,9 +142,9 @@ def layer_side(
         # Where it is the default of the other layer, it was not asked for.
         if not (setting == "head_dim" and other.whole_heads and value == spec.embed_dim):
             unheard.append(f"{kind.name} has no use for {setting} {written(value)}, and is left as it is.")
-        specs = _with(specs, {setting: default_of(setting)})
+        specs = [_with(one, {setting: default_of(setting)}) for one in specs]
     try:
-        spec, inputs, run = _with(specs, settings)
+        spec, inputs, run = (_with(one, settings) for one in specs)
         spec = own_spec(kind, spec)
     except SpecError as error:
         raise SpecError(f"{name} side: {error}") from None
@@ -151,13 +152,9 @@ def layer_side(
     return LayerSide(name, kind, spec, inputs, run, dict(settings), tuple(unheard))
 
 
-_Specs = tuple[AttentionSpec, InputSpec, RunSpec]
-
-
-def _with(specs: _Specs, settings: Mapping[str, Any]) -> _Specs:
-    """Return the specs with these settings, whichever of them they belong to."""
-    spec, inputs, run = (replace(one, **settings_in(type(one), settings)) for one in specs)
-    return spec, inputs, run
+def _with(one: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a spec with those of the settings that belong to it."""
+    return replace(one, **settings_in(type(one), settings))
 
 
 def require_same_input(left: LayerSide, right: LayerSide) -> None:
