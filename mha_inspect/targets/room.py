@@ -8,7 +8,7 @@ cannot be told so is let pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -94,9 +94,8 @@ class Room:
             least = foreseen(planned.extent) - there
         self.known = least <= free
         if not self.known:
-            best = 0
-            if foreseen is not None and planned.seq_len:
-                rows, bytes_of = planned.extent.rows, foreseen
+            best, rows, bytes_of = 0, planned.extent.rows, foreseen
+            if bytes_of is not None:
                 fits = _STEADY * free + there
                 best = largest(lambda length: bytes_of(Extent(rows, length)) <= fits, planned.seq_len)
             way_out = f"The largest seq_len that fits is {best}." if best else planned.smaller
@@ -122,10 +121,9 @@ def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
 
 def rough_need_of_module(module: nn.Module, extent: Extent) -> int:
     """More bytes than most modules take, by the sizes of their parameters and of the input."""
-    parameters = list(module.parameters())
-    held = sum(p.numel() * p.element_size() for p in parameters)
+    held = sum(p.numel() * p.element_size() for p in module.parameters())
     # Not the number of tokens: the other side of an embedding is as wide as what runs through.
-    width = max((sorted(p.shape)[-2] for p in parameters if p.dim() > 1), default=512)
+    width = max((sorted(p.shape)[-2] for p in module.parameters() if p.dim() > 1), default=512)
     layers = sum(next(part.parameters(recurse=False), None) is not None for part in module.modules()) or 1
     _, positions, pairs = extent.terms
     return 3 * held + 8 * layers * (pairs * _HEADS // 4 + positions * width * 4)
@@ -155,9 +153,7 @@ class _Guard(TorchFunctionMode):
 
 def _bytes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of what a function makes that is given sizes; 0 where they are not among its arguments."""
-    sizes = kwargs.get("size")
-    if sizes is None:
-        sizes = next((arg for arg in args if isinstance(arg, (tuple, list))), args)
+    sizes = kwargs.get("size") or next((arg for arg in args if isinstance(arg, (tuple, list))), args)
     if str(kwargs.get("device", "cpu")).startswith("meta") or not all(type(size) is int for size in sizes):
         return 0
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -205,7 +201,7 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
     except _NearError:
         pass
     need = _bytes_on_meta(build)
-    if need is not None and need > free:
+    if need > free:
         raise DoesNotFitError(
             f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
             "--device meta shows every shape without memory."
@@ -213,16 +209,11 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
     return build()
 
 
-def _bytes_on_meta(build: Callable[[], Any]) -> int | None:
-    """Bytes of the parameters and buffers; None where it cannot be built without memory."""
-    try:
-        with torch.device("meta"):
-            module = build()
-    except Exception:  # whatever somebody's constructor may raise where there are shapes and no numbers
-        return None
-    if not isinstance(module, nn.Module):
-        return None
-    return held_bytes(module)
+def _bytes_on_meta(build: Callable[[], Any]) -> int:
+    """Bytes of the parameters and buffers; 0 where it cannot be built without memory."""
+    with suppress(Exception), torch.device("meta"):  # somebody's constructor, where there are shapes and no numbers
+        return held_bytes(build())
+    return 0
 
 
 def held_bytes(module: nn.Module) -> int:
