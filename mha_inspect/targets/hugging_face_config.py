@@ -137,8 +137,8 @@ def config_values(
         owners = [head] if tail and head in parts else [part for part in parts if key in known[part]]
         for part in owners:
             inner = values.setdefault(part, dict(held.get(part) or {}))
-            name = tail if tail and head in parts else key
-            inner[_own_name(parts[part], name)] = _converted(parts[part], name, text)
+            own = tail if tail and head in parts else key
+            inner[_own_name(parts[part], own)] = _converted(parts[part], own, text)
             _shorten_lists(inner, inner)
         if not owners:
             left[key] = text
