@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from ..errors import SpecError
@@ -70,10 +70,3 @@ def spec_for(kind: LayerKind, **settings: Any) -> AttentionSpec:
     if kind.whole_heads and settings.get("head_dim") is None:
         settings["head_dim"] = settings.get("embed_dim", AttentionSpec.embed_dim)
     return AttentionSpec(**settings)
-
-
-def own_spec(kind: LayerKind, spec: AttentionSpec) -> AttentionSpec:
-    """A spec that was made without knowing of the layer, with the defaults that are the layer's own."""
-    if kind.whole_heads and not spec.head_dim_given:
-        return replace(spec, head_dim=spec.embed_dim)
-    return spec

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import SpecError
 from ..layers.building import blank
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, own_spec, settings_in, spec_for
+from ..layers.settings import check_settings, settings_in, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
@@ -71,7 +71,7 @@ def layers_with_heads(
         DeviceError: the device is not there, or cannot run spec.dtype.
         DoesNotFitError: it needs more memory than there is.
     """
-    spec = own_spec(find_layer(layer), spec)
+    spec = find_layer(layer).own(spec)
     specs = [replace(spec, num_heads=count) for count in dict.fromkeys(counts)]
     check_settings(find_layer(layer), specs[0], inputs, run)
     if resolve(run.device, spec.dtype).type == "meta":

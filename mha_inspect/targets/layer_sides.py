@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..errors import SpecError
 from ..layers.catalog import LayerKind, find_layer
-from ..layers.settings import OPTIONAL, asked_of, check_settings, default_of, own_spec, settings_in
+from ..layers.settings import OPTIONAL, asked_of, check_settings, default_of, settings_in
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..text import did_you_mean, shown
@@ -145,7 +145,7 @@ def layer_side(
         specs = [_with(one, {setting: default_of(setting)}) for one in specs]
     try:
         spec, inputs, run = (_with(one, settings) for one in specs)
-        spec = own_spec(kind, spec)
+        spec = kind.own(spec)
     except SpecError as error:
         raise SpecError(f"{name} side: {error}") from None
     check_settings(kind, spec, inputs, run)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, own_spec
+from ..layers.settings import check_settings
 from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..naming.subject import Subject
 from ..record.rehearsal import Extent, split
@@ -66,7 +66,7 @@ def load_layer(
         DoesNotFitError: its run does not fit into the room.
     """
     kind = find_layer(layer)
-    spec = own_spec(kind, spec)
+    spec = kind.own(spec)
     check_settings(kind, spec, inputs, run)
     resolve(run.device, spec.dtype)
     if room is not None:
