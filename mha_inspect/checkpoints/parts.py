@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
 
 from .stored import StoredTensor
 
@@ -55,19 +57,18 @@ _BY_HEAD = re.compile(r"(?:(?P<owner>.*)\.)?(?:(?P<kind>[Wb])_(?P<letter>[QKVO])
 """A tensor of three dimensions, one of which counts the heads: `W_Q` of TransformerLens, and `q` of XLNet."""
 
 
-@dataclass(frozen=True)
-class Widths:
+class Widths(NamedTuple):
     """The features of all heads together."""
 
-    query: int
-    key: int
-    value: int
-    output: int
+    q: int
+    k: int
+    v: int
+    o: int
     """Those that W_o takes in."""
 
-    def of(self, letter: str) -> int:
-        """Return those of q, k, v or o."""
-        return {"q": self.query, "k": self.key, "v": self.value, "o": self.output}[letter]
+    def of(self, letters: str) -> int:
+        """Return those of some of q, k, v and o together."""
+        return sum(getattr(self, letter) for letter in letters)
 
 
 @dataclass
@@ -120,8 +121,7 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
         if word == "dense" and owner.rpartition(".")[2] == "output":
             # BERT's own way: attention.self.query, and attention.output.dense.
             around = owner.rpartition(".")[0]
-            inner = next((f"{around}.{part}" for part in ("self", "attention") if f"{around}.{part}" in owners), None)
-            owner = inner or owner
+            owner = next((f"{around}.{part}" for part in ("self", "attention") if f"{around}.{part}" in owners), owner)
         parts = owners.setdefault(owner, Parts(owner))
         if word in _SAID:
             parts.beside[name] = _SAID[word]
@@ -137,10 +137,8 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
     for parts in list(owners.values()):
         around, _, last = parts.owner.rpartition(".")
         if last in ("self", "attention") and parts.whole and "W_o" not in parts.tensors:
-            output = owners.get(f"{around}.output")
-            for part in ("W_o", "b_o"):
-                if output is not None and part in output.tensors:
-                    parts.tensors[part] = output.tensors[part]
+            output = owners.get(f"{around}.output", Parts(""))
+            parts.tensors |= {part: held for part, held in output.tensors.items() if part in ("W_o", "b_o")}
     for name, tensor in tensors.items():
         _tell(owners, name, tensor.shape)
     return owners
@@ -187,11 +185,8 @@ def widths_of(parts: Parts) -> Widths | None:
     if parts.stacked:
         if not {"W_q", "W_k", "W_v"} <= {*held}:
             return None
-        query, key, value = (
-            shape[axes_of_stack(parts, letter)[0]] * shape[axes_of_stack(parts, letter)[1]]
-            for letter, shape in (("q", held["W_q"]), ("k", held["W_k"]), ("v", held["W_v"]))
-        )
-        return Widths(query, key, value, query)
+        widths = {letter: prod(held[f"W_{letter}"][axis] for axis in axes_of_stack(parts, letter)) for letter in "qkv"}
+        return Widths(**widths, o=widths["q"])
     out = held["W_o"][0 if parts.across else 1] if "W_o" in held else None
     if "W_qkv" in held:
         total = held["W_qkv"][1 if parts.across else 0]
