@@ -95,11 +95,10 @@ def read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
     except (DamagedError, IndexError, ValueError):
         raise InputError(f"{name} is cut short or damaged: its header cannot be read. Save it again.") from None
     dtype = _DTYPES.get(descr["kind"] or "")
-    if dtype is None and _OBJECT.search(descr[1]):
-        raise UnsafeFileError(
-            f"{name} holds Python objects, and opening it would run their code. Save an array of numbers."
-        )
     if dtype is None:
+        if _OBJECT.search(descr[1]):
+            told = "holds Python objects, and opening it would run their code. Save an array of numbers."
+            raise UnsafeFileError(f"{name} {told}")
         kind = shown(descr["kind"] or descr[1])
         raise InputError(f"{name} holds {kind}, and tensors hold numbers or booleans. Save an array of those.")
     strides = contiguous(sizes[::-1])[::-1] if order[1] == "True" else contiguous(sizes)

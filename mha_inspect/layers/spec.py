@@ -158,16 +158,19 @@ class InputSpec:
                 f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
                 "Drop one of the two."
             )
-        keys = self.keys
-        if self.input is None and any(not 0 <= n <= keys for n in self.padding):
-            raise SpecError(
-                f"padding {','.join(map(str, self.padding))} does not fit {keys} keys: each number must be 0 to {keys}."
-            )
-        if self.input is None and len(self.padding) > 1 and len(self.padding) != self.batch:
-            raise SpecError(
-                f"padding has {len(self.padding)} numbers for batch {self.batch}: "
-                "give one number, or one per row of the batch."
-            )
+        misfit = self.misfit_of_padding(self.batch, self.keys)
+        if misfit and self.input is None:
+            raise SpecError(misfit)
+
+    def misfit_of_padding(self, batch: int, keys: int) -> str:
+        """Return why the padding is none for so many rows and keys; empty where it is one."""
+        if any(not 0 <= count <= keys for count in self.padding):
+            listed = ",".join(map(str, self.padding))
+            return f"padding {listed} does not fit {keys} keys: each number must be 0 to {keys}."
+        if len(self.padding) > 1 and len(self.padding) != batch:
+            counted = f"padding has {len(self.padding)} numbers for batch {batch}"
+            return f"{counted}: give one number, or one per row of the batch."
+        return ""
 
     @property
     def keys(self) -> int:

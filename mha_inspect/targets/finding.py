@@ -5,7 +5,7 @@ Each tensor is drawn by its plan, one for several arguments where nothing tells 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..layers.spec import AttentionSpec, InputSpec
 from .drawing import Plan, draw
 from .forward import Forward
 from .holders import MOST_KEYS, Entries, Holder
-from .probe import Evidence, Probed, probe
+from .probe import Evidence, Probed
 from .target import Target
 from .values import InputShape
 from .vocabulary import ALIASES, Kind, plain
@@ -48,19 +48,15 @@ class Drawer:
             like: Kind | None = "key" if plan.kind == "value" and has_key else "query"
             if plan.kind not in ("key", "value") or name in self.shaped or (self.apart and like == "query"):
                 like = None
-            same = [
-                tensor
-                for other, tensor in {**given, **drawn}.items()
-                if isinstance(tensor, Tensor) and self.forward.kind(other) == like
-                if tensor.shape[-1] == plan.shape[-1] and tensor.dim() == len(plan.shape)
-            ]
-            if same:
-                drawn[name] = same[0]
-                continue
-            tensor = draw(plan, self.dtype, self.device, self.generator)
-            # Always drawn batch first: the content of a row does not hang on the layout.
-            turned = plan.sequence and self.forward.batch_first is False
-            drawn[name] = tensor.transpose(0, 1).contiguous() if turned else tensor
+            alike = [held for other, held in {**given, **drawn}.items() if self.forward.kind(other) == like]
+            same = [held for held in alike if isinstance(held, Tensor) and held.dim() == len(plan.shape)]
+            tensor = next((held for held in same if held.shape[-1] == plan.shape[-1]), None)
+            if tensor is None:
+                tensor = draw(plan, self.dtype, self.device, self.generator)
+                # Always drawn batch first: the content of a row does not hang on the layout.
+                if plan.sequence and self.forward.batch_first is False:
+                    tensor = tensor.transpose(0, 1).contiguous()
+            drawn[name] = tensor
         return drawn
 
     def tried(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,13 +106,11 @@ class Guesses:
 
     def image(self, channels: int | None = None) -> Plan:
         """Return an argument as images."""
-        known = self.target.arguments
+        known, modules = self.target.arguments, self.target.module.modules()
         channels = channels or _first_int(known, "channels", "in_channels", "in_chans", "num_channels") or 3
-        size = next(
-            (known[n] for n in ("image_size", "img_size", "input_resolution", "resolution") if n in known), None
-        )
-        modules = self.target.module.modules()
-        size = size or next((getattr(m, n) for m in modules for n in ("image_size", "img_size") if hasattr(m, n)), 32)
+        names = ("image_size", "img_size", "input_resolution", "resolution")
+        size = next((known[name] for name in names if known.get(name)), None)
+        size = size or next((getattr(m, n) for m in modules for n in names[:2] if hasattr(m, n)), 32)
         height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
         return Plan("image", (self.inputs.batch, channels, height, width))
 
@@ -169,29 +163,22 @@ class Guesses:
         if self.spec is not None:
             widths = {"key": self.spec.key_width, "other": self.spec.key_width, "value": self.spec.value_width}
             return widths.get(kind, self.spec.embed_dim)
-        flags = {"key": ("kdim", "embed_dim"), "value": ("vdim", "embed_dim"), "other": ("kdim", "embed_dim")}
-        for flag in flags.get(kind, ("embed_dim",)):
-            for source in self._sources:
-                width = _first_int(source, *ALIASES[flag])
-                if width is not None:
-                    return width
+        own = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
+        named = (_first_int(source, *ALIASES[flag]) for flag in (own, "embed_dim") for source in self._sources)
         linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
-        lazy = [m.out_features for m in linears if not m.in_features]
-        return next((m.in_features for m in linears if m.in_features), lazy[0] if lazy else _UNUSUAL)
+        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # of lazy ones the first are 0
+        return next(filter(None, (*named, *taken)), _UNUSUAL)
 
     def _vocabulary(self) -> int:
-        sizes = (_first_int(source, *_VOCABULARY) for source in self._sources)
+        named = (_first_int(source, *_VOCABULARY) for source in self._sources)
         tables = (m.num_embeddings for m in self.target.module.modules() if isinstance(m, nn.Embedding))
-        return next((size for size in sizes if size is not None), next(tables, 2))
+        return next(filter(None, (*named, *tables)), 2)
 
 
 def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     """The first of these names that is a size in the source, whatever its spelling."""
-    known = {plain(name): value for name, value in source.items()}
-    found = (known.get(plain(name)) for name in names)
-    return next(
-        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
-    )
+    known = {plain(name): value for name, value in source.items() if type(value) is int and value > 0}
+    return next((known[plain(name)] for name in names if plain(name) in known), None)
 
 
 _MOST_STARS = 4
@@ -217,8 +204,7 @@ class Finder:
         """Run the forward once with these plans beside what is given and said."""
         forward = self.guesses.forward
         values = forward.with_none(self.drawer.tried({**self.said, **plans}, self.given))
-        call = forward.call(values, asks)
-        return probe(forward.module, call.args, call.kwargs, {name: values[name] for name in plans}, whole=whole)
+        return forward.probe(values, asks, about=plans, whole=whole)
 
     def find(self, plans: dict[str, Plan]) -> dict[str, Plan]:
         """Return the plans, corrected by what the forward does with them.
@@ -273,12 +259,14 @@ class Finder:
         certain = {name: plan for name, plan in plans.items() if name not in extra}
         attempts = [certain, plans] if extra else [plans]
         loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
-        others: tuple[Callable[[str], Plan], ...] = (self.guesses.ids, lambda _: self.guesses.image())
-        for other in others if loose else ():
-            attempts += [
-                {**attempt, **{n: other(n) for n in loose if n in attempt}} for attempt in attempts[: 1 + bool(extra)]
-            ]
-        return attempts
+        if not loose:
+            return attempts
+        ids, images = {n: self.guesses.ids(n) for n in loose}, dict.fromkeys(loose, self.guesses.image())
+        return [
+            {name: instead.get(name, plan) for name, plan in attempt.items()}
+            for instead in ({}, ids, images)
+            for attempt in attempts
+        ]
 
     def _entries(self, owner: str, plans: Mapping[str, Plan], *, sure: bool) -> dict[str, Plan]:
         """Plans for what an argument holds: the entries that the forward asks it for, or two where it joins them.

@@ -8,7 +8,6 @@ from inspect import Parameter, signature
 from operator import index
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import SpecError
@@ -91,13 +90,10 @@ def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     kind = find_layer(base.layer)
     with blank():
         module = kind.build(spec, base.run.device)
-    if _shapes(module) != _shapes(base.module):
+    own, others = ({name: held.shape for name, held in one.state_dict().items()} for one in (module, base.module))
+    if own != others:
         module = kind.build(spec, base.run.device)
     return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
 def modules_with_heads(
