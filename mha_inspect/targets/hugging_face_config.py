@@ -139,7 +139,7 @@ def config_values(
             inner = values.setdefault(part, dict(held.get(part) or {}))
             own = tail if tail and head in parts else key
             inner[_own_name(parts[part], own)] = _converted(parts[part], own, text)
-            _shorten_lists(inner, inner)
+            _shorten_lists(inner)
         if not owners:
             left[key] = text
     flags = []
@@ -153,7 +153,6 @@ def config_values(
         if name is not None and _own_name(config_class, name) not in values:
             values[_own_name(config_class, name)] = spec.flags.value(flag)
             flags.append(f"{name}={spec.flags.value(flag)} ({dashed(flag)})")
-    _shorten_lists(held, values)
     for name, value in _open_values(config_class, values, held, spec).items():
         values[name] = value
         flags.append(f"{name}={value} (it says none)")
@@ -170,13 +169,11 @@ def _converted(config_class: Any, name: str, text: str) -> Any:
     return convert(name, text, _hints(config_class).get(own, Parameter.empty), default, {})
 
 
-def _shorten_lists(held: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Fewer layers leave the rest of what a file lists layer by layer."""
-    count = next((values[n] for n in _COUNTS if n in values), None)
-    for name in _LENGTHS:
-        listed = held.get(name)
-        if isinstance(count, int) and isinstance(listed, list) and len(listed) > count:
-            values[name] = values.get(name, listed)[:count]
+def _shorten_lists(part: dict[str, Any]) -> None:
+    """Fewer layers leave the rest of what a part lists layer by layer; what the whole lists is cut where it is made."""
+    count = next((part[n] for n in _COUNTS if n in part), None)
+    if isinstance(count, int):
+        part |= {name: part[name][:count] for name in _LENGTHS if isinstance(part.get(name), list)}
 
 
 def make_config(config_class: Any, values: dict[str, Any], text: str) -> Any:
