@@ -163,15 +163,12 @@ class TensorRole:
         way = "group by group" if self._in_four or (self._grouped and "q" in self._letters) else "head by head"
         said: list[str] = []
         for letter in self._order:
-            width, each = self._width(letter), self._each(letter)
+            # So many heads of it are in one group.
+            width, each = self._width(letter), (self._counts[letter] or 1) // self._groups
             if width is None:
                 return way
             said.append(f"{f'{each}·' if each > 1 else ''}{width}{'' if said else ' ' + unit} of {letter}")
         return f"{way}: {', '.join(said)} each"
-
-    def _each(self, letter: str) -> int:
-        """Return how many heads of it are in one group."""
-        return (self._counts[letter] or 1) // self._groups
 
     def projections(self, name: str, way: Packing | None) -> list[StoredProjection]:
         """Return where each head of each part lies; nothing where the number of heads or the packing is not known.

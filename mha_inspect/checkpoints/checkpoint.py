@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if len(files) > 1:
         notes.append(f"The tensors lie in {plural(len(files), 'file')}.")
     ordered = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    return Checkpoint(path, ordered, _config(path if os.path.isdir(path) else path.parent), tuple(notes))
+    config: Mapping[str, Any] = {}
+    with suppress(InputError):  # it only adds to what the tensors say
+        config = _json((path if os.path.isdir(path) else path.parent) / "config.json")
+    return Checkpoint(path, ordered, config, tuple(notes))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -116,13 +120,6 @@ def _json(path: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             raise InputError(f"{path_name(path)} is not JSON that can be read. Save it again.") from None
     return data if isinstance(data, dict) else {}
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    try:
-        return _json(folder / "config.json")
-    except InputError:  # it only adds to what the tensors say
-        return {}
 
 
 def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]:

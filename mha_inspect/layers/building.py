@@ -64,13 +64,8 @@ def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu"
     cast and moved, so that every dtype rounds the same numbers and float64 holds float32's exactly. On `meta` nothing
     is drawn and nothing allocated. The global generators, default dtype and default device stay as they were.
     """
-    where = "meta" if device == "meta" else "cpu"
-    with _float32_by_default(), torch.device(where):
-        if where == "meta":
-            module = make()
-        else:
-            with seeded(spec.seed):
-                module = make()
+    with _float32_by_default(), torch.device("meta" if device == "meta" else "cpu"), seeded(spec.seed):
+        module = make()
     return module.to(device=device, dtype=getattr(torch, spec.dtype)).train(spec.training)
 
 

@@ -104,11 +104,14 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
             f"{name} takes no argument that {dashed(unused[0])} could be: its arguments are "
             f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: --set NAME=VALUE."
         )
+    passed = _passed(bound)
+    told = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
+    ours = ", ".join(f"{key}={passed[key]} ({origin})" for key, origin in told.items())
     return Target(
         module=module,
         made_from=text,
-        passed=_passed(bound),
-        notes=_notes(name, bound),
+        passed=passed,
+        notes=(f"{name} was built with {ours}.",) if ours else (),
         arguments=_all_arguments(found, bound),
         forward_settings=forward_settings,
     )
@@ -163,14 +166,6 @@ def _passed(bound: Arguments) -> dict[str, Any]:
             held = [key for key in getattr(value, "__dict__", inner) if not key.startswith("_")]
             passed |= {f"{name}.{key}": _plain(getattr(value, key, None)) for key in held}
     return passed
-
-
-def _notes(name: str, bound: Arguments) -> tuple[str, ...]:
-    """One sentence that says which of our flags went where."""
-    passed = _passed(bound)
-    told = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
-    ours = [f"{key}={passed[key]} ({origin})" for key, origin in told.items()]
-    return (f"{name} was built with {', '.join(ours)}.",) if ours else ()
 
 
 def _all_arguments(found: Callable[..., Any], bound: Arguments) -> dict[str, Any]:

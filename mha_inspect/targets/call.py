@@ -71,7 +71,9 @@ def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
     That of a module which somebody made stays as well: who calls the library sees their own. `how` says how it was
     built.
     """
-    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
+    # Whether it came out of a module's forward, and not out of the program around it.
+    its_own = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
+    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not its_own:
         return error
     hint = f" {way}" if (way := way_out(own)) else ""
     return TargetFailedError(
@@ -105,8 +107,3 @@ def way_out(own: Subject) -> str:
     except Exception:  # it has another reason
         return own.hint
     return "It runs in training mode: --train."
-
-
-def _in_forward(error: BaseException) -> bool:
-    """Whether an exception came out of a module's forward, and not out of the program around it."""
-    return any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))

@@ -247,7 +247,8 @@ def _change(
     if most is not None:
         # What is listed layer by layer is cut with the layers, and so is their number.
         cut = name in _OWN_DEPTH if type(own[name]) is int else len(numbers) == _first(own, _OWN_DEPTH)
-        stays = (cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and _is_listed(own[name], own))
+        lengths = [len(listed) for listed in own.values() if isinstance(listed, list)]
+        stays = (cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and own[name] in lengths)
         return None if stays else lambda value: min(value, most)
     if _IMAGE.fullmatch(name):
         # Windows want to be whole ones at each depth.
@@ -261,11 +262,6 @@ def _change(
         step = 4 if name.startswith("moe_") else 1
         return lambda value: max(step, value // factor // step * step) if value > _PLACE else value
     return None
-
-
-def _is_listed(count: Any, own: Mapping[str, Any]) -> bool:
-    """Whether something is listed for each of so many."""
-    return any(isinstance(listed, list) and len(listed) == count for listed in own.values())
 
 
 def _cut_layers(own: dict[str, Any]) -> None:

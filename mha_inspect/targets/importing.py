@@ -267,16 +267,18 @@ def _warnings_without_our_lines() -> Iterator[None]:
 def in_one_line(error: BaseException) -> str:
     """The one line of an error that matters, and the line of code that it came from where that is not our own."""
     text = next(filter(None, map(str.strip, message_of(error).splitlines())), "")
-    place = _place(error)
+    every = _frames(error)
+    # The last line of the user's code that it came through; a library's where there is none.
+    frame = next(reversed([frame for frame in every if "-packages" not in frame.filename] or every), None)
+    place = f"{_short(frame.filename)}:{frame.lineno}" if frame else ""
     if isinstance(error, SyntaxError):
         text = error.msg
         if error.filename and error.lineno:
             place = f"{_short(error.filename)}:{error.lineno}"
     if isinstance(error, SystemExit):
         text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
-    if not text and place:
-        frame = _frames(error)[-1]
-        text = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    if not text and every:
+        text = linecache.getline(every[-1].filename, every[-1].lineno or 0).strip()
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return shown(f"{told} ({place})" if place and place not in told else told, MESSAGE)
 
@@ -292,13 +294,6 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _folder_of(module: ModuleType) -> str:
     return os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep
-
-
-def _place(error: BaseException) -> str:
-    """Return the last line of the user's code that an error came through; a library's where there is none."""
-    every = _frames(error)
-    frames = [frame for frame in every if "-packages" not in frame.filename] or every
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def _short(filename: str) -> str:

@@ -150,7 +150,11 @@ class _Maker:
         return replace(
             forward.call(values),
             drawn=drawn,
-            guessed={name: _as_shape(values[name]) for name in drawn if name not in shapes},
+            guessed={
+                name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
+                for name in drawn
+                if name not in shapes
+            },
             said=(*(forward.holding(owner, values) for owner in forward.entered), *self.said),
         )
 
@@ -328,6 +332,8 @@ class _Maker:
         # Where its constructor took --causal, it has a mask of its own.
         built_causal = any(bool(getattr(self.module, name, False)) for name in ("causal", "is_causal", "masked"))
         causal = inputs.causal and "causal" in self.asked.flags.typed and not built_causal
+        # Of the first of torch's attentions in it, which masks for each head have.
+        heads = next((part.num_heads for part in self.module.modules() if isinstance(part, nn.MultiheadAttention)), 1)
         return Masks(
             self.module,
             self.target.masks,
@@ -335,7 +341,7 @@ class _Maker:
             self.dtype,
             self.device,
             self.forward.batch_first is not False,
-            heads=_heads_of(self.module) if self.spec is None else self.spec.num_heads,
+            heads=heads if self.spec is None else self.spec.num_heads,
             blank=self.asked.blank,
             owner=self.target.made_from,
         )
@@ -373,13 +379,3 @@ def _as_wide(plan: Plan, evidence: Evidence | None) -> Plan:
     if evidence is None or plan.dtype or evidence.kind != "width":
         return plan
     return replace(plan, shape=(*plan.shape[:-1], evidence.size))
-
-
-def _as_shape(tensor: Tensor) -> str:
-    """A tensor as --input-shape gives one: `2x10x512:float32`."""
-    return f"{'x'.join(map(str, tensor.shape))}:{str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _heads_of(module: nn.Module) -> int:
-    """Return the heads of the first of torch's attentions in a module, which masks for each head have; else 1."""
-    return next((part.num_heads for part in module.modules() if isinstance(part, nn.MultiheadAttention)), 1)

@@ -89,25 +89,20 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
     """
     file, mask = printable(path), read_tensor(path)
     _require_mask_shape(mask, file, sizes)
-    kind = str(mask.dtype).removeprefix("torch.")
-    if mask.dtype != torch.bool and _is_zeros_and_ones(mask):
+    kind, boolean = str(mask.dtype).removeprefix("torch."), mask.dtype == torch.bool
+    like_one = not boolean and not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
+    # Floating-point zeros alone are no such mask: either way they bar nothing.
+    if like_one and (not mask.is_floating_point() or bool(mask.any())):
         raise InputError(
             f"{file} holds the {kind} numbers 0 and 1 where booleans are meant. In torch True means *not allowed*: "
             "save mask.bool() if 1 means that, and ~mask.bool() if 1 means allowed."
         )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if not boolean and not mask.is_floating_point():
         raise InputError(
             f"{file} holds {kind}: a mask is boolean (True: not allowed) or floating-point numbers that are added to "
             "the scores. Save mask.bool() or mask.float()."
         )
     return mask
-
-
-def _is_zeros_and_ones(mask: Tensor) -> bool:
-    """Whether numbers look like a boolean mask. Floating-point zeros alone do not: either way they bar nothing."""
-    if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
-        return False
-    return not mask.is_floating_point() or bool((mask == 1).any())
 
 
 def _require_mask_shape(mask: Tensor, file: str, sizes: MaskSizes) -> None:

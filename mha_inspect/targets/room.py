@@ -200,20 +200,15 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
             return build()
     except _NearError:
         pass
-    need = _bytes_on_meta(build)
+    need = 0
+    with suppress(Exception), torch.device("meta"):  # somebody's constructor, where there are shapes and no numbers
+        need = held_bytes(build())
     if need > free:
         raise DoesNotFitError(
             f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
             "--device meta shows every shape without memory."
         )
     return build()
-
-
-def _bytes_on_meta(build: Callable[[], Any]) -> int:
-    """Bytes of the parameters and buffers; 0 where it cannot be built without memory."""
-    with suppress(Exception), torch.device("meta"):  # somebody's constructor, where there are shapes and no numbers
-        return held_bytes(build())
-    return 0
 
 
 def held_bytes(module: nn.Module) -> int:
