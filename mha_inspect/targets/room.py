@@ -111,11 +111,9 @@ class Room:
 
 def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
     """More bytes than any layer of the catalog takes."""
-    keys = inputs.keys
-    heads = spec.num_heads * inputs.batch
     width = max(spec.embed_dim, spec.num_heads * int(spec.head_dim), spec.key_width, spec.value_width)
-    scores = heads * inputs.seq_len * (keys + 2)
-    rows = inputs.batch * (inputs.seq_len + keys) * width
+    scores = spec.num_heads * inputs.batch * inputs.seq_len * (inputs.keys + 2)
+    rows = inputs.batch * (inputs.seq_len + inputs.keys) * width
     return 8 * (6 * scores + 16 * rows + 8 * width * max(width, spec.embed_dim))
 
 
