@@ -213,12 +213,11 @@ class Finder:
         """
         forward, others = self.guesses.forward, self.said or self.given
         for owner in [name for name in plans if name in forward.holders]:
-            plans |= self._entries(owner, {n: p for n, p in plans.items() if n != owner}, sure=True)
-            del plans[owner]
+            plans = self._opened(owner, plans, sure=True)
         # An argument of an unknown name that stands behind others may be let out, or is one that somebody must give.
         extra = [n for n in plans if forward.kind(n) in ("unknown", "lengths") and (len(plans) > 1 or others)]
         extra = [n for n in extra if n != next(iter(forward.parameters), n) and "." not in n]
-        best: tuple[int, dict[str, Plan], Probed] | None = None
+        tried: list[tuple[int, dict[str, Plan], Probed]] = []
         for attempt in self._attempts(plans, extra):
             probed = self.probe(attempt, whole=bool(extra) or forward.open_ended)
             missing = probed.error.args[0] if isinstance(probed.error, KeyError) and probed.error.args else None
@@ -228,25 +227,20 @@ class Finder:
                     return self.find({**plans, missing: self.guesses.of(missing)})
                 forward.lacking.append(missing)
             for owner in filter(None, (probed.holder, probed.maybe)):
-                rest = {n: plan for n, plan in plans.items() if n != owner}
-                held = self._entries(owner, rest, sure=owner == probed.holder)
-                if held:
-                    return self.find({**rest, **held})
+                if opened := self._opened(owner, plans, sure=owner == probed.holder):
+                    return self.find(opened)
             known = len(probed.evidence) if probed.error is not None else len(plans) + 1
-            if best is None or known > best[0]:
-                best = (known, attempt, probed)
+            tried.append((known, attempt, probed))
             if known >= len(plans):
                 break
-        assert best is not None
-        _, chosen, probed = best
+        _, chosen, probed = max(tried, key=lambda one: one[0])
         self.raises, self.evidence = probed.error is not None, probed.evidence
         firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
         doubtful = [n for n in extra if forward.kind(n) == "unknown" and n not in firm]
         untold = [n for n in doubtful if (n in chosen or probed.error is not None)]
         for name in untold or (plans if isinstance(probed.error, TypeError) else ()):
-            rest = {n: plan for n, plan in plans.items() if n != name}
-            if held := self._entries(name, rest, sure=False):
-                return self.find({**rest, **held})
+            if opened := self._opened(name, plans, sure=False):
+                return self.find(opened)
         if untold:
             raise InputError(
                 f"{forward.label} needs {untold[0]}, and nothing tells what that is. Give it: --input-shape "
@@ -268,16 +262,16 @@ class Finder:
             for attempt in attempts
         ]
 
-    def _entries(self, owner: str, plans: Mapping[str, Plan], *, sure: bool) -> dict[str, Plan]:
-        """Plans for what an argument holds: the entries that the forward asks it for, or two where it joins them.
+    def _opened(self, owner: str, plans: Mapping[str, Plan], *, sure: bool) -> dict[str, Plan]:
+        """The plans with those for what an argument holds in its place: the entries that the forward asks it for.
 
-        Empty where it does not run with them, unless it is `sure` that it holds any.
+        Those are two where it joins them. Empty where it does not run with them, unless it is `sure` that it holds any.
 
         Raises `InputError` where it is sure, and nothing tells what it holds.
         """
-        forward = self.guesses.forward
+        forward, plans = self.guesses.forward, {name: plan for name, plan in plans.items() if name != owner}
         if forward.is_star(owner):
-            return self._starred(owner, plans)
+            return {**plans, **self._starred(owner, plans)}
         holder = forward.holders.get(owner, Holder())
         found = self._guessed(owner, holder.keys)
         while len(found) < MOST_KEYS:
@@ -297,16 +291,16 @@ class Finder:
             if self.probe({**plans, **attempt}, whole=True).error is None:
                 found, runs = attempt, True
                 break
-        if sure and not (found and runs):
-            raise InputError(
-                f"{forward.label} takes several tensors in {owner}, and nothing tells what is in it. Give each entry: "
-                f"--input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
-            )
         if not (found and runs):
+            if sure:
+                raise InputError(
+                    f"{forward.label} takes several tensors in {owner}, and nothing tells what is in it. Give each "
+                    f"entry: --input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
+                )
             forward.holders.pop(owner, None)
             return {}
         forward.entered.append(owner)
-        return found
+        return {**plans, **found}
 
     def _guessed(self, owner: str, keys: Iterable[str]) -> dict[str, Plan]:
         names = [f"{owner}.{key}" for key in keys]

@@ -21,7 +21,7 @@ from .constructor import unknown_setting
 from .importing import in_one_line
 from .target import TargetSpec
 from .values import convert
-from .vocabulary import ALIASES, dashed, plain
+from .vocabulary import ALIASES, dashed, named_for, plain
 
 _MOST_LAYERS = 5000
 _LONGEST_FILE = 2**24
@@ -144,7 +144,7 @@ def config_values(
             left[key] = text
     flags = []
     for flag in sorted(spec.flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
-        name = next((n for alias in ALIASES[flag] for n in names if plain(n) == plain(alias)), None)
+        name = next(iter(named_for(flag, names)), None)
         if name is None and flag in spec.flags.typed:
             raise SpecError(
                 f"the configuration {config_class.__name__} has nothing that {dashed(flag)} could be. Name it: "

@@ -171,11 +171,11 @@ class _Maker:
         held = {"": content} if isinstance(content, Tensor) else content
         cut = rehearsed()
         held = held if cut is None else {name: cut.tensor(tensor) for name, tensor in held.items()}
-        names = {"query", "key", "value"} if self.target.spec is not None else set(self.forward.parameters)
         if len(held) == 1 and next(iter(held)) not in self.forward.parameters:
             held = {"": next(iter(held.values()))}
         if self.spec is None:
             return {name: self._moved(own) for name, own in self.forward.named(held, shown(str(path))).items()}
+        names = {"query", "key", "value"} if self.target.spec is not None else set(self.forward.parameters)
         held = {"query": held[""]} if "" in held else held
         if "query" not in held or not set(held) <= names:
             listed = ", ".join(map(repr, held)) or "nothing"
@@ -207,14 +207,10 @@ class _Maker:
         return {name: roles[kind] for name, kind in self.forward.kinds.items() if kind in roles}
 
     def _from_text(self) -> dict[str, Any]:
-        if self.asked.ids is None:
-            return {}
-        if "input_ids" not in self.forward.parameters:
-            raise InputError(
-                f"--text gives input_ids, which {self.forward.label} does not take: "
-                f"{', '.join(self.forward.parameters)}."
-            )
-        return {"input_ids": self._moved(self.asked.ids)}
+        names = self.forward.parameters
+        if self.asked.ids is not None and "input_ids" not in names:
+            raise InputError(f"--text gives input_ids, which {self.forward.label} does not take: {', '.join(names)}.")
+        return {} if self.asked.ids is None else {"input_ids": self._moved(self.asked.ids)}
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
@@ -296,11 +292,8 @@ class _Maker:
         if forward.batch_first is not None:
             return
         values = self.drawer.tried(plans, given)
-        names = [
-            n
-            for n, v in values.items()
-            if isinstance(v, Tensor) and v.dim() > 1 and forward.kind(n) not in ("image", "mask", "lengths")
-        ]
+        names = [name for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1]
+        names = [name for name in names if forward.kind(name) not in ("image", "mask", "lengths")]
         told = batch_axis_in_words(self.module, names)
         # Another inside that takes the sequence first says nothing of what goes into the whole.
         doubtful = any(getattr(module, "batch_first", None) is False for module in self.module.modules())
@@ -359,16 +352,12 @@ class _Maker:
     def _switch(self, values: dict[str, Any]) -> None:
         """The switches of our own that torch's layer has, and some of the others."""
         flags = self.asked.flags
-        for flag, names in (
-            ("need_weights", ("need_weights", "output_attentions")),
-            ("average_weights", ("average_attn_weights",)),
-        ):
+        of_flags = {"need_weights": ["need_weights", "output_attentions"], "average_weights": ["average_attn_weights"]}
+        for flag, names in of_flags.items():
             name = next((name for name in names if name in self.forward.parameters), None)
-            if flag not in flags.given:
-                continue
-            if name is not None:
+            if flag in flags.given and name is not None:
                 values.setdefault(name, bool(flags.values[flag]))
-            elif flag in flags.typed:
+            elif flag in flags.given & flags.typed:
                 raise SpecError(
                     f"{self.forward.label} has no argument {names[0]}: {dashed(flag)} is of no use to it. Drop it."
                 )
