@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from .building import mask_of_head
-from .per_head import attention
 
 
 class NarrowAttention(nn.Module):
@@ -44,8 +45,13 @@ class NarrowAttention(nn.Module):
         outputs, weights = [], []
         for i, (query_slice, key_slice, value_slice) in enumerate(slices):
             q, k, v = self.toqueries[i](query_slice), self.tokeys[i](key_slice), self.tovalues[i](value_slice)
-            output, head_weights = attention(q, k, v, mask_of_head(mask, i))
-            outputs.append(output)
-            weights.append(head_weights)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+            head_mask = mask_of_head(mask, i)
+            if head_mask is not None and head_mask.dtype == torch.bool:
+                scores = scores.masked_fill(head_mask, float("-inf"))
+            elif head_mask is not None:
+                scores = scores + head_mask
+            weights.append(scores.softmax(dim=-1))
+            outputs.append(weights[-1] @ v)
         output = self.unifyheads(torch.cat(outputs, dim=-1))
         return output, torch.stack(weights, dim=-3) if need_weights else None
