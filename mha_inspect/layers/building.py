@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from .spec import AttentionSpec
 
 M = TypeVar("M", bound=nn.Module)
-
-_SEEDS = 2**64
-"""Generators take 64 bits; any whole number is folded into them."""
-_DRAWING = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
-"""Methods of a tensor, and functions of `torch.nn.init`, that fill it; its other functions come down to these."""
 
 
 @contextmanager
@@ -30,33 +24,6 @@ def _float32_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU's global generator inside the block, and put it back after it.
-
-    `torch.manual_seed` is not used: it would seed the other devices too, and nothing would put those back.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed % _SEEDS)
-        yield
-
-
-class blank(TorchFunctionMode):  # noqa: N801 - it is used as a function, as torch.no_grad is
-    """Draw nothing inside the block: parameters that are built there hold whatever their memory held.
-
-    For a layer that is given all of its numbers afterwards. To draw those of a large one takes longer than to run it.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function of torch, unless it would fill a tensor with random numbers."""
-        kwargs = kwargs or {}
-        if func.__name__ in _DRAWING:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu") -> M:
     """What `make` returns, initialised from spec.seed, in spec.dtype, on `device`, in training or eval mode as asked.
 
@@ -64,7 +31,11 @@ def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu"
     cast and moved, so that every dtype rounds the same numbers and float64 holds float32's exactly. On `meta` nothing
     is drawn and nothing allocated. The global generators, default dtype and default device stay as they were.
     """
-    with _float32_by_default(), torch.device("meta" if device == "meta" else "cpu"), seeded(spec.seed):
+    where = torch.device("meta" if device == "meta" else "cpu")
+    with _float32_by_default(), where, torch.random.fork_rng(devices=[]):
+        # Not `torch.manual_seed`: it would seed the other devices too, and nothing would put those back. Generators
+        # take 64 bits; any whole number is folded into them.
+        torch.default_generator.manual_seed(spec.seed % 2**64)
         module = make()
     return module.to(device=device, dtype=getattr(torch, spec.dtype)).train(spec.training)
 
