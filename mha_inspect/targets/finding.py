@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers.spec import AttentionSpec, InputSpec
-from .drawing import Plan, draw
+from .drawing import Plan, draw, generator_of
 from .forward import Forward
 from .holders import MOST_KEYS, Entries, Holder
 from .probe import Evidence, Probed
@@ -27,58 +26,45 @@ _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
 
 
-@dataclass(frozen=True)
-class Drawer:
-    """Draws what a forward is called with."""
-
-    forward: Forward
-    dtype: torch.dtype
-    device: torch.device
-    generator: torch.Generator
-    apart: bool
-    """Whether keys are another sequence than queries."""
-    shaped: Collection[str]
-    """Arguments of which somebody said the shape: each is drawn for itself."""
-
-    def draw(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors; query, key and value are one tensor where nothing tells them apart."""
-        drawn: dict[str, Tensor] = {}
-        has_key = "key" in self.forward.kinds.values()
-        for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
-            like: Kind | None = "key" if plan.kind == "value" and has_key else "query"
-            if plan.kind not in ("key", "value") or name in self.shaped or (self.apart and like == "query"):
-                like = None
-            alike = [held for other, held in {**given, **drawn}.items() if self.forward.kind(other) == like]
-            same = [held for held in alike if isinstance(held, Tensor) and held.dim() == len(plan.shape)]
-            tensor = next((held for held in same if held.shape[-1] == plan.shape[-1]), None)
-            if tensor is None:
-                tensor = draw(plan, self.dtype, self.device, self.generator)
-                # Always drawn batch first: the content of a row does not hang on the layout.
-                if plan.sequence and self.forward.batch_first is False:
-                    tensor = tensor.transpose(0, 1).contiguous()
-            drawn[name] = tensor
-        return drawn
-
-    def tried(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is given and what is drawn, for a run before the real one: that draws the same again."""
-        state = self.generator.get_state()
-        values = {**given, **self.draw(plans, given)}
-        self.generator.set_state(state)
-        return values
-
-
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 
 
+@dataclass(frozen=True)
 class Guesses:
-    """Plans for the arguments of a target's forward."""
+    """Plans for the arguments of a target's forward, and what is drawn by plans."""
 
-    def __init__(self, target: Target, forward: Forward, inputs: InputSpec, spec: AttentionSpec | None) -> None:
-        self.target, self.forward, self.inputs = target, forward, inputs
-        self.spec = spec
-        """The sizes of a layer that are known before it runs; None for any other."""
+    target: Target
+    forward: Forward
+    inputs: InputSpec
+    spec: AttentionSpec | None
+    """The sizes of a layer that are known before it runs; None for any other."""
+    seed: int
+    shaped: Collection[str]
+    """Arguments of which somebody said the shape: each is drawn for itself."""
+
+    def drawn(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is given, and tensors: query, key and value are one where nothing tells them apart.
+
+        As often as it is called, they are the same.
+        """
+        forward, values, generator = self.forward, dict(given), generator_of(self.seed)
+        apart, has_key = self.inputs.key_len is not None, "key" in forward.kinds.values()
+        for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
+            like: Kind | None = "key" if plan.kind == "value" and has_key else "query"
+            if plan.kind not in ("key", "value") or name in self.shaped or (apart and like == "query"):
+                like = None
+            alike = [held for other, held in values.items() if forward.kind(other) == like]
+            same = [held for held in alike if isinstance(held, Tensor) and held.dim() == len(plan.shape)]
+            tensor = next((held for held in same if held.shape[-1] == plan.shape[-1]), None)
+            if tensor is None:
+                tensor = draw(plan, forward.dtype, forward.device, generator)
+                # Always drawn batch first: the content of a row does not hang on the layout.
+                if plan.sequence and forward.batch_first is False:
+                    tensor = tensor.transpose(0, 1).contiguous()
+            values[name] = tensor
+        return values
 
     def of(self, name: str) -> Plan:
         """Return what an argument is likely to be."""
@@ -190,7 +176,6 @@ class Finder:
     """Runs a forward with guesses until one fits."""
 
     guesses: Guesses
-    drawer: Drawer
     given: Mapping[str, Any]
     """Arguments that are there."""
     said: Mapping[str, Plan]
@@ -203,7 +188,7 @@ class Finder:
     def probe(self, plans: Mapping[str, Plan], *, whole: bool, asks: Mapping[str, Holder] | None = None) -> Probed:
         """Run the forward once with these plans beside what is given and said."""
         forward = self.guesses.forward
-        values = forward.with_none(self.drawer.tried({**self.said, **plans}, self.given))
+        values = forward.with_none(self.guesses.drawn({**self.said, **plans}, self.given))
         return forward.probe(values, asks, about=plans, whole=whole)
 
     def find(self, plans: dict[str, Plan]) -> dict[str, Plan]:

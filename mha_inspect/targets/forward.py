@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
@@ -31,6 +32,9 @@ class Forward:
     def __init__(self, module: nn.Module, name: str) -> None:
         every = signature_of(module.forward)
         self.module, self.label = module, f"{name}.forward"
+        own = [*module.parameters()]
+        self.device = own[0].device if own else torch.device("cpu")
+        self.dtype = next((one.dtype for one in own if one.is_floating_point()), torch.float32)
         self.parameters = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self.open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in every.values())
         if not self.parameters:

@@ -13,7 +13,6 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
@@ -22,9 +21,9 @@ from ..layers.spec import InputSpec
 from ..record.rehearsal import rehearsed
 from ..text import printable, shown
 from .call import Call
-from .drawing import Plan, generator_of
+from .drawing import Plan
 from .files import read_tensors
-from .finding import Drawer, Finder, Guesses
+from .finding import Finder, Guesses
 from .forward import Forward, ForwardMasks
 from .holders import Holder
 from .hugging_face_inputs import is_hugging_face, ways_of
@@ -118,13 +117,7 @@ class _Maker:
         self.forward = Forward(self.module, target.name)
         self.forward.holders |= self.known.holders
         self.forward.batch_first = self._told_layout()
-        floating = next((p for p in self.module.parameters() if p.is_floating_point()), None)
-        self.dtype = torch.float32 if floating is None else floating.dtype
-        first = next(self.module.parameters(), None)
-        self.device = torch.device("cpu") if first is None else first.device
-        self.guesses = Guesses(target, self.forward, asked.inputs, self.spec)
-        apart, generator = asked.inputs.key_len is not None, generator_of(asked.seed)
-        self.drawer = Drawer(self.forward, self.dtype, self.device, generator, apart, asked.shapes)
+        self.guesses = Guesses(target, self.forward, asked.inputs, self.spec, asked.seed, asked.shapes)
         self.said: list[str] = []
 
     def call(self) -> Call:
@@ -138,10 +131,10 @@ class _Maker:
         plans = {name: self.guesses.of_shape(name, said) for name, said in shapes.items()}
         if not shapes and self.asked.inputs.input is None and self.asked.known is None:
             self.said += self.guesses.of_lazy()
-        finder = Finder(self.guesses, self.drawer, given, plans)
+        finder = Finder(self.guesses, given, plans)
         plans = plans | self._planned(self._needed(given, shapes), finder)
         self._lay_out(plans, given, runs=not finder.raises)
-        values = {**given, **self.drawer.draw(plans, given)}
+        values = self.guesses.drawn(plans, given)
         masks = ForwardMasks(forward, self._masks(), self.asked.seed)
         values |= masks.asked(values)
         self._switch(values)
@@ -213,7 +206,8 @@ class _Maker:
         return {} if self.asked.ids is None else {"input_ids": self._moved(self.asked.ids)}
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
+        forward = self.forward
+        return tensor.to(device=forward.device, dtype=forward.dtype if tensor.is_floating_point() else None)
 
     # -- what is needed -----------------------------------------------------------------------------------------------
 
@@ -291,7 +285,7 @@ class _Maker:
         forward = self.forward
         if forward.batch_first is not None:
             return
-        values = self.drawer.tried(plans, given)
+        values = self.guesses.drawn(plans, given)
         names = [name for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1]
         names = [name for name in names if forward.kind(name) not in ("image", "mask", "lengths")]
         told = batch_axis_in_words(self.module, names)
@@ -305,7 +299,13 @@ class _Maker:
 
         layout = None
         untold = told is None and batch_axes_in_words(self.module) != {0}
-        if (untold or doubtful) and names and not self.asked.inputs.unbatched and runs and self.device.type != "meta":
+        if (
+            (untold or doubtful)
+            and names
+            and not self.asked.inputs.unbatched
+            and runs
+            and forward.device.type != "meta"
+        ):
             layout = layout_of(run, {name: values[name] for name in names})
         if told is not None:
             first, others_meet = told[0] == 0, layout is not None and not layout.batch_first
@@ -331,8 +331,8 @@ class _Maker:
             self.module,
             self.target.masks,
             replace(inputs, causal=causal),
-            self.dtype,
-            self.device,
+            self.forward.dtype,
+            self.forward.device,
             self.forward.batch_first is not False,
             heads=heads if self.spec is None else self.spec.num_heads,
             blank=self.asked.blank,
