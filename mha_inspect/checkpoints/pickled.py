@@ -10,7 +10,8 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from pickletools import genops
@@ -41,24 +42,15 @@ class Unusual:
     kind = "a sparse, nested or quantized tensor"
 
 
-@dataclass(eq=False)
-class _Storage:
-    key: str
-    dtype: str | None
-    """None: bytes, and each tensor says its own."""
-    start: int = -1
-    """In the file; -1 until it is known."""
-    nbytes: int = 0
-
-
 @dataclass(frozen=True, eq=False)
-class _Tensor:
-    storage: _Storage | None
-    """None for a tensor on meta."""
-    dtype: str
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+class _Storage:
+    """Bytes of a file that tensors lie in."""
+
+    path: Path
+    start: int
+    nbytes: int
+    dtype: str | None
+    """None: each tensor says its own."""
 
 
 def read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
@@ -70,8 +62,7 @@ def read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
     """
     try:
         zipped = bytes(read_exactly(file, 0, min(4, size))) == b"PK\x03\x04"
-        value, storages = (_read_zip if zipped else _read_old)(file, size, path)
-        return _stored(value, storages, path)
+        return (_read_zip if zipped else _read_old)(file, size, path)
     except (InputError, UnsafeFileError, OSError):
         raise
     except Exception:  # zipfile alone raises a dozen kinds for damaged archives
@@ -98,7 +89,7 @@ class _Bounded:
         return data
 
 
-def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _Storage]]:
+def _read_zip(file: BinaryIO, size: int, path: Path) -> Any:
     with zipfile.ZipFile(_Bounded(file)) as archive:
         entries = archive.infolist()
     by_name = {entry.filename: entry for entry in entries}
@@ -112,6 +103,7 @@ def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _St
     (pickle,) = [name for name in by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
     root = pickle.removesuffix("data.pkl")
 
+    @cache
     def where(name: str) -> tuple[int, int]:
         entry = by_name[name]
         header = read_exactly(file, entry.header_offset, 30)
@@ -121,65 +113,37 @@ def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _St
         return start, entry.file_size
 
     if f"{root}byteorder" in by_name:
-        order = bytes(read_exactly(file, where(f"{root}byteorder")[0], min(6, where(f"{root}byteorder")[1])))
-        if order != sys.byteorder.encode():
+        start, length = where(f"{root}byteorder")
+        if read_exactly(file, start, min(6, length)) != sys.byteorder.encode():
             raise DamagedError
     start, length = where(pickle)
     if length > _LONGEST_PICKLE:
         raise DamagedError
-    machine = _Machine(BytesIO(read_exactly(file, start, length)))
-    value = machine.run()
-    for storage in machine.storages.values():
-        storage.start, storage.nbytes = where(f"{root}data/{storage.key}")
-    return value, machine.storages
+    content = BytesIO(read_exactly(file, start, length))
+    return _Machine(content, lambda key, dtype: _Storage(path, *where(f"{root}data/{key}"), dtype)).run()
 
 
-def _read_old(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _Storage]]:
-    machine = _Machine(BytesIO(read_exactly(file, 0, min(size, _LONGEST_PICKLE))))
-    magic, version, _system, value, keys = (machine.run() for _ in range(5))
+def _read_old(file: BinaryIO, size: int, path: Path) -> Any:
+    content = read_exactly(file, 0, min(size, _LONGEST_PICKLE))
+    dtypes: dict[str, str | None] = {}
+
+    def anywhere(key: str, dtype: str | None) -> _Storage:
+        return _Storage(path, 0, 2**64, dtypes.setdefault(key, dtype))
+
+    # What is behind the pickles tells where the numbers lie: they are run once more with that.
+    machine = _Machine(BytesIO(content), anywhere)
+    magic, version, _system, _value, keys = (machine.run() for _ in range(5))
     if (magic, version) != (_MAGIC, 1001):
         raise DamagedError
-    place = machine.file.tell()
+    place, storages = machine.file.tell(), dict[str, _Storage]()
     for key in keys:
-        storage = machine.storages[key]
         count = int.from_bytes(read_exactly(file, place, 8), "little")
-        storage.start, storage.nbytes = place + 8, count * BITS[storage.dtype or "uint8"] // 8
-        place = storage.start + storage.nbytes
+        storages[key] = _Storage(path, place + 8, count * BITS[dtypes[key] or "uint8"] // 8, dtypes[key])
+        place += 8 + storages[key].nbytes
         if place > size:
             raise DamagedError
-    return value, machine.storages
-
-
-def _stored(value: Any, storages: dict[str, _Storage], path: Path) -> Any:
-    """Return the value with its tensors placed in the file."""
-
-    def placed(tensor: _Tensor) -> StoredTensor:
-        storage = tensor.storage
-        bits = BITS[tensor.dtype]
-        offset = None if storage is None else storage.start + tensor.first * bits // 8
-        stored = StoredTensor(tensor.shape, tensor.dtype, tensor.strides, path, offset)
-        if storage is not None and (storage.start < 0 or tensor.first * bits // 8 + stored.span > storage.nbytes):
-            raise DamagedError
-        return stored
-
-    # By a list and not by calls: what is nested ten thousand deep is no reason to fail.
-    done: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in done or not isinstance(item, (dict, list, _Tensor)):
-            continue
-        if isinstance(item, _Tensor):
-            done[id(item)] = placed(item)
-            continue
-        done[id(item)] = item
-        waiting += item.values() if isinstance(item, dict) else item
-    for item in done.values():
-        if isinstance(item, dict):
-            item.update({key: done[id(held)] for key, held in item.items() if isinstance(held, _Tensor)})
-        elif isinstance(item, list):
-            item[:] = [done[id(held)] if isinstance(held, _Tensor) else held for held in item]
-    return done.get(id(value), value)
+    machine = _Machine(BytesIO(content), lambda key, _: storages[key])
+    return [machine.run() for _ in range(4)][-1]
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------
@@ -197,7 +161,11 @@ def _rebuilt(storage: object, first: object, shape: object, strides: object, *re
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if dtype not in BITS or len(sizes) != len(steps):
         raise DamagedError
-    return _Tensor(storage, dtype, first, sizes, steps)
+    before = first * BITS[dtype] // 8
+    stored = StoredTensor(sizes, dtype, steps, storage.path, storage.start + before)
+    if before + stored.span > storage.nbytes:
+        raise DamagedError
+    return stored
 
 
 def _on_meta(dtype: object, shape: object, strides: object, *rest: object) -> object:
@@ -205,7 +173,7 @@ def _on_meta(dtype: object, shape: object, strides: object, *rest: object) -> ob
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if name not in BITS or len(sizes) != len(steps):
         raise DamagedError
-    return _Tensor(None, name, 0, sizes, steps)
+    return StoredTensor(sizes, name, steps, Path(), None)
 
 
 def _of_type(function: object, kind: object, args: object, *rest: object) -> object:
@@ -265,7 +233,8 @@ class _Machine:
     """Runs the instructions of the pickles in a file, one pickle after the other."""
 
     file: BytesIO
-    storages: dict[str, _Storage] = field(default_factory=dict)
+    storage: Callable[[str, str | None], _Storage]
+    """Where the bytes lie that are called so, and are of this dtype."""
     steps: int = 0
 
     def run(self) -> Any:
@@ -348,7 +317,7 @@ class _Machine:
         if not isinstance(kind, Unknown) or not isinstance(key, str):
             raise DamagedError
         dtype = None if kind.name in _BYTES else _STORAGES[kind.name]
-        return self.storages.setdefault(key, _Storage(key, dtype))
+        return self.storage(key, dtype)
 
 
 _GIVEN = frozenset(
