@@ -138,6 +138,7 @@ class TensorRole:
 
     def _text(self) -> str:
         letters, unit = self._letters, "elements" if not self._is_matrix else ("rows", "columns")[self._axis]
+        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
         listed = ", ".join(f"{self._matrix}_{letter}" for letter in self._order)
         heads, kv_heads = self._counts["q"], self._counts["k"]
         shared = ""
@@ -148,15 +149,13 @@ class TensorRole:
                 return listed + shared
             if self._is_stack:
                 return f"{listed}: a matrix for each head"
-            lie = "side by side" if unit == "columns" else "one above the other"
             each = self._width(letters)
-            return f"{listed}: its {unit} are the heads {lie}" + (f", {each} each" if each else "") + shared
+            return f"{listed}: its {unit} are the heads {way}" + (f", {each} each" if each else "") + shared
         if self._packing == "unknown":
             return f"{listed} in one: neither its name nor its shape tells whether head by head"
         if self._packing == "group by group" and (kv_heads is None or kv_heads > 1 or kv_heads == heads):
             return f"{listed} {self._in_groups(unit)}"
         places = list(accumulate((self._widths.of(letter) for letter in letters), initial=0))
-        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
         return f"{listed} {way}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
 
     def _in_groups(self, unit: str) -> str:

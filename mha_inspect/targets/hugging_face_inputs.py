@@ -109,7 +109,7 @@ class _Told:
         return next((value for value in values if value is not None), None)
 
     def _plan(self, name: str) -> Plan | None:
-        config, whole_image = self.config, not self.in_patches
+        config = self.config
         match name:
             case "input_ids" | "decoder_input_ids":
                 words = config.get_text_config(decoder=name == "decoder_input_ids")
@@ -123,6 +123,7 @@ class _Told:
                 words = getattr(config, "qformer_config", config)
                 known = self.held("vocab_size", "text_encoder_vocab_size", config=words)
                 return self._whole(name, getattr(config, "task_seq_len", self.seq_len), below=known) if known else None
+            # An image in patches: how many there are along each side, and that all of them count.
             case "spatial_shapes":
                 return Plan("ids", (self.batch, 2), "int64", _PATCHES + 1, tuple(range(_PATCHES)))
             case "pixel_position_ids":
@@ -130,7 +131,7 @@ class _Told:
                 return Plan("ids", (self.batch, _PATCHES**2, 2), "int64", rows=places)
             case "pixel_attention_mask":
                 return self._whole(name, _PATCHES**2)
-            case "pixel_values" | "pixel_values_videos" if whole_image or name != "pixel_values":
+            case "pixel_values" | "pixel_values_videos" if name != "pixel_values" or not self.in_patches:
                 return self._image(_looks(config))
             case "pixel_values":
                 looks = _looks(config)

@@ -112,7 +112,8 @@ class Learned:
         if self.mask is None or self.sizes is None:
             return self
         more = masks.inputs.seq_len - self.seq_len
-        sizes = replace(self.sizes, batch=masks.inputs.batch, query=self.sizes.query + more, key=self.sizes.key + more)
+        _, heads, query, key = self.sizes
+        sizes = MaskSizes(masks.inputs.batch, heads, query + more, key + more)
         return replace(self, mask=self.of(_barred(masks, self.flags, sizes)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -27,8 +27,7 @@ _OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias",
 _CAUSAL = ("iscausal", "causal")
 
 
-@dataclass(frozen=True)
-class MaskSizes:
+class MaskSizes(NamedTuple):
     """What masks are made for."""
 
     batch: int
@@ -106,7 +105,7 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
 
 
 def _require_mask_shape(mask: Tensor, file: str, sizes: MaskSizes) -> None:
-    batch, heads, query, key = sizes.batch, sizes.heads, sizes.query, sizes.key
+    batch, heads, query, key = sizes
     shape = tuple(mask.shape)
     if shape in ((query, key), (batch * heads, query, key)):
         return

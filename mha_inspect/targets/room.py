@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DoesNotFitError
 from ..layers.spec import AttentionSpec, InputSpec
 from ..record.rehearsal import Extent, foresee, rehearsed
-from ..text import byte_size
 from .memory import free_memory, freeing_at_scale, largest, require_memory
 
 _SAFE = 8
@@ -201,11 +200,7 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
     need = 0
     with suppress(Exception), torch.device("meta"):  # somebody's constructor, where there are shapes and no numbers
         need = held_bytes(build())
-    if need > free:
-        raise DoesNotFitError(
-            f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
-            "--device meta shows every shape without memory."
-        )
+    require_memory(need, "cpu", called, "Give it smaller sizes. --device meta shows every shape without memory.")
     return build()
 
 
