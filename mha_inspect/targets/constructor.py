@@ -54,11 +54,8 @@ class MissingSettingError(AttributeError, KeyError):
     """A config was asked for something that nobody has given."""
 
     def __init__(self, config: str, name: str) -> None:
-        super().__init__(f"{config}.{name}")
+        super().__init__(f"{config}.{name} was not given")
         self.config, self.asked = config, name
-
-    def __str__(self) -> str:
-        return f"{self.config}.{self.asked} was not given"
 
 
 class FlagConfig(dict[str, Any]):

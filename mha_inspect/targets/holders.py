@@ -110,7 +110,6 @@ class WantedError(BaseException):
     """Something was asked of an argument that it does not hold yet."""
 
     def __init__(self, kind: type, keys: Iterable[str], words: tuple[str, ...] = ()) -> None:
-        super().__init__()
         self.holder = Holder(kind, tuple(keys), words)
 
 
@@ -146,6 +145,8 @@ class Questioned(tuple[Any, ...]):
         return super().__getitem__(key)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values", "items"):
+            return getattr(self.held, name)
         if name not in self.held:
             if name.startswith("__") or (hasattr(Tensor, name) and name not in _ENTRIES_TOO):
                 raise AttributeError(name)
@@ -171,20 +172,8 @@ class Questioned(tuple[Any, ...]):
         left_out = key not in self.held and (default is not None or is_mask) and not (is_mask and self.tells_masks)
         return default if left_out else self._entry(key)
 
-    def keys(self) -> Iterable[str]:
-        """Return the names of its entries."""
-        return self.held.keys()
 
-    def values(self) -> Iterable[Any]:
-        """Return its entries."""
-        return self.held.values()
-
-    def items(self) -> Iterable[tuple[str, Any]]:
-        """Return its entries with their names."""
-        return self.held.items()
-
-
-_ENTRIES_TOO = ("data", "values", "indices", "names", "index")
+_ENTRIES_TOO = ("data", "indices", "names", "index")
 """Names of entries that a tensor has too."""
 
 
