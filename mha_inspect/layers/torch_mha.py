@@ -17,16 +17,11 @@ def spec_of(module: MultiheadAttention) -> AttentionSpec:
     """The spec that such a module answers to; a dtype that no layer is built in is float32, a dropout of 1 is 0."""
     weight = module.out_proj.weight
     dtype = str(weight.dtype).removeprefix("torch.")
+    same = ("embed_dim", "num_heads", "kdim", "vdim", "add_zero_attn", "batch_first", "training")
     return AttentionSpec(
-        embed_dim=module.embed_dim,
-        num_heads=module.num_heads,
-        kdim=module.kdim,
-        vdim=module.vdim,
+        **{name: getattr(module, name) for name in same},
         bias=module.in_proj_bias is not None,
         add_bias_kv=module.bias_k is not None,
-        add_zero_attn=module.add_zero_attn,
         dropout=module.dropout if module.dropout < 1 else 0.0,
-        batch_first=module.batch_first,
-        training=module.training,
         dtype=dtype if dtype in DTYPES else "float32",
     )

@@ -52,18 +52,12 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
         target = load_hugging_face(text, settings, spec)
     else:
         target = _load_python(text, settings, spec)
-    return _placed(target, spec)
-
-
-def _placed(target: Target, spec: TargetSpec) -> Target:
-    """The target on its device, in its dtype and mode."""
-    module = target.module
-    module.train(spec.training)
+    target.module.train(spec.training)
     try:
         # Not asked for is not touched: what builds itself in half precision stays as it is.
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         if dtype is not None or spec.device != "cpu":
-            module.to(device=torch.device(spec.device), dtype=dtype)
+            target.module.to(device=torch.device(spec.device), dtype=dtype)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # no such device, meta, or a dtype of another kind
         raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
     return target

@@ -87,7 +87,23 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
     Raises `InputError` where its shape does not fit, or it holds numbers where booleans are meant.
     """
     file, mask = printable(path), read_tensor(path)
-    _require_mask_shape(mask, file, sizes)
+    batch, heads, query, key = sizes
+    shape = tuple(mask.shape)
+    hints = {
+        (key, query): "Try mask.T.",
+        (batch, query, key): f"Try mask.repeat_interleave({heads}, dim=0), which gives each head its batch row's mask.",
+        (heads, query, key): f"Try mask.repeat({batch}, 1, 1), which gives each batch row the heads' masks.",
+        (batch, heads, query, key): "Try mask.flatten(0, 1).",
+        (batch, 1, query, key): f"Try mask.squeeze(1).repeat_interleave({heads}, dim=0).",
+        (1, 1, query, key): "Try mask[0, 0].",
+        (batch, key): "For padding keys use --padding.",
+    }
+    if shape not in ((query, key), (batch * heads, query, key)):
+        raise InputError(
+            f"{file} has shape {list(shape)}: for batch {batch}, {heads} heads, {query} queries and {key} keys a mask "
+            f"is `query key` [{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
+            f"{hints.get(shape, '')}".rstrip()
+        )
     kind, boolean = str(mask.dtype).removeprefix("torch."), mask.dtype == torch.bool
     like_one = not boolean and not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
     # Floating-point zeros alone are no such mask: either way they bar nothing.
@@ -102,27 +118,6 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
             "the scores. Save mask.bool() or mask.float()."
         )
     return mask
-
-
-def _require_mask_shape(mask: Tensor, file: str, sizes: MaskSizes) -> None:
-    batch, heads, query, key = sizes
-    shape = tuple(mask.shape)
-    if shape in ((query, key), (batch * heads, query, key)):
-        return
-    hints = {
-        (key, query): "Try mask.T.",
-        (batch, query, key): f"Try mask.repeat_interleave({heads}, dim=0), which gives each head its batch row's mask.",
-        (heads, query, key): f"Try mask.repeat({batch}, 1, 1), which gives each batch row the heads' masks.",
-        (batch, heads, query, key): "Try mask.flatten(0, 1).",
-        (batch, 1, query, key): f"Try mask.squeeze(1).repeat_interleave({heads}, dim=0).",
-        (1, 1, query, key): "Try mask[0, 0].",
-        (batch, key): "For padding keys use --padding.",
-    }
-    hint = hints.get(shape, "")
-    raise InputError(
-        f"{file} has shape {list(shape)}: for batch {batch}, {heads} heads, {query} queries and {key} keys a mask is "
-        f"`query key` [{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. {hint}".rstrip()
-    )
 
 
 # -- as a forward takes them -------------------------------------------------------------------------------------------
