@@ -21,9 +21,12 @@ _LETTERS = {
     "kv": "kv_proj to_kv kv wkv key_value kv_b_proj linear_kv",
 }
 _WORDS = {word: letters for letters, words in _LETTERS.items() for word in words.split()}
-_SAID = {
+_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
     **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "scales the keys after their projection"),
+}
+_SAID = {
+    **_NORMS,
     "q_a_proj": "a projection to something narrower, on the way to the queries: it belongs to no head",
     "q_a_layernorm": "scales what is on the way to the queries, before they are projected: it belongs to no head",
     "kv_a_proj_with_mqa": "a projection to something narrower, on the way to the keys and values: it belongs to no "
@@ -118,14 +121,10 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
             _add_stacked(owners, name, tensor)
             continue
         owner, word, kind = match["owner"] or "", match["word"].casefold(), match["kind"][1]
-        if word == "dense" and owner.rpartition(".")[2] == "output":
-            # BERT's own way: attention.self.query, and attention.output.dense.
-            around = owner.rpartition(".")[0]
-            owner = next((f"{around}.{part}" for part in ("self", "attention") if f"{around}.{part}" in owners), owner)
         parts = owners.setdefault(owner, Parts(owner))
         if word in _SAID:
             parts.beside[name] = _SAID[word]
-            if _SAID[word].startswith("scales") and "after" in _SAID[word] and len(tensor.shape) == 1:
+            if word in _NORMS and len(tensor.shape) == 1:
                 parts.head_dim = tensor.shape[0]
             if word == "kv_a_proj_with_mqa" and kind == "w":
                 parts.latent = tensor
@@ -133,7 +132,7 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
             letters = _WORDS[word]
             parts.tensors.setdefault(f"{'W' if kind == 'w' else 'b'}_{letters}", (name, tensor))
             parts.words[letters] = "Wqkv" if match["word"] == "Wqkv" else word
-    # BERT's output is sorted before its query.
+    # BERT's own way: attention.self.query, and attention.output.dense.
     for parts in list(owners.values()):
         around, _, last = parts.owner.rpartition(".")
         if last in ("self", "attention") and parts.whole and "W_o" not in parts.tensors:

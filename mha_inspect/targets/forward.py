@@ -239,10 +239,9 @@ class ForwardMasks:
             if wanted is None or not (wanted.kind is Entries or wanted.words):
                 break
             holder = replace(holder, kind=wanted.kind, keys=(*holder.keys, *wanted.keys), words=wanted.words)
-        if holder.keys and owner not in forward.entered:
-            forward.entered.append(owner)
         if holder.keys:
             forward.holders[owner] = replace(holder, tells_masks=False)
+            forward.entered += [owner] if owner not in forward.entered else []
         return [f"{owner}.{key}" for key in holder.keys]
 
     def _taker(self, values: Mapping[str, Any], free: list[str]) -> Taker:
