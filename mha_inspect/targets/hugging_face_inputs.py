@@ -75,7 +75,6 @@ class _Told:
         self.free, self.batch, self.seq_len, self.key_len = free, inputs.batch, inputs.seq_len, inputs.keys
         self.compares = any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False))
         self.in_patches = not free.isdisjoint(("spatial_shapes", "pixel_position_ids"))
-        self.in_grid = self.decodes = False
 
     def plans(self, names: list[str]) -> dict[str, Plan]:
         """Return plans for the arguments that it tells about: of these, and what has to come with them."""
@@ -88,8 +87,8 @@ class _Told:
             wanted += [name for name in _OF_SERIES if name in self.free]
         if "spatial_shapes" in self.free and "pixel_values" in wanted:
             wanted += ["spatial_shapes", "pixel_attention_mask"]
-        self.decodes, self.in_grid = "decoder_input_ids" in wanted, any(name.endswith("grid_thw") for name in wanted)
-        plans = {name: (self._grid(name) if self.in_grid else None) or self._plan(name) for name in wanted}
+        decodes, in_grid = "decoder_input_ids" in wanted, any(name.endswith("grid_thw") for name in wanted)
+        plans = {name: (self._grid(name) if in_grid else None) or self._plan(name, decodes) for name in wanted}
         return self.masked({name: plan for name, plan in plans.items() if plan is not None})
 
     def masked(self, plans: dict[str, Plan]) -> dict[str, Plan]:
@@ -108,14 +107,14 @@ class _Told:
         values = (getattr(own, name, None) for own in (config, *inner) for name in names)
         return next((value for value in values if value is not None), None)
 
-    def _plan(self, name: str) -> Plan | None:
+    def _plan(self, name: str, decodes: bool) -> Plan | None:
         config = self.config
         match name:
             case "input_ids" | "decoder_input_ids":
                 words = config.get_text_config(decoder=name == "decoder_input_ids")
                 words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
                 known = getattr(words, "vocab_size", None)
-                length = self.key_len if self.decodes and name == "input_ids" else self.seq_len
+                length = self.key_len if decodes and name == "input_ids" else self.seq_len
                 if not isinstance(known, int):
                     return None
                 return Plan("ids", (self.batch, length), "int64", known, _special(words))
