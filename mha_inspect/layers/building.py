@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .spec import AttentionSpec
 
 M = TypeVar("M", bound=nn.Module)
+
+_DRAWING = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
+"""Methods of a tensor, and functions of `torch.nn.init`, that fill it; its other functions come down to these."""
 
 
 @contextmanager
@@ -22,6 +26,22 @@ def _float32_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+class blank(TorchFunctionMode):  # noqa: N801 - it is used as a function, as torch.no_grad is
+    """Draw nothing inside the block: parameters that are built there hold whatever their memory held.
+
+    For a layer that is given all of its numbers afterwards. To draw those of a large one takes longer than to run it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, unless it would fill a tensor with random numbers."""
+        kwargs = kwargs or {}
+        if func.__name__ in _DRAWING:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu") -> M:

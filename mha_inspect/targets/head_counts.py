@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import SpecError
+from ..layers.building import blank
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, settings_in, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
@@ -87,10 +88,11 @@ def layers_with_heads(
 def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     """The same inputs into a layer with another head count."""
     kind = find_layer(base.layer)
-    empty = kind.build(spec, "meta")
-    own, others = ({name: held.shape for name, held in one.state_dict().items()} for one in (empty, base.module))
-    device = base.run.device
-    module = empty.to_empty(device=device) if own == others else kind.build(spec, device)
+    with blank():
+        module = kind.build(spec, base.run.device)
+    own, others = ({name: held.shape for name, held in one.state_dict().items()} for one in (module, base.module))
+    if own != others:
+        module = kind.build(spec, base.run.device)
     return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
 
 

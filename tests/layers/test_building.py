@@ -1,31 +1,33 @@
-"""Building a layer for another number of heads, and numbers that are the same bit for bit."""
+"""Building without drawing, for a layer that is given its numbers afterwards."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from mha_inspect.layers.building import blank
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
-from mha_inspect.layers.spec import InputSpec, RunSpec
 from mha_inspect.record.rounding import same_bits
-from mha_inspect.targets.head_counts import layers_with_heads
+
+from ..recorded import record
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_of_another_head_count_takes_all_of_the_numbers(layer):
-    spec = spec_for(LAYERS[layer], embed_dim=12, num_heads=3)
-    (_, base), (_, other) = layers_with_heads(spec, (3, 2), InputSpec(), RunSpec(), layer)
-    if shapes_of(other.module) == shapes_of(base.module):
-        other.module.load_state_dict(base.module.state_dict())
-        assert all(map(same_bits, other.module.parameters(), base.module.parameters()))
-    else:  # it has numbers of its own, as the same seed gives them
-        alone = LAYERS[layer].build(other.spec)
-        assert all(map(same_bits, other.module.parameters(), alone.parameters()))
+def test_a_blank_layer_takes_all_of_another_ones_numbers(layer):
+    kind = LAYERS[layer]
+    spec = spec_for(kind, embed_dim=12, num_heads=3)
+    recording, drawn = record(lambda: kind.build(spec))
+    assert _drawn(recording)
+    with blank():
+        recording, module = record(lambda: kind.build(spec))
+    assert not _drawn(recording)
+    module.load_state_dict(drawn.state_dict())
+    assert all(map(same_bits, module.parameters(), drawn.parameters()))
 
 
-def shapes_of(module):
-    return {name: held.shape for name, held in module.state_dict().items()}
+def _drawn(recording):
+    return [op.name for op in recording.ops if op.base_name in ("uniform_", "normal_", "uniform", "normal", "randn")]
 
 
 def test_same_bits_tells_zeros_apart_and_not_nan():
