@@ -31,15 +31,15 @@ def by_hand(heads: int, dtype: torch.dtype = torch.float32, **inputs) -> torch.T
 
 def changed_layer(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Every torch layer is changed after it was drawn."""
-    make = torch_mha.make
+    make = torch_mha.MultiheadAttention
 
-    def changed(spec):
-        module = make(spec)
+    def changed(*sizes):
+        module = make(*sizes)
         with torch.no_grad():
             change(module)
         return module
 
-    monkeypatch.setattr(torch_mha, "make", changed)
+    monkeypatch.setattr(torch_mha, "MultiheadAttention", changed)
 
 
 def test_differences_are_those_of_torchs_layer_run_by_hand():

@@ -339,6 +339,7 @@ def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
 RUNS = ["blip_2_qformer", "parakeet_ctc", "voxtral_realtime_encoder", "jamba", "granite_speech5_encoder"]
 RUNS += ["laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
 RUNS += ["dia", "gemma4_vision", "qwen3_asr_encoder", "video_llama_3_vision", "timesfm2_5", "xmod", "ernie4_5_vl_moe"]
+RUNS += ["dpt", "sapiens2"]
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -113,7 +113,7 @@ BELOW = {
     "graph": ("record",),
     "naming": ("graph", "record", "layers", "reports"),
     "measure": ("naming", "record", "layers", "reports"),
-    "checkpoints": ("reports", "errors", "text"),
+    "checkpoints": ("layers", "reports", "errors", "text"),
     "targets": ("checkpoints", "naming", "record", "layers", "reports", "errors", "text"),
     "answers": (
         *("targets", "checkpoints", "measure", "naming", "graph", "record", "layers", "reports", "errors", "text"),

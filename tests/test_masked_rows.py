@@ -94,7 +94,7 @@ def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.M
     """torch starts b_o at 0; here it is not."""
     from mha_inspect.layers import torch_mha
 
-    make = torch_mha.make
+    make = torch_mha.MultiheadAttention
 
     def with_bias(*args: Any, **kwargs: Any) -> Any:
         layer = make(*args, **kwargs)
@@ -102,7 +102,7 @@ def test_a_bias_of_the_output_does_not_hide_a_row_of_zeros(monkeypatch: pytest.M
             layer.out_proj.bias.copy_(torch.arange(1.0, 1.0 + len(layer.out_proj.bias)))
         return layer
 
-    monkeypatch.setattr(torch_mha, "make", with_bias)
+    monkeypatch.setattr(torch_mha, "MultiheadAttention", with_bias)
     spec, inputs, run = AttentionSpec(**SIZES), InputSpec(**PADDED), RunSpec(need_weights=False, grad=True)
     trace = trace_layer(spec, inputs, run)
     assert {row.plain for row in trace.masked_rows} == {contents("torch", spec, inputs, run)[1][0]}

@@ -237,18 +237,18 @@ def test_head_counts_side_by_side_change_nothing_but_the_slices() -> None:
 
 
 def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = torch_mha.make
+    honest = torch_mha.MultiheadAttention
 
-    def other(spec: AttentionSpec) -> nn.MultiheadAttention:
-        module = honest(spec)
-        if spec.num_heads == 2:
+    def other(*sizes: Any) -> nn.MultiheadAttention:
+        module = honest(*sizes)
+        if module.num_heads == 2:
             with torch.no_grad():
                 module.in_proj_weight[35, 11] += 1e-6
-        if spec.num_heads == 4:
+        if module.num_heads == 4:
             module.out_proj.bias = nn.Parameter(torch.zeros(1))
         return module
 
-    monkeypatch.setattr(torch_mha, "make", other)
+    monkeypatch.setattr(torch_mha, "MultiheadAttention", other)
     changes = report(num_heads=(1, 2, 4)).changes
     assert "Nothing" not in changes
     assert "From 1 to 2 heads the parameters change: other values in in_proj_weight." in changes

@@ -6,11 +6,12 @@ And what one tensor of an attention is for, and where in it each head lies: in w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from ..layers.spec import divisors
 from ..reports.params import HeadSlice, StoredAttention
 from .parts import Parts, Widths, axes_of_stack, parts_by_owner, widths_of
 from .stored import StoredTensor
@@ -52,11 +53,9 @@ class StoredProjection:
     def slices(self, shape: tuple[int, ...]) -> Iterator[HeadSlice]:
         """Return the rows and columns of each head; nothing where they are a matrix for each."""
         for head, start in enumerate(self.starts):
-            own, whole = (start, start + self.width), (0, shape[1 - self.axis] if len(shape) > 1 else 0)
-            if len(shape) == 1:
-                yield HeadSlice(head, self.part, own, None)
-            else:
-                yield HeadSlice(head, self.part, *((own, whole) if self.axis == 0 else (whole, own)))
+            bounds = [(0, size) for size in shape]
+            bounds[self.axis] = (start, start + self.width)
+            yield HeadSlice(head, self.part, bounds[0], bounds[1] if len(shape) > 1 else None)
 
 
 class TensorRole:
@@ -73,7 +72,7 @@ class TensorRole:
     ) -> None:
         self._parts, self._shape, self._widths, self._counts = parts, shape, widths, counts
         self._matrix, self._letters = part.split("_")
-        self._is_matrix = self._matrix == "W"
+        self._is_matrix, self._of_no_head = self._matrix == "W", part == "b_o"
         self._is_stack = parts.stacked and len(shape) == (3 if self._is_matrix else 2)
         self._axis = 1 if self._is_matrix and (self._letters == "o") != parts.across else 0
         self._in_four = config.get("model_type") == _IN_FOUR and self._letters == "qkv" and (counts["q"] or 0) % 4 == 0
@@ -84,28 +83,22 @@ class TensorRole:
     @property
     def fits(self) -> bool:
         """Whether its size is what the others say."""
-        if self._letters == "o" and not self._is_matrix:
-            return True
-        return self._is_stack or (
-            len(self._shape) > self._axis
-            and self._shape[self._axis] == sum(self._widths.of(letter) for letter in self._letters)
-        )
+        size = self._shape[self._axis] if len(self._shape) > self._axis else None
+        return self._is_stack or self._of_no_head or size == self._widths.of(self._letters)
 
     def _packed(self, config: Mapping[str, Any]) -> Packing:
         kind, word = str(config.get("model_type", "")), self._parts.words.get(self._letters, "")
         if len(self._letters) == 1 or kind in _SIDE_BY_SIDE:
             return "part by part"
-        by_group = kind in _GROUPED or word in ("kv_b_proj", "linear_qkv")
+        by_group = self._in_four or kind in _GROUPED or word in ("kv_b_proj", "linear_qkv")
         if by_group or (kind == "gpt_bigcode" and config.get("multi_query") is False):
-            return "group by group"
-        if self._in_four:
             return "group by group"
         return "unknown" if word in _UNCERTAIN or kind == _IN_FOUR else "part by part"
 
     @property
     def _grouped(self) -> bool:
         """Whether heads share keys and values."""
-        return self._widths.key < self._widths.query and self._parts.latent is None
+        return self._widths.k < self._widths.q and self._parts.latent is None
 
     def _width(self, letter: str) -> int | None:
         """Return the features of one head; None where their number is not known."""
@@ -114,7 +107,7 @@ class TensorRole:
 
     def role(self) -> Role:
         """Return what it is for."""
-        if self._letters == "o" and not self._is_matrix:
+        if self._of_no_head:
             return Role("embed", "b_o: added once, it belongs to no head")
         return Role(self._axes(), self._text())
 
@@ -139,13 +132,13 @@ class TensorRole:
             by_group = self._packing == "group by group" and self._counts["k"] != 1
             side = f"({'heads' if latent else 'kv_heads'} packed)" if by_group else "packed"
         else:
-            side = (
-                f"({heads} {letters} head_dim)" if self._packing != "part by part" else f"({letters} {heads} head_dim)"
-            )
+            outer = f"{letters} {heads}" if self._packing == "part by part" else f"{heads} {letters}"
+            side = f"({outer} head_dim)"
         return side if not self._is_matrix else f"{side} {inner}" if self._axis == 0 else f"{inner} {side}"
 
     def _text(self) -> str:
         letters, unit = self._letters, "elements" if not self._is_matrix else ("rows", "columns")[self._axis]
+        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
         listed = ", ".join(f"{self._matrix}_{letter}" for letter in self._order)
         heads, kv_heads = self._counts["q"], self._counts["k"]
         shared = ""
@@ -156,30 +149,25 @@ class TensorRole:
                 return listed + shared
             if self._is_stack:
                 return f"{listed}: a matrix for each head"
-            lie = "side by side" if unit == "columns" else "one above the other"
             each = self._width(letters)
-            return f"{listed}: its {unit} are the heads {lie}" + (f", {each} each" if each else "") + shared
+            return f"{listed}: its {unit} are the heads {way}" + (f", {each} each" if each else "") + shared
         if self._packing == "unknown":
             return f"{listed} in one: neither its name nor its shape tells whether head by head"
         if self._packing == "group by group" and (kv_heads is None or kv_heads > 1 or kv_heads == heads):
             return f"{listed} {self._in_groups(unit)}"
         places = list(accumulate((self._widths.of(letter) for letter in letters), initial=0))
-        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
         return f"{listed} {way}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
 
     def _in_groups(self, unit: str) -> str:
         way = "group by group" if self._in_four or (self._grouped and "q" in self._letters) else "head by head"
         said: list[str] = []
         for letter in self._order:
-            width, each = self._width(letter), self._each(letter)
+            # So many heads of it are in one group.
+            width, each = self._width(letter), (self._counts[letter] or 1) // self._groups
             if width is None:
                 return way
             said.append(f"{f'{each}·' if each > 1 else ''}{width}{'' if said else ' ' + unit} of {letter}")
         return f"{way}: {', '.join(said)} each"
-
-    def _each(self, letter: str) -> int:
-        """Return how many heads of it are in one group."""
-        return (self._counts[letter] or 1) // self._groups
 
     def projections(self, name: str, way: Packing | None) -> list[StoredProjection]:
         """Return where each head of each part lies; nothing where the number of heads or the packing is not known.
@@ -187,7 +175,7 @@ class TensorRole:
         `way` is how parts would be packed; None: as they are.
         """
         letters, packing = self._letters, way or self._packing
-        if None in self._counts.values() or packing == "unknown" or (letters == "o" and not self._is_matrix):
+        if None in self._counts.values() or packing == "unknown" or self._of_no_head:
             return []
         if self._is_stack:
             heads_axis, axis = axes_of_stack(self._parts, letters) if self._is_matrix else (0, 1)
@@ -195,13 +183,10 @@ class TensorRole:
         widths = {letter: self._width(letter) or 1 for letter in letters}
         groups = self._groups if packing == "group by group" else 1
         # In each group, so many heads of each.
-        order = [(letter, (self._counts[letter] or 1) // groups) for letter in self._order]
+        order = [letter for letter in self._order for _ in range((self._counts[letter] or 1) // groups)] * groups
         starts: dict[str, list[int]] = {letter: [] for letter in letters}
-        place = 0
-        for _ in range(groups):
-            for letter, number in order:
-                starts[letter] += [place + head * widths[letter] for head in range(number)]
-                place += number * widths[letter]
+        for letter, start in zip(order, accumulate((widths[one] for one in order), initial=0), strict=False):
+            starts[letter].append(start)
         return [
             StoredProjection(f"{self._matrix}_{letter}", name, self._axis, tuple(own), widths[letter])
             for letter, own in starts.items()
@@ -249,27 +234,25 @@ def _attention(parts: Parts, widths: Widths, config: Mapping[str, Any], asked: i
     fits: Sequence[int] = (parts.num_heads,) if parts.stacked and parts.num_heads else ()
     if parts.latent is not None:
         fits = _fitting_latent(parts, widths)
-    fits = fits or fitting_counts(widths.query, widths.key, widths.value, widths.output, parts.head_dim)
+    fits = fits or fitting_counts(*widths, parts.head_dim)
     told = fits or "head_ratio" in config
     if not fits:  # W_o takes in more than the values of the heads: which of its columns are theirs is not in the names
-        widths = replace(widths, output=widths.value * widths.query // widths.key)
-        fits = fitting_counts(widths.query, widths.key, widths.value, widths.output, parts.head_dim)
+        widths = widths._replace(o=widths.v * widths.q // widths.k)
+        fits = fitting_counts(*widths, parts.head_dim)
     known = (parts.num_heads, asked, *(_of_config(config, parts, widths) if told else ()))
     count = next((n for n in known if n in fits), fits[0] if len(fits) == 1 else None)
-    mixed = parts.latent is not None
-    head_dim = None if count is None else widths.query // count
-    kv_heads = count if mixed else None if head_dim is None else widths.key // head_dim
+    head_dim = None if count is None else widths.q // count
+    kv_heads = count if parts.latent is not None or head_dim is None else widths.k // head_dim
     counts = {"q": count, "k": kv_heads, "v": kv_heads, "o": count}
-    each = ((name, part, held.shape) for part, (name, held) in parts.tensors.items())
-    own = [(name, TensorRole(parts, part, shape, widths, counts, config)) for name, part, shape in each]
-    fitting = [(name, tensor) for name, tensor in own if tensor.fits]
-    roles = {name: tensor.role() for name, tensor in fitting}
+    own = {n: TensorRole(parts, part, held.shape, widths, counts, config) for part, (n, held) in parts.tensors.items()}
+    own = {name: tensor for name, tensor in own.items() if tensor.fits}
+    roles = {name: tensor.role() for name, tensor in own.items()}
     roles |= {name: Role("", text) for name, text in parts.beside.items()}
     left = () if count is not None else tuple(fits)
     stored = StoredAttention(parts.owner, tuple(roles), count, kv_heads, head_dim, left)
 
     def packed(way: Packing | None) -> tuple[StoredProjection, ...]:
-        return tuple(one for name, tensor in fitting for one in tensor.projections(name, way))
+        return tuple(one for name, tensor in own.items() for one in tensor.projections(name, way))
 
     ways: tuple[Packing, ...] = ("part by part", "group by group") if "W_qkv" in parts.tensors else ()
     return FoundAttention(stored, roles, packed(None), {way: packed(way) for way in ways})
@@ -288,7 +271,7 @@ def _of_config(config: Mapping[str, Any], parts: Parts, widths: Widths) -> list[
             count = own.get(name)
             if type(count) is not int or (len(held) > 1 and width is not None and width not in query):
                 continue
-            if type(head_dim) is int and parts.latent is None and count * head_dim != widths.query:
+            if type(head_dim) is int and parts.latent is None and count * head_dim != widths.q:
                 continue
             # ConvBERT has convolutions in the place of some of its heads.
             ratio = own.get("head_ratio", 1)
@@ -304,10 +287,10 @@ def _fitting_latent(parts: Parts, widths: Widths) -> tuple[int, ...]:
     """
     latent, inner = parts.latent, parts.shape("W_kv")
     shared = 0 if latent is None or inner is None or len(latent.shape) != 2 else latent.shape[0] - inner[1]
-    if shared <= 0 or (widths.query - widths.key) % shared:
+    if shared <= 0 or (widths.q - widths.k) % shared:
         return ()
-    count = (widths.query - widths.key) // shared
-    return (count,) if count > 0 and not any(widths.of(letter) % count for letter in "qkv") else ()
+    count = (widths.q - widths.k) // shared
+    return (count,) if count > 0 and not any(width % count for width in widths[:3]) else ()
 
 
 @cache
@@ -321,13 +304,12 @@ def fitting_counts(query: int, key: int, value: int, output: int, head_dim: int 
         output: what W_o takes in: the values of all heads.
         head_dim: of a norm of a head's features, where there is one: it leaves one number.
     """
-    fits = []
-    small = [n for n in range(1, int(query**0.5) + 1) if query % n == 0] if query < 2**40 else []
-    for count in sorted({*small, *(query // n for n in small)}):
+
+    def fits(count: int) -> bool:
         own = query // count
-        kv_heads = key // own
-        if key % own or not kv_heads or count % kv_heads or value % kv_heads or value // kv_heads * count != output:
-            continue
-        if head_dim in (None, query, own):
-            fits.append(count)
-    return tuple(fits)
+        kv_heads, rest = divmod(key, own)
+        if rest or not kv_heads or count % kv_heads or value % kv_heads:
+            return False
+        return value // kv_heads * count == output and head_dim in (None, query, own)
+
+    return tuple(filter(fits, divisors(query) if query < 2**40 else ()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if len(files) > 1:
         notes.append(f"The tensors lie in {plural(len(files), 'file')}.")
     ordered = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    return Checkpoint(path, ordered, _config(path if os.path.isdir(path) else path.parent), tuple(notes))
+    config: Mapping[str, Any] = {}
+    with suppress(InputError):  # it only adds to what the tensors say
+        config = _json((path if os.path.isdir(path) else path.parent) / "config.json")
+    return Checkpoint(path, ordered, config, tuple(notes))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -88,12 +92,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _files(path: Path) -> list[Path]:
     try:
-        is_folder = os.path.isdir(path)
-        names = sorted(os.listdir(path)) if is_folder else []
-        places = ([path / name for name in names if fnmatch(name, place)] for place in _PLACES)
-        found = next((own for own in places if own), []) if is_folder else [path]
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else None
     except OSError as error:
         raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None
+    places = ([path / name for name in fnmatch.filter(names or [], place)] for place in _PLACES)
+    found = [path] if names is None else next((own for own in places if own), [])
     if not found:
         raise InputError(f"{path_name(path)} has no file of tensors in it: {', '.join(SUFFIXES)}. Name another folder.")
     if not found[0].name.casefold().endswith(_INDEX):
@@ -119,23 +122,14 @@ def _json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
-    try:
-        return _json(folder / "config.json")
-    except InputError:  # it only adds to what the tensors say
-        return {}
-
-
 def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]:
     """Return the tensors in a file by name, and under what they lie in it."""
     if isinstance(content, dict):
-        own, inside = _flat(content), ""
-        if not any(isinstance(value, StoredTensor) for value in content.values()):
-            for name in _STATE_DICTS:
-                held = content.get(name)
-                if isinstance(held, dict) and _flat(held):
-                    own, inside = _flat(held), name
-                    break
+        named = {name: _flat(content[name]) for name in _STATE_DICTS if isinstance(content.get(name), dict)}
+        if any(isinstance(value, StoredTensor) for value in content.values()):
+            named = {}
+        inside = next((name for name, own in named.items() if own), "")
+        own = named.get(inside, _flat(content))
         if own:
             return own, inside
     if isinstance(content, StoredTensor):
@@ -145,21 +139,17 @@ def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]
             f"{path_name(path)} is an object that only runs as code ({shown(content.name)}), and opening it would run "
             "that code. Save a state dict: torch.save(model.state_dict(), file)."
         )
-    if isinstance(content, Unusual):
-        what = content.kind
-    else:
-        what = "a dict without tensors" if isinstance(content, dict) else a_kind(content)
+    what = content.kind if isinstance(content, Unusual) else a_kind(content)
+    what = "a dict without tensors" if isinstance(content, dict) else what
     raise InputError(f"{path_name(path)} is {what}, and not a state dict. Save model.state_dict().")
 
 
 def _flat(content: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """Return the tensors in dicts within dicts, with points between the names."""
     found: dict[str, StoredTensor] = {}
-    waiting: list[tuple[str, Any, int]] = [("", content, 0)]
-    while waiting:
-        name, value, depth = waiting.pop()
-        if isinstance(value, StoredTensor):
-            found[name] = value
-        elif isinstance(value, dict) and depth < _DEEPEST:
-            waiting += [(f"{name}.{key}" if name else str(key), held, depth + 1) for key, held in value.items()]
+    level = {str(key): held for key, held in content.items()}
+    for _ in range(_DEEPEST):
+        found |= {name: held for name, held in level.items() if isinstance(held, StoredTensor)}
+        dicts = {name: held for name, held in level.items() if isinstance(held, dict)}
+        level = {f"{name}.{key}": inner for name, held in dicts.items() for key, inner in held.items()}
     return found

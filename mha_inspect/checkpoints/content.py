@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -63,11 +64,6 @@ _DTYPES = {
     **{f"{kind[0]}{width}": f"{kind}{8 * width}" for kind in ("int", "uint") for width in (1, 2, 4, 8)},
 }
 _LONGEST_HEADER = 2**16
-_ORDER = re.compile(r"""["']fortran_order["']\s*:\s*(True|False)\b""")
-_SHAPE = re.compile(r"""["']shape["']\s*:\s*\(([\d,\s]*)\)""")
-_DESCR = re.compile(
-    r"""["']descr["']\s*:\s*(["'](?P<order>[<>|=]?)(?P<kind>\w+)["']|["'][^"']*["']|\[.*\]|.*)""", re.DOTALL
-)
 _OBJECT = re.compile(r"""["']\|?O\d*["']""")
 
 
@@ -87,23 +83,20 @@ def read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
         length = int.from_bytes(start[8:first], "little")
         if not 1 <= start[6] <= 3 or length > _LONGEST_HEADER:
             raise DamagedError
-        header = read_exactly(file, first, length).decode("latin-1")
-        descr, order, shape = (pattern.search(header) for pattern in (_DESCR, _ORDER, _SHAPE))
-        if descr is None or order is None or shape is None:
-            raise DamagedError
-        sizes = sizes_of([int(number) for number in shape[1].split(",") if number.strip()])
-    except (DamagedError, IndexError, ValueError):
+        header = ast.literal_eval(read_exactly(file, first, length).decode("latin-1"))
+        descr, by_columns, sizes = header["descr"], header["fortran_order"], sizes_of(header["shape"])
+    except (DamagedError, LookupError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise InputError(f"{name} is cut short or damaged: its header cannot be read. Save it again.") from None
-    dtype = _DTYPES.get(descr["kind"] or "")
-    if dtype is None and _OBJECT.search(descr[1]):
-        raise UnsafeFileError(
-            f"{name} holds Python objects, and opening it would run their code. Save an array of numbers."
-        )
+    kind = descr.lstrip("<>|=") if isinstance(descr, str) else ""
+    dtype = _DTYPES.get(kind)
     if dtype is None:
-        kind = shown(descr["kind"] or descr[1])
+        if _OBJECT.search(repr(descr)):
+            end = "and opening it would run their code. Save an array of numbers."
+            raise UnsafeFileError(f"{name} holds Python objects, {end}")
+        kind = shown(kind if kind.isalnum() else repr(descr))
         raise InputError(f"{name} holds {kind}, and tensors hold numbers or booleans. Save an array of those.")
-    strides = contiguous(sizes[::-1])[::-1] if order[1] == "True" else contiguous(sizes)
-    swapped = descr["order"] == {"little": ">", "big": "<"}[sys.byteorder]
+    strides = contiguous(sizes[::-1])[::-1] if by_columns else contiguous(sizes)
+    swapped = descr[0] == {"little": ">", "big": "<"}[sys.byteorder]
     tensor = StoredTensor(sizes, dtype, strides, path, first + length, swapped)
     if first + length + tensor.nbytes > size and tensor.numel:
         raise InputError(f"{name} is cut short: its header says shape {shown(list(sizes))}, and the file is smaller.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
 
 from .stored import StoredTensor
 
@@ -19,9 +21,12 @@ _LETTERS = {
     "kv": "kv_proj to_kv kv wkv key_value kv_b_proj linear_kv",
 }
 _WORDS = {word: letters for letters, words in _LETTERS.items() for word in words.split()}
-_SAID = {
+_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
     **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "scales the keys after their projection"),
+}
+_SAID = {
+    **_NORMS,
     "q_a_proj": "a projection to something narrower, on the way to the queries: it belongs to no head",
     "q_a_layernorm": "scales what is on the way to the queries, before they are projected: it belongs to no head",
     "kv_a_proj_with_mqa": "a projection to something narrower, on the way to the keys and values: it belongs to no "
@@ -55,19 +60,18 @@ _BY_HEAD = re.compile(r"(?:(?P<owner>.*)\.)?(?:(?P<kind>[Wb])_(?P<letter>[QKVO])
 """A tensor of three dimensions, one of which counts the heads: `W_Q` of TransformerLens, and `q` of XLNet."""
 
 
-@dataclass(frozen=True)
-class Widths:
+class Widths(NamedTuple):
     """The features of all heads together."""
 
-    query: int
-    key: int
-    value: int
-    output: int
+    q: int
+    k: int
+    v: int
+    o: int
     """Those that W_o takes in."""
 
-    def of(self, letter: str) -> int:
-        """Return those of q, k, v or o."""
-        return {"q": self.query, "k": self.key, "v": self.value, "o": self.output}[letter]
+    def of(self, letters: str) -> int:
+        """Return those of some of q, k, v and o together."""
+        return sum(getattr(self, letter) for letter in letters)
 
 
 @dataclass
@@ -117,15 +121,10 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
             _add_stacked(owners, name, tensor)
             continue
         owner, word, kind = match["owner"] or "", match["word"].casefold(), match["kind"][1]
-        if word == "dense" and owner.rpartition(".")[2] == "output":
-            # BERT's own way: attention.self.query, and attention.output.dense.
-            around = owner.rpartition(".")[0]
-            inner = next((f"{around}.{part}" for part in ("self", "attention") if f"{around}.{part}" in owners), None)
-            owner = inner or owner
         parts = owners.setdefault(owner, Parts(owner))
         if word in _SAID:
             parts.beside[name] = _SAID[word]
-            if _SAID[word].startswith("scales") and "after" in _SAID[word] and len(tensor.shape) == 1:
+            if word in _NORMS and len(tensor.shape) == 1:
                 parts.head_dim = tensor.shape[0]
             if word == "kv_a_proj_with_mqa" and kind == "w":
                 parts.latent = tensor
@@ -133,14 +132,12 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
             letters = _WORDS[word]
             parts.tensors.setdefault(f"{'W' if kind == 'w' else 'b'}_{letters}", (name, tensor))
             parts.words[letters] = "Wqkv" if match["word"] == "Wqkv" else word
-    # BERT's output is sorted before its query.
+    # BERT's own way: attention.self.query, and attention.output.dense.
     for parts in list(owners.values()):
         around, _, last = parts.owner.rpartition(".")
         if last in ("self", "attention") and parts.whole and "W_o" not in parts.tensors:
-            output = owners.get(f"{around}.output")
-            for part in ("W_o", "b_o"):
-                if output is not None and part in output.tensors:
-                    parts.tensors[part] = output.tensors[part]
+            output = owners.get(f"{around}.output", Parts(""))
+            parts.tensors |= {part: held for part, held in output.tensors.items() if part in ("W_o", "b_o")}
     for name, tensor in tensors.items():
         _tell(owners, name, tensor.shape)
     return owners
@@ -187,11 +184,8 @@ def widths_of(parts: Parts) -> Widths | None:
     if parts.stacked:
         if not {"W_q", "W_k", "W_v"} <= {*held}:
             return None
-        query, key, value = (
-            shape[axes_of_stack(parts, letter)[0]] * shape[axes_of_stack(parts, letter)[1]]
-            for letter, shape in (("q", held["W_q"]), ("k", held["W_k"]), ("v", held["W_v"]))
-        )
-        return Widths(query, key, value, query)
+        widths = {letter: prod(held[f"W_{letter}"][axis] for axis in axes_of_stack(parts, letter)) for letter in "qkv"}
+        return Widths(**widths, o=widths["q"])
     out = held["W_o"][0 if parts.across else 1] if "W_o" in held else None
     if "W_qkv" in held:
         total = held["W_qkv"][1 if parts.across else 0]

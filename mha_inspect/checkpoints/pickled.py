@@ -10,8 +10,11 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 from pathlib import Path
+from pickletools import genops
 from typing import Any, BinaryIO
 
 from ..errors import InputError, UnsafeFileError
@@ -39,24 +42,15 @@ class Unusual:
     kind = "a sparse, nested or quantized tensor"
 
 
-@dataclass(eq=False)
-class _Storage:
-    key: str
-    dtype: str | None
-    """None: bytes, and each tensor says its own."""
-    start: int = -1
-    """In the file; -1 until it is known."""
-    nbytes: int = 0
-
-
 @dataclass(frozen=True, eq=False)
-class _Tensor:
-    storage: _Storage | None
-    """None for a tensor on meta."""
-    dtype: str
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+class _Storage:
+    """Bytes of a file that tensors lie in."""
+
+    path: Path
+    start: int
+    nbytes: int
+    dtype: str | None
+    """None: each tensor says its own."""
 
 
 def read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
@@ -68,8 +62,7 @@ def read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
     """
     try:
         zipped = bytes(read_exactly(file, 0, min(4, size))) == b"PK\x03\x04"
-        value, storages = (_read_zip if zipped else _read_old)(file, size, path)
-        return _stored(value, storages, path)
+        return (_read_zip if zipped else _read_old)(file, size, path)
     except (InputError, UnsafeFileError, OSError):
         raise
     except Exception:  # zipfile alone raises a dozen kinds for damaged archives
@@ -96,7 +89,7 @@ class _Bounded:
         return data
 
 
-def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _Storage]]:
+def _read_zip(file: BinaryIO, size: int, path: Path) -> Any:
     with zipfile.ZipFile(_Bounded(file)) as archive:
         entries = archive.infolist()
     by_name = {entry.filename: entry for entry in entries}
@@ -110,6 +103,7 @@ def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _St
     (pickle,) = [name for name in by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
     root = pickle.removesuffix("data.pkl")
 
+    @cache
     def where(name: str) -> tuple[int, int]:
         entry = by_name[name]
         header = read_exactly(file, entry.header_offset, 30)
@@ -119,65 +113,37 @@ def _read_zip(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _St
         return start, entry.file_size
 
     if f"{root}byteorder" in by_name:
-        order = bytes(read_exactly(file, where(f"{root}byteorder")[0], min(6, where(f"{root}byteorder")[1])))
-        if order != sys.byteorder.encode():
+        start, length = where(f"{root}byteorder")
+        if read_exactly(file, start, min(6, length)) != sys.byteorder.encode():
             raise DamagedError
     start, length = where(pickle)
     if length > _LONGEST_PICKLE:
         raise DamagedError
-    machine = _Machine(bytes(read_exactly(file, start, length)))
-    value = machine.run()
-    for storage in machine.storages.values():
-        storage.start, storage.nbytes = where(f"{root}data/{storage.key}")
-    return value, machine.storages
+    content = BytesIO(read_exactly(file, start, length))
+    return _Machine(content, lambda key, dtype: _Storage(path, *where(f"{root}data/{key}"), dtype)).run()
 
 
-def _read_old(file: BinaryIO, size: int, path: Path) -> tuple[Any, dict[str, _Storage]]:
-    machine = _Machine(bytes(read_exactly(file, 0, min(size, _LONGEST_PICKLE))))
-    magic, version, _system, value, keys = (machine.run() for _ in range(5))
+def _read_old(file: BinaryIO, size: int, path: Path) -> Any:
+    content = read_exactly(file, 0, min(size, _LONGEST_PICKLE))
+    dtypes: dict[str, str | None] = {}
+
+    def anywhere(key: str, dtype: str | None) -> _Storage:
+        return _Storage(path, 0, 2**64, dtypes.setdefault(key, dtype))
+
+    # What is behind the pickles tells where the numbers lie: they are run once more with that.
+    machine = _Machine(BytesIO(content), anywhere)
+    magic, version, _system, _value, keys = (machine.run() for _ in range(5))
     if (magic, version) != (_MAGIC, 1001):
         raise DamagedError
-    place = machine.place
+    place, storages = machine.file.tell(), dict[str, _Storage]()
     for key in keys:
-        storage = machine.storages[key]
         count = int.from_bytes(read_exactly(file, place, 8), "little")
-        storage.start, storage.nbytes = place + 8, count * BITS[storage.dtype or "uint8"] // 8
-        place = storage.start + storage.nbytes
+        storages[key] = _Storage(path, place + 8, count * BITS[dtypes[key] or "uint8"] // 8, dtypes[key])
+        place += 8 + storages[key].nbytes
         if place > size:
             raise DamagedError
-    return value, machine.storages
-
-
-def _stored(value: Any, storages: dict[str, _Storage], path: Path) -> Any:
-    """Return the value with its tensors placed in the file."""
-
-    def placed(tensor: _Tensor) -> StoredTensor:
-        storage = tensor.storage
-        bits = BITS[tensor.dtype]
-        offset = None if storage is None else storage.start + tensor.first * bits // 8
-        stored = StoredTensor(tensor.shape, tensor.dtype, tensor.strides, path, offset)
-        if storage is not None and (storage.start < 0 or tensor.first * bits // 8 + stored.span > storage.nbytes):
-            raise DamagedError
-        return stored
-
-    # By a list and not by calls: what is nested ten thousand deep is no reason to fail.
-    done: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in done or not isinstance(item, (dict, list, _Tensor)):
-            continue
-        if isinstance(item, _Tensor):
-            done[id(item)] = placed(item)
-            continue
-        done[id(item)] = item
-        waiting += item.values() if isinstance(item, dict) else item
-    for item in done.values():
-        if isinstance(item, dict):
-            item.update({key: done[id(held)] for key, held in item.items() if isinstance(held, _Tensor)})
-        elif isinstance(item, list):
-            item[:] = [done[id(held)] if isinstance(held, _Tensor) else held for held in item]
-    return done.get(id(value), value)
+    machine = _Machine(BytesIO(content), lambda key, _: storages[key])
+    return [machine.run() for _ in range(4)][-1]
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------
@@ -195,7 +161,11 @@ def _rebuilt(storage: object, first: object, shape: object, strides: object, *re
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if dtype not in BITS or len(sizes) != len(steps):
         raise DamagedError
-    return _Tensor(storage, dtype, first, sizes, steps)
+    before = first * BITS[dtype] // 8
+    stored = StoredTensor(sizes, dtype, steps, storage.path, storage.start + before)
+    if before + stored.span > storage.nbytes:
+        raise DamagedError
+    return stored
 
 
 def _on_meta(dtype: object, shape: object, strides: object, *rest: object) -> object:
@@ -203,7 +173,7 @@ def _on_meta(dtype: object, shape: object, strides: object, *rest: object) -> ob
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if name not in BITS or len(sizes) != len(steps):
         raise DamagedError
-    return _Tensor(None, name, 0, sizes, steps)
+    return StoredTensor(sizes, name, steps, Path(), None)
 
 
 def _of_type(function: object, kind: object, args: object, *rest: object) -> object:
@@ -260,28 +230,16 @@ def _key(key: object) -> object:
 
 @dataclass
 class _Machine:
-    """Runs the instructions of a pickle."""
+    """Runs the instructions of the pickles in a file, one pickle after the other."""
 
-    data: bytes
-    place: int = 0
-    storages: dict[str, _Storage] = field(default_factory=dict)
+    file: BytesIO
+    storage: Callable[[str, str | None], _Storage]
+    """Where the bytes lie that are called so, and are of this dtype."""
     steps: int = 0
 
     def run(self) -> Any:
         """Return the value of the pickle that begins here, and stand behind it."""
-        data, stack, marks, memo = self.data, list[Any](), list[int](), dict[int, Any]()
-        place = self.place
-
-        def text(start: int, length: int) -> str:
-            return str(taken(start, length), "utf-8", "surrogatepass")
-
-        def taken(start: int, length: int) -> bytes:
-            if start + length > len(data):
-                raise DamagedError
-            return data[start : start + length]
-
-        def number(width: int) -> int:
-            return int.from_bytes(taken(place, width), "little")
+        stack, marks, memo = list[Any](), list[int](), dict[Any, Any]()
 
         def above_mark() -> list[Any]:
             start = marks.pop()
@@ -289,88 +247,62 @@ class _Machine:
             del stack[start:]
             return items
 
-        while True:
+        for op, arg, _ in genops(self.file):
             self.steps += 1
             if self.steps > _MOST_STEPS:
                 raise DamagedError
-            op = data[place]
-            place += 1
-            if op in _COUNTED:
-                width, kind = _COUNTED[op]
-                length = number(width)
-                place += width
-                if kind == "text":
-                    stack.append(text(place, length))
-                elif kind == "int":
-                    stack.append(int.from_bytes(taken(place, length), "little", signed=True))
-                else:
-                    stack.append(taken(place, length))
-                place += length
-            elif op in _INTEGERS:
-                width, signed = _INTEGERS[op]
-                stack.append(int.from_bytes(taken(place, width), "little", signed=signed))
-                place += width
-            elif op in _PUTS:
-                memo[number(_PUTS[op])] = stack[-1]
-                place += _PUTS[op]
-            elif op in _GETS:
-                stack.append(memo[number(_GETS[op])])
-                place += _GETS[op]
-            elif op in _CONSTANTS:
-                stack.append(_CONSTANTS[op]())
-            elif op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
-            elif op == 0x28:  # MARK
-                marks.append(len(stack))
-            elif op == 0x74:  # TUPLE
-                stack.append(tuple(above_mark()))
-            elif 0x85 <= op <= 0x87:  # TUPLE1 to TUPLE3
-                width = op - 0x84
-                if len(stack) < width:
+            match op.name:
+                case name if name in _GIVEN:
+                    stack.append(arg)
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[arg] = stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[arg])
+                case name if name in _CONSTANTS:
+                    stack.append(_CONSTANTS[name]())
+                case "MEMOIZE":
+                    memo[len(memo)] = stack[-1]
+                case "MARK":
+                    marks.append(len(stack))
+                case "TUPLE":
+                    stack.append(tuple(above_mark()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                    items = [stack.pop() for _ in range(int(name[-1]))]
+                    stack.append(tuple(reversed(items)))
+                case "GLOBAL":
+                    stack.append(Unknown(str(arg).replace(" ", ".")))
+                case "STACK_GLOBAL":
+                    name, module = stack.pop(), stack.pop()
+                    if not isinstance(name, str) or not isinstance(module, str):
+                        raise DamagedError
+                    stack.append(Unknown(f"{module}.{name}"))
+                case "REDUCE" | "NEWOBJ":
+                    args, function = stack.pop(), stack.pop()
+                    stack.append(self._made(function, args))
+                case "BINPERSID":
+                    stack.append(self._storage(stack.pop()))
+                case "SETITEM" | "SETITEMS" as name:
+                    items = above_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                    if isinstance(stack[-1], dict):
+                        stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+                case "APPEND" | "APPENDS" as name:
+                    items = above_mark() if name == "APPENDS" else [stack.pop()]
+                    if isinstance(stack[-1], list):
+                        stack[-1].extend(items)
+                case "ADDITEMS":
+                    above_mark()
+                case "FROZENSET":
+                    above_mark()
+                    stack.append(Unknown("frozenset"))
+                case "BUILD" | "POP":
+                    stack.pop()
+                case "FRAME" | "PROTO":
+                    pass
+                case "STOP":
+                    return stack.pop()
+                case _:
                     raise DamagedError
-                stack[-width:] = [tuple(stack[-width:])]
-            elif op == 0x63:  # GLOBAL
-                middle = data.index(b"\n", place)
-                end = data.index(b"\n", middle + 1)
-                stack.append(Unknown(f"{text(place, middle - place)}.{text(middle + 1, end - middle - 1)}"))
-                place = end + 1
-            elif op == 0x93:  # STACK_GLOBAL
-                name, module = stack.pop(), stack.pop()
-                if not isinstance(name, str) or not isinstance(module, str):
-                    raise DamagedError
-                stack.append(Unknown(f"{module}.{name}"))
-            elif op in (0x52, 0x81):  # REDUCE, NEWOBJ
-                args, function = stack.pop(), stack.pop()
-                stack.append(self._made(function, args))
-            elif op == 0x51:  # BINPERSID
-                stack.append(self._storage(stack.pop()))
-            elif op in (0x73, 0x75):  # SETITEM, SETITEMS
-                items = above_mark() if op == 0x75 else [stack.pop(-2), stack.pop()]
-                if isinstance(stack[-1], dict):
-                    stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
-            elif op in (0x61, 0x65):  # APPEND, APPENDS
-                items = above_mark() if op == 0x65 else [stack.pop()]
-                if isinstance(stack[-1], list):
-                    stack[-1].extend(items)
-            elif op == 0x47:  # BINFLOAT
-                stack.append(struct.unpack_from(">d", data, place)[0])
-                place += 8
-            elif op == 0x90:  # ADDITEMS
-                above_mark()
-            elif op == 0x91:  # FROZENSET
-                above_mark()
-                stack.append(Unknown("frozenset"))
-            elif op in (0x62, 0x30):  # BUILD, POP
-                stack.pop()
-            elif op == 0x95:  # FRAME
-                place += 8
-            elif op == 0x80:  # PROTO
-                place += 1
-            elif op == 0x2E:  # STOP
-                self.place = place
-                return stack.pop()
-            else:
-                raise DamagedError
+        raise DamagedError
 
     def _made(self, function: object, args: object) -> object:
         if not isinstance(function, Unknown) or not isinstance(args, tuple):
@@ -385,19 +317,17 @@ class _Machine:
         if not isinstance(kind, Unknown) or not isinstance(key, str):
             raise DamagedError
         dtype = None if kind.name in _BYTES else _STORAGES[kind.name]
-        return self.storages.setdefault(key, _Storage(key, dtype))
+        return self.storage(key, dtype)
 
 
-_COUNTED = {
-    **{0x8C: (1, "text"), 0x58: (4, "text"), 0x8D: (8, "text"), 0x55: (1, "text"), 0x54: (4, "text")},
-    **{0x43: (1, "bytes"), 0x42: (4, "bytes"), 0x8E: (8, "bytes"), 0x96: (8, "bytes")},
-    **{0x8A: (1, "int"), 0x8B: (4, "int")},
-}
-"""Instructions that are followed by a length of so many bytes, and that many bytes of text, bytes or a number."""
-_INTEGERS = {0x4A: (4, True), 0x4B: (1, False), 0x4D: (2, False)}
-_PUTS = {0x71: 1, 0x72: 4}
-_GETS = {0x68: 1, 0x6A: 4}
-_CONSTANTS: dict[int, Callable[[], Any]] = {
-    **{0x4E: lambda: None, 0x88: lambda: True, 0x89: lambda: False, 0x7D: dict, 0x5D: list, 0x29: tuple},
-    0x8F: lambda: Unknown("set"),
+_GIVEN = frozenset(
+    (
+        *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINBYTES"),
+        *("BINBYTES", "BINBYTES8", "BYTEARRAY8", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    )
+)
+"""Instructions that have their value with them."""
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    **{"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False},
+    **{"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": lambda: Unknown("set")},
 }

@@ -8,7 +8,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,9 +88,7 @@ def sizes_of(value: object) -> tuple[int, ...]:
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a tensor whose elements lie in row-major order."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
+    strides = [*accumulate(reversed(shape[1:]), mul, initial=1)]
     return tuple(reversed(strides[: len(shape)]))
 
 

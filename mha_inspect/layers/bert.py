@@ -7,8 +7,6 @@ import math
 import torch
 from torch import nn
 
-from .spec import AttentionSpec
-
 
 class BertSelfAttention(nn.Module):
     """concat(head_1 … head_h) with head_i = softmax(q_i k_iᵀ / √attention_head_size + attention_mask) v_i.
@@ -62,8 +60,3 @@ class BertSelfAttention(nn.Module):
         context_layer = context_layer.transpose(-3, -2).contiguous()
         context_layer = context_layer.view(*context_layer.shape[:-2], self.all_head_size)
         return context_layer, attention_probs if output_attentions else None
-
-
-def make(spec: AttentionSpec) -> nn.Module:
-    """Return a layer of these sizes."""
-    return BertSelfAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias)

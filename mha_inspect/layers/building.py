@@ -14,8 +14,6 @@ from .spec import AttentionSpec
 
 M = TypeVar("M", bound=nn.Module)
 
-_SEEDS = 2**64
-"""Generators take 64 bits; any whole number is folded into them."""
 _DRAWING = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
 """Methods of a tensor, and functions of `torch.nn.init`, that fill it; its other functions come down to these."""
 
@@ -28,17 +26,6 @@ def _float32_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU's global generator inside the block, and put it back after it.
-
-    `torch.manual_seed` is not used: it would seed the other devices too, and nothing would put those back.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed % _SEEDS)
-        yield
 
 
 class blank(TorchFunctionMode):  # noqa: N801 - it is used as a function, as torch.no_grad is
@@ -64,13 +51,12 @@ def build_seeded(make: Callable[[], M], spec: AttentionSpec, device: str = "cpu"
     cast and moved, so that every dtype rounds the same numbers and float64 holds float32's exactly. On `meta` nothing
     is drawn and nothing allocated. The global generators, default dtype and default device stay as they were.
     """
-    where = "meta" if device == "meta" else "cpu"
-    with _float32_by_default(), torch.device(where):
-        if where == "meta":
-            module = make()
-        else:
-            with seeded(spec.seed):
-                module = make()
+    where = torch.device("meta" if device == "meta" else "cpu")
+    with _float32_by_default(), where, torch.random.fork_rng(devices=[]):
+        # Not `torch.manual_seed`: it would seed the other devices too, and nothing would put those back. Generators
+        # take 64 bits; any whole number is folded into them.
+        torch.default_generator.manual_seed(spec.seed % 2**64)
+        module = make()
     return module.to(device=device, dtype=getattr(torch, spec.dtype)).train(spec.training)
 
 

@@ -7,8 +7,9 @@ built.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import SpecError
@@ -44,8 +45,10 @@ class LayerKind:
     """How the heads are split, as an einops pattern or a phrase."""
     origin: str
     """Where this style comes from."""
-    module: str
-    """Module under mha_inspect.layers whose `make(spec)` builds it as torch would draw it."""
+    maker: str
+    """Module under mha_inspect.layers, and what in it builds the layer as torch would draw it: `wide.WideAttention`."""
+    arguments: str
+    """What that takes, in order, by the names of the spec."""
     masks: MaskStyle = "boolean"
     takes: frozenset[str] = frozenset()
     """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
@@ -56,6 +59,10 @@ class LayerKind:
     def parameter_formula(self) -> str:
         """Closed formula of the number of parameters, as the layer is by default."""
         return f"{self.weights} + {self.biases}"
+
+    def own(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return a spec that was made without knowing of the layer with the defaults that are the layer's own."""
+        return replace(spec, head_dim=spec.embed_dim) if self.whole_heads and not spec.head_dim_given else spec
 
     def formula(self, spec: AttentionSpec) -> str:
         """Return the closed formula of the number of parameters of a layer with these sizes.
@@ -79,8 +86,10 @@ class LayerKind:
         """
         from .building import build_seeded
 
-        make: Callable[[AttentionSpec], nn.Module] = import_module(f"{__package__}.{self.module}").make
-        return build_seeded(lambda: make(spec), spec, device)
+        module, _, name = self.maker.partition(".")
+        make: Callable[..., nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
+        arguments = attrgetter(*self.arguments.split())(self.own(spec))
+        return build_seeded(lambda: make(*arguments), spec, device)
 
 
 LAYERS: dict[str, LayerKind] = {
@@ -93,7 +102,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="4E",
             split="query batch (heads head_dim) -> (batch heads) query head_dim",
             origin="PyTorch",
-            module="torch_mha",
+            maker="torch_mha.MultiheadAttention",
+            arguments="embed_dim num_heads dropout bias add_bias_kv add_zero_attn kdim vdim batch_first",
             masks="apart",
             takes=frozenset(
                 {"kdim", "vdim", "add_bias_kv", "add_zero_attn", "dropout", "batch_first", "unbatched", "need_weights"}
@@ -106,7 +116,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="4E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim",
             origin="TensorFlow's transformer tutorial",
-            module="split_heads",
+            maker="split_heads.SplitHeadsAttention",
+            arguments="embed_dim num_heads bias",
             masks="ones",
         ),
         LayerKind(
@@ -116,7 +127,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="4E",
             split="batch seq (heads head_dim) -> (batch heads) seq head_dim",
             origin="Dive into Deep Learning, with einops",
-            module="fold_heads",
+            maker="fold_heads.make",
+            arguments="embed_dim num_heads key_width value_width dropout bias",
             takes=frozenset({"kdim", "vdim", "dropout"}),
         ),
         LayerKind(
@@ -126,7 +138,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="3E",
             split="... seq (heads head_dim) -> ... heads seq head_dim",
             origin="BERT, BertSelfAttention in Hugging Face transformers",
-            module="bert",
+            maker="bert.BertSelfAttention",
+            arguments="embed_dim num_heads dropout bias",
             masks="lowest",
             takes=frozenset({"dropout", "unbatched", "need_weights"}),
         ),
@@ -137,7 +150,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="4E",
             split="nothing is split: a matrix (head_dim embed) for each head",
             origin="Attention Is All You Need, section 3.2.2",
-            module="per_head",
+            maker="per_head.PerHeadAttention",
+            arguments="embed_dim num_heads kdim vdim bias",
             takes=frozenset({"kdim", "vdim", "unbatched", "need_weights"}),
         ),
         LayerKind(
@@ -147,7 +161,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="HD + 2GD + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, key and value heads repeated",
             origin="LLaMA",
-            module="grouped_query",
+            maker="grouped_query.GroupedQueryAttention",
+            arguments="embed_dim num_heads kv_heads head_dim rope dropout bias",
             masks="additive",
             takes=frozenset({"num_kv_heads", "head_dim", "rope", "dropout", "need_weights"}),
         ),
@@ -158,7 +173,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="4E",
             split="batch seq (heads head_dim) -> heads batch seq head_dim, of the input itself",
             origin="articles that say the input is split; Peter Bloem's narrow self-attention",
-            module="narrow",
+            maker="narrow.NarrowAttention",
+            arguments="embed_dim num_heads bias",
             takes=frozenset({"unbatched", "need_weights"}),
         ),
         LayerKind(
@@ -168,7 +184,8 @@ LAYERS: dict[str, LayerKind] = {
             biases="3HE + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, with head_dim = embed_dim",
             origin="Peter Bloem's wide self-attention",
-            module="wide",
+            maker="wide.WideAttention",
+            arguments="embed_dim num_heads head_dim bias",
             takes=frozenset({"head_dim", "need_weights"}),
             whole_heads=True,
         ),

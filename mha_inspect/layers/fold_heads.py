@@ -8,8 +8,6 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from .spec import AttentionSpec
-
 
 class DotProductAttention(nn.Module):
     """softmax(q kᵀ / √d) v for `batch query d`, `batch key d`, `batch key d`.
@@ -71,11 +69,11 @@ class FoldHeadsAttention(nn.Module):
         return self.W_o(concat), weights
 
 
-def make(spec: AttentionSpec) -> nn.Module:
+def make(num_hiddens: int, num_heads: int, kdim: int, vdim: int, dropout: float, bias: bool) -> nn.Module:
     """Return a layer of these sizes, with no lazy parameter left in it."""
-    layer = FoldHeadsAttention(spec.embed_dim, spec.num_heads, spec.dropout, spec.bias)
-    widths = (spec.embed_dim, spec.key_width, spec.value_width, spec.embed_dim)
+    layer = FoldHeadsAttention(num_hiddens, num_heads, dropout, bias)
+    linears = {layer.W_q: num_hiddens, layer.W_k: kdim, layer.W_v: vdim, layer.W_o: num_hiddens}
     # A lazy Linear learns its width from its first call. It gets that call here, with no rows, and no trace has it.
-    for linear, width in zip((layer.W_q, layer.W_k, layer.W_v, layer.W_o), widths, strict=True):
+    for linear, width in linears.items():
         linear(torch.empty(0, width))
     return layer

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .spec import AttentionSpec
-
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
     """(x1, x2) -> (-x2, x1), with x1 and x2 the halves of the last dimension."""
@@ -107,10 +105,3 @@ class GroupedQueryAttention(nn.Module):
         attn_output = attn_output.transpose(1, 2).contiguous()
         attn_output = attn_output.reshape(batch, query_len, -1)
         return self.o_proj(attn_output), attn_weights if output_attentions else None
-
-
-def make(spec: AttentionSpec) -> nn.Module:
-    """Return a layer of these sizes."""
-    return GroupedQueryAttention(
-        spec.embed_dim, spec.num_heads, spec.kv_heads, spec.head_dim, spec.rope, spec.dropout, spec.bias
-    )

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .building import mask_of_head
-from .spec import AttentionSpec
 
 
 class NarrowAttention(nn.Module):
@@ -56,8 +55,3 @@ class NarrowAttention(nn.Module):
             outputs.append(weights[-1] @ v)
         output = self.unifyheads(torch.cat(outputs, dim=-1))
         return output, torch.stack(weights, dim=-3) if need_weights else None
-
-
-def make(spec: AttentionSpec) -> nn.Module:
-    """Return a layer of these sizes."""
-    return NarrowAttention(spec.embed_dim, spec.num_heads, spec.bias)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .building import mask_of_head
-from .spec import AttentionSpec
 
 
 def attention(
@@ -63,8 +62,3 @@ class PerHeadAttention(nn.Module):
             weights.append(head_weights)
         output = self.W_o(torch.cat(heads, dim=-1))
         return output, torch.stack(weights, dim=-3) if need_weights else None
-
-
-def make(spec: AttentionSpec) -> nn.Module:
-    """Return a layer of these sizes."""
-    return PerHeadAttention(spec.embed_dim, spec.num_heads, spec.kdim, spec.vdim, spec.bias)

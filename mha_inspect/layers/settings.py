@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..errors import SpecError
 from .catalog import LAYERS, LayerKind
-from .spec import AttentionSpec, InputSpec, RunSpec
+from .spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 
-Asked = Callable[[AttentionSpec, InputSpec, RunSpec], object]
-"""What was asked of a setting, or None where the layer is left as it is without it."""
-
-
-def _unless(plain: object, asked: object) -> object:
-    return None if asked == plain else asked
-
-
-OPTIONAL: dict[str, Asked] = {
-    "num_kv_heads": lambda spec, inputs, run: _unless(spec.num_heads, spec.kv_heads),
-    "head_dim": lambda spec, inputs, run: int(spec.head_dim) if spec.head_dim_given else None,
-    "rope": lambda spec, inputs, run: spec.rope or None,
-    "kdim": lambda spec, inputs, run: _unless(spec.embed_dim, spec.key_width),
-    "vdim": lambda spec, inputs, run: _unless(spec.embed_dim, spec.value_width),
-    "add_bias_kv": lambda spec, inputs, run: spec.add_bias_kv or None,
-    "add_zero_attn": lambda spec, inputs, run: spec.add_zero_attn or None,
-    "dropout": lambda spec, inputs, run: spec.dropout or None,
-    "batch_first": lambda spec, inputs, run: None if spec.batch_first else False,
-    "unbatched": lambda spec, inputs, run: inputs.unbatched or None,
-    "need_weights": lambda spec, inputs, run: None if run.need_weights else False,
-}
-"""The settings that some layers have no use for, by name."""
-
-_WHY = {
+OPTIONAL = {
     "num_kv_heads": "it has one key and value head for every head",
     "head_dim": "its heads have embed_dim / num_heads features",
     "rope": "it knows nothing of positions",
@@ -46,6 +23,26 @@ _WHY = {
     "unbatched": "its inputs have a batch",
     "need_weights": "it always returns its weights",
 }
+"""The settings that some layers have no use for, and why."""
+
+
+def asked_of(name: str, *specs: AttentionSpec | InputSpec | RunSpec) -> object:
+    """Return what was asked of a setting, or None where a layer is left as it is without it."""
+    (own,) = [spec for spec in specs if name in spec.__dataclass_fields__]
+    value, widths = getattr(own, name), {"num_kv_heads": "num_heads", "kdim": "embed_dim", "vdim": "embed_dim"}
+    usual = (default_of(name), getattr(own, widths[name]) if name in widths else None)
+    return None if value in usual or isinstance(value, DerivedInt) else value
+
+
+def default_of(name: str) -> Any:
+    """Return what a setting is where nobody gives it."""
+    return next(own.default for cls in (AttentionSpec, InputSpec, RunSpec) for own in fields(cls) if own.name == name)
+
+
+def settings_in(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those settings that are fields of one of the specs."""
+    names = {field.name for field in fields(cls)}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def check_settings(kind: LayerKind, spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> None:
@@ -53,13 +50,13 @@ def check_settings(kind: LayerKind, spec: AttentionSpec, inputs: InputSpec, run:
 
     Raises `SpecError`, which says which layers have it.
     """
-    for name, asked in OPTIONAL.items():
-        value = asked(spec, inputs, run)
+    for name, why in OPTIONAL.items():
+        value = asked_of(name, spec, inputs, run)
         if value is None or name in kind.takes:
             continue
         takers = ", ".join(other.name for other in LAYERS.values() if name in other.takes)
         raise SpecError(
-            f"layer {kind.name} has no use for {name} {str(value).lower()}: {_WHY[name]}. Layers that have: {takers}."
+            f"layer {kind.name} has no use for {name} {str(value).lower()}: {why}. Layers that have: {takers}."
         )
 
 
@@ -73,10 +70,3 @@ def spec_for(kind: LayerKind, **settings: Any) -> AttentionSpec:
     if kind.whole_heads and settings.get("head_dim") is None:
         settings["head_dim"] = settings.get("embed_dim", AttentionSpec.embed_dim)
     return AttentionSpec(**settings)
-
-
-def own_spec(kind: LayerKind, spec: AttentionSpec) -> AttentionSpec:
-    """A spec that was made without knowing of the layer, with the defaults that are the layer's own."""
-    if kind.whole_heads and not spec.head_dim_given:
-        return replace(spec, head_dim=spec.embed_dim)
-    return spec

@@ -79,13 +79,19 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         _require_positive(embed_dim=self.embed_dim, num_heads=self.num_heads, kdim=self.kdim, vdim=self.vdim)
         if self.head_dim is None or isinstance(self.head_dim, DerivedInt):
-            self._derive_head_dim()
+            if self.embed_dim % self.num_heads:
+                raise SpecError(
+                    f"embed_dim {self.embed_dim} cannot be split over num_heads {self.num_heads}: each head gets "
+                    f"embed_dim / num_heads whole features. Head counts that divide {self.embed_dim}: "
+                    f"{', '.join(map(str, divisors(self.embed_dim)))}."
+                )
+            object.__setattr__(self, "head_dim", DerivedInt(self.embed_dim // self.num_heads))
         _require_positive(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
         if self.num_heads % self.kv_heads:
-            counts = ", ".join(map(str, divisors(self.num_heads)))
             raise SpecError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: each key/value head "
-                f"serves the same number of query heads. Those that do: {counts}."
+                f"serves the same number of query heads. Those that do: "
+                f"{', '.join(map(str, divisors(self.num_heads)))}."
             )
         if self.rope and self.head_dim % 2:
             raise SpecError(
@@ -96,15 +102,6 @@ class AttentionSpec:
             raise SpecError(f"dropout {self.dropout} is not a probability below 1. Try dropout 0.1.")
         if self.dtype not in DTYPES:
             raise SpecError(f"dtype {self.dtype!r} is not one that a layer can be built in: {', '.join(DTYPES)}.")
-
-    def _derive_head_dim(self) -> None:
-        if self.embed_dim % self.num_heads:
-            counts = ", ".join(map(str, divisors(self.embed_dim)))
-            raise SpecError(
-                f"embed_dim {self.embed_dim} cannot be split over num_heads {self.num_heads}: each head gets "
-                f"embed_dim / num_heads whole features. Head counts that divide {self.embed_dim}: {counts}."
-            )
-        object.__setattr__(self, "head_dim", DerivedInt(self.embed_dim // self.num_heads))
 
     @property
     def head_dim_given(self) -> bool:
@@ -161,16 +158,24 @@ class InputSpec:
                 f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
                 "Drop one of the two."
             )
-        keys = self.seq_len if self.key_len is None else self.key_len
-        if self.input is None and any(not 0 <= n <= keys for n in self.padding):
-            raise SpecError(
-                f"padding {','.join(map(str, self.padding))} does not fit {keys} keys: each number must be 0 to {keys}."
-            )
-        if self.input is None and len(self.padding) > 1 and len(self.padding) != self.batch:
-            raise SpecError(
-                f"padding has {len(self.padding)} numbers for batch {self.batch}: "
-                "give one number, or one per row of the batch."
-            )
+        misfit = self.misfit_of_padding(self.batch, self.keys)
+        if misfit and self.input is None:
+            raise SpecError(misfit)
+
+    def misfit_of_padding(self, batch: int, keys: int) -> str:
+        """Return why the padding is none for so many rows and keys; empty where it is one."""
+        if any(not 0 <= count <= keys for count in self.padding):
+            listed = ",".join(map(str, self.padding))
+            return f"padding {listed} does not fit {keys} keys: each number must be 0 to {keys}."
+        if len(self.padding) > 1 and len(self.padding) != batch:
+            counted = f"padding has {len(self.padding)} numbers for batch {batch}"
+            return f"{counted}: give one number, or one per row of the batch."
+        return ""
+
+    @property
+    def keys(self) -> int:
+        """Length of key and value."""
+        return self.seq_len if self.key_len is None else self.key_len
 
     def without_ones(self) -> InputSpec | None:
         """Return the same with another size in the place of each that is one; None where none is."""
@@ -233,24 +238,14 @@ class Show:
         return (f"{asked}: device meta has shapes and no numbers to show.",) if asked and device == "meta" else ()
 
 
-_WRITTEN = {"²": "**2", "³": "**3", "·": "*"}
-"""What Python writes otherwise."""
-
-
 LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
 """What stands for what in a formula."""
 
 
 def symbols(spec: AttentionSpec) -> dict[str, int]:
     """The letters of a formula, with what they are in a layer."""
-    return {
-        "E": spec.embed_dim,
-        "H": spec.num_heads,
-        "G": spec.kv_heads,
-        "D": int(spec.head_dim),
-        "K": spec.key_width,
-        "V": spec.value_width,
-    }
+    sizes = (spec.embed_dim, spec.num_heads, spec.kv_heads, int(spec.head_dim), spec.key_width, spec.value_width)
+    return dict(zip(LETTERS, sizes, strict=True))
 
 
 def evaluate(formula: str, values: Mapping[str, int]) -> int:
@@ -261,8 +256,7 @@ def evaluate(formula: str, values: Mapping[str, int]) -> int:
     if not re.fullmatch(r"[\dA-Z²³()+\-·\s]*", formula):
         raise ValueError(f"{formula!r} has characters that are not part of a formula")
     text = re.sub(r"(?<=[\dA-Z)²³])(?=[A-Z(])", "*", formula)
-    for sign, written in _WRITTEN.items():
-        text = text.replace(sign, written)
+    text = text.replace("²", "**2").replace("³", "**3").replace("·", "*")
     try:
         return int(eval(text, {"__builtins__": {}}, dict(values)))  # of letters, digits and signs alone
     except (SyntaxError, NameError) as error:

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import nn
 
-from .spec import AttentionSpec
-
 
 def scaled_dot_product_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
@@ -64,8 +62,3 @@ class SplitHeadsAttention(nn.Module):
         scaled_attention = scaled_attention.permute(0, 2, 1, 3).contiguous()
         concat_attention = scaled_attention.view(batch_size, -1, self.d_model)
         return self.dense(concat_attention), attention_weights
-
-
-def make(spec: AttentionSpec) -> nn.Module:
-    """Return a layer of these sizes."""
-    return SplitHeadsAttention(spec.embed_dim, spec.num_heads, spec.bias)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .spec import AttentionSpec
-
 
 class WideAttention(nn.Module):
     """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_iᵀ / √k) v_i, every head with k = emb features of its own.
@@ -15,10 +13,10 @@ class WideAttention(nn.Module):
     Source of the style: "wide" self-attention in Peter Bloem's https://peterbloem.nl/blog/transformers.
     """
 
-    def __init__(self, emb: int, heads: int, head_dim: int | None = None, bias: bool = True) -> None:
+    def __init__(self, emb: int, heads: int, head_dim: int, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.k = head_dim or emb
+        self.k = head_dim
         self.toqueries = nn.Linear(emb, heads * self.k, bias=bias)
         self.tokeys = nn.Linear(emb, heads * self.k, bias=bias)
         self.tovalues = nn.Linear(emb, heads * self.k, bias=bias)
@@ -51,8 +49,3 @@ class WideAttention(nn.Module):
         weights = torch.softmax(dot, dim=3)
         out = (weights @ values).transpose(1, 2).contiguous().view(b, t, h * k)
         return self.unifyheads(out), weights if need_weights else None
-
-
-def make(spec: AttentionSpec) -> nn.Module:
-    """Return a layer of these sizes."""
-    return WideAttention(spec.embed_dim, spec.num_heads, spec.head_dim if spec.head_dim_given else None, spec.bias)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -51,18 +52,12 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
         target = load_hugging_face(text, settings, spec)
     else:
         target = _load_python(text, settings, spec)
-    return _placed(target, spec)
-
-
-def _placed(target: Target, spec: TargetSpec) -> Target:
-    """The target on its device, in its dtype and mode."""
-    module = target.module
-    module.train(spec.training)
+    target.module.train(spec.training)
     try:
         # Not asked for is not touched: what builds itself in half precision stays as it is.
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         if dtype is not None or spec.device != "cpu":
-            module.to(device=torch.device(spec.device), dtype=dtype)
+            target.module.to(device=torch.device(spec.device), dtype=dtype)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # no such device, meta, or a dtype of another kind
         raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
     return target
@@ -84,31 +79,33 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
     try:
         module = _build(found, bound, name, spec)
     except InputError:
-        if not bound.guessed:
-            raise
-        # What was taken for its config may be another's: it may want a dictionary.
-        other = bind(found, settings, spec.flags, namespace, name, guess=False)
-        try:
-            module = _build(found, other, name, spec)
-        except MhaInspectError:
-            module = None
+        module = None
+        with suppress(MhaInspectError):
+            if bound.guessed:  # what was taken for its config may be another's: it may want a dictionary
+                bound = bind(found, settings, spec.flags, namespace, name, guess=False)
+                module = _build(found, bound, name, spec)
         if module is None:
             raise
-        bound = other
     if not isinstance(module, nn.Module):
         raise InputError(
             f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
             "modules, a function that returns one, or a module."
         )
     forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
-    unused = [f for f in _OF_CONSTRUCTION & spec.flags.typed if f not in _used(bound)]
+    unused = sorted(_OF_CONSTRUCTION & spec.flags.typed - bound.used)
     if unused:
-        raise SpecError(_unused(name, sorted(unused)[0], bound))
+        raise SpecError(
+            f"{name} takes no argument that {dashed(unused[0])} could be: its arguments are "
+            f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: --set NAME=VALUE."
+        )
+    passed = _passed(bound)
+    told = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
+    ours = ", ".join(f"{key}={passed[key]} ({origin})" for key, origin in told.items())
     return Target(
         module=module,
         made_from=text,
-        passed=_passed(bound),
-        notes=_notes(name, bound),
+        passed=passed,
+        notes=(f"{name} was built with {ours}.",) if ours else (),
         arguments=_all_arguments(found, bound),
         forward_settings=forward_settings,
     )
@@ -151,45 +148,18 @@ def _already_made(
     return Target(module, text, {}, forward_settings=chosen)
 
 
-def _used(bound: Arguments) -> set[str]:
-    read = {origin for config in bound.configs for origin in config.origins().values()}
-    return bound.used | {origin.removeprefix("--").replace("-", "_") for origin in read}
-
-
-def _unused(name: str, flag: str, bound: Arguments) -> str:
-    names = ", ".join(bound.names) or "none"
-    return (
-        f"{name} takes no argument that {dashed(flag)} could be: its arguments are {names}. "
-        f"Drop it, or name the argument: --set NAME=VALUE."
-    )
-
-
 def _passed(bound: Arguments) -> dict[str, Any]:
     passed: dict[str, Any] = {}
     for name, value in bound.values.items():
-        inner = {key: v for key, v in bound.origins.items() if key.startswith(f"{name}.")}
-        if isinstance(value, FlagConfig):
-            passed |= {f"{name}.{key}": _plain(value[key]) for key in value.origins()}
-        elif inner or is_dataclass(value):
-            fields_of = vars(value) if hasattr(value, "__dict__") else {key[len(name) + 1 :]: None for key in inner}
-            passed |= {f"{name}.{key}": _plain(_get(value, key)) for key in fields_of if not key.startswith("_")}
-        else:
+        inner = [key.removeprefix(f"{name}.") for key in bound.origins if key.startswith(f"{name}.")]
+        if not (inner or is_dataclass(value) or isinstance(value, FlagConfig)):
             passed[name] = _plain(value)
+        elif isinstance(value, Mapping):
+            passed |= {f"{name}.{key}": _plain(value.get(key)) for key in inner}
+        else:
+            held = [key for key in getattr(value, "__dict__", inner) if not key.startswith("_")]
+            passed |= {f"{name}.{key}": _plain(getattr(value, key, None)) for key in held}
     return passed
-
-
-def _get(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
-def _notes(name: str, bound: Arguments) -> tuple[str, ...]:
-    """One sentence that says which of our flags went where."""
-    origins = dict(bound.origins)
-    for config in bound.configs:
-        origins |= {f"{config._name}.{key}": origin for key, origin in config.origins().items()}
-    passed = _passed(bound)
-    ours = [f"{key}={passed[key]} ({origin})" for key, origin in origins.items() if origin != "--set" and key in passed]
-    return (f"{name} was built with {', '.join(ours)}.",) if ours else ()
 
 
 def _all_arguments(found: Callable[..., Any], bound: Arguments) -> dict[str, Any]:

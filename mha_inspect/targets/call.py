@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -39,12 +40,8 @@ class Call:
     def of(self, module: nn.Module) -> Subject:
         """The module with these arguments, ready to run."""
         make = self.without_ones
-        return Subject(
-            module,
-            self.args,
-            self.kwargs,
-            without_ones=None if make is None else lambda other: make(other).of(other),
-        )
+        small = None if make is None else lambda other: make(other).of(other)
+        return Subject(module, self.args, self.kwargs, without_ones=small)
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -74,7 +71,9 @@ def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
     That of a module which somebody made stays as well: who calls the library sees their own. `how` says how it was
     built.
     """
-    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not _in_forward(error):
+    # Whether it came out of a module's forward, and not out of the program around it.
+    its_own = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
+    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not its_own:
         return error
     hint = f" {way}" if (way := way_out(own)) else ""
     return TargetFailedError(
@@ -108,14 +107,3 @@ def way_out(own: Subject) -> str:
     except Exception:  # it has another reason
         return own.hint
     return "It runs in training mode: --train."
-
-
-def _in_forward(error: BaseException) -> bool:
-    """Whether an exception came out of a module's forward, and not out of the program around it."""
-    code = nn.Module._call_impl.__code__
-    step = error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code is code:
-            return True
-        step = step.tb_next
-    return False

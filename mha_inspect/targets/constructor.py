@@ -5,10 +5,12 @@ Only what is needed, or was asked for, is passed; the rest stays as the target's
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
@@ -16,11 +18,12 @@ from typing import Any
 from ..errors import SpecError
 from ..text import did_you_mean, first_few, shown
 from .values import convert
-from .vocabulary import ALIASES, Flags, dashed, flag_of, rank_of
+from .vocabulary import ALIASES, Flags, dashed, flag_of, named_for
 
 _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
+_UNTOLD = Parameter.empty
 _TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
 
 
@@ -39,47 +42,41 @@ class Arguments:
     """The flags that were passed."""
     guessed: bool = False
     """Whether a config is of a class that only its file suggests."""
-    configs: list[FlagConfig] = field(default_factory=list)
-    """Configs that answer by our flags, which say only once they are read what they gave."""
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call the constructor."""
-        positional = [
-            self.values[name]
-            for name, parameter in signature_of(function).items()
-            if parameter.kind is Parameter.POSITIONAL_ONLY and name in self.values
-        ]
-        taken = {n for n, p in signature_of(function).items() if p.kind is Parameter.POSITIONAL_ONLY}
-        return function(*positional, **{name: value for name, value in self.values.items() if name not in taken})
+        named = dict(self.values)
+        nameless = [n for n, p in signature_of(function).items() if p.kind is Parameter.POSITIONAL_ONLY and n in named]
+        return function(*[named.pop(name) for name in nameless], **named)
 
 
 class MissingSettingError(AttributeError, KeyError):
     """A config was asked for something that nobody has given."""
 
     def __init__(self, config: str, name: str) -> None:
-        super().__init__(f"{config}.{name}")
+        super().__init__(f"{config}.{name} was not given")
         self.config, self.asked = config, name
-
-    def __str__(self) -> str:
-        return f"{self.config}.{self.asked} was not given"
 
 
 class FlagConfig(dict[str, Any]):
     """A config for a class that takes one without saying of what type: it answers by --set, and by our flags.
 
-    `config.n_embd`, `config["n_embd"]` and `config.get("n_embd")` all give --embed-dim.
+    `config.n_embd`, `config["n_embd"]` and `config.get("n_embd")` all give --embed-dim. What it gave, it notes in
+    `bound`.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags, bound: Arguments) -> None:
         super().__init__(settings)
-        self.__dict__.update(_name=name, _flags=flags, _origins=dict.fromkeys(settings, "--set"))
+        self.__dict__.update(_name=name, _flags=flags, _bound=bound)
+        bound.origins |= dict.fromkeys([f"{name}.{key}" for key in settings], "--set")
 
     def __missing__(self, name: str) -> Any:
         flag = None if name.startswith("__") else flag_of(name)
         value = None if flag is None else self._flags.value(flag)
         if flag is None or value is None:
             raise MissingSettingError(self._name, name)
-        self._origins[name] = dashed(flag)
+        self._bound.origins[f"{self._name}.{name}"] = dashed(flag)
+        self._bound.used.add(flag)
         self[name] = value
         return value
 
@@ -91,14 +88,9 @@ class FlagConfig(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dictionary, with our flags behind it."""
-        try:
+        with suppress(MissingSettingError):
             return self[name]
-        except MissingSettingError:
-            return default
-
-    def origins(self) -> dict[str, str]:
-        """What was read, and where it came from."""
-        return dict(self._origins)
+        return default
 
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
@@ -107,12 +99,11 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return {}
-    try:
-        # The annotations of a class that is called are those of its __init__.
+    hints: dict[str, Any] = {}
+    with suppress(Exception):  # an annotation may name anything
+        # Those of a class that is called are those of its __init__.
         called = getattr(function, "__init__", function) if isinstance(function, type) else function
         hints = typing.get_type_hints(called)
-    except Exception:  # an annotation may name anything
-        hints = {}
     return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
 
 
@@ -145,7 +136,7 @@ def bind(
     _pass_configs(plain, bound, flags, namespace, guess=guess)
     if open_ended:
         for key in [key for key in bound.left if key.isidentifier()]:
-            bound.values[key] = convert(key, bound.left.pop(key), Parameter.empty, Parameter.empty, namespace)
+            bound.values[key] = convert(key, bound.left.pop(key), _UNTOLD, _UNTOLD, namespace)
             bound.origins[key] = "--set"
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
     if missing:
@@ -176,22 +167,18 @@ def _missing(name: str, missing: list[str], bound: Arguments) -> str:
 def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
     """Flags for what is required, and flags that were given under the most telling name that there is."""
     for flag in ALIASES:
-        matching = sorted((n for n in plain if flag_of(n) == flag), key=lambda n: rank_of(flag, n))
-        if any(bound.origins.get(n) == "--set" for n in matching):
-            # What --set says of one name goes for the others: d_in and d_out are one width.
-            value = next(bound.values[n] for n in matching if n in bound.values)
-        else:
-            value = flags.value(flag)
+        matching = named_for(flag, plain)
+        # What --set says of one name goes for the others: d_in and d_out are one width.
+        said = any(bound.origins.get(n) == "--set" for n in matching)
+        value = next(bound.values[n] for n in matching if n in bound.values) if said else flags.value(flag)
         needed = [n for n in matching if plain[n].default is Parameter.empty and n not in bound.values]
-        asked = flag in flags.given and flag != "seq_len"
-        if asked and matching and not needed and not any(n in bound.values for n in matching):
-            needed = matching[:1]
-        for argument in needed:
-            if value is not None:
-                bound.values[argument] = value
-                bound.origins[argument] = dashed(flag)
-        if asked and matching:
+        if flag in flags.given and flag != "seq_len" and matching:
             bound.used.add(flag)
+            if not needed and bound.values.keys().isdisjoint(matching):
+                needed = matching[:1]
+        if value is not None:
+            bound.values |= dict.fromkeys(needed, value)
+            bound.origins |= dict.fromkeys(needed, dashed(flag))
 
 
 def _pass_configs(
@@ -200,53 +187,29 @@ def _pass_configs(
     """A config object where one is required: of its annotated class, of the one that its file has, or of flags."""
     for name, parameter in plain.items():
         own = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
+        others = {key: text for key, text in bound.left.items() if "." not in key}
+        still = others
+        kind = None if name in bound.values else _config_class(name, parameter, namespace, guess=guess)
+        bound.guessed = bound.guessed or (kind is not None and kind is not parameter.annotation)
+        needed = parameter.default is Parameter.empty
         if name in bound.values:
             if own:
                 bound.values[name] = _changed(name, bound.values[name], own, namespace)
-                for key in own:
-                    del bound.left[f"{name}.{key}"]
-            continue
-        kind = _config_class(name, parameter, namespace, guess=guess)
-        bound.guessed = bound.guessed or (kind is not None and kind is not parameter.annotation)
-        is_config = name.casefold() in _CONFIG_NAMES or name.casefold().endswith(_CONFIG_ENDINGS)
-        if kind is None and not (is_config and parameter.default is Parameter.empty):
-            continue
-        if kind is not None and parameter.default is not Parameter.empty and not own:
-            continue
-        others = {key: text for key, text in bound.left.items() if "." not in key}
-        if kind is None:
-            _pass_flag_config(name, own, others, bound, flags, namespace)
-            continue
-        inner = bind(kind, {**others, **own}, flags, namespace, kind.__name__)
-        strange = [key for key in own if key in inner.left]
-        if strange:
-            raise SpecError(unknown_setting(f"{name}.{strange[0]}", [f"{name}.{n}" for n in inner.names], name))
-        bound.values[name] = inner.call(kind)
-        bound.names += [f"{name}.{n}" for n in inner.names]
-        bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
-        bound.used |= inner.used
-        bound.left = {
-            key: text
-            for key, text in bound.left.items()
-            if not key.startswith(f"{name}.") and (key not in others or key in inner.left)
-        }
-
-
-def _pass_flag_config(
-    name: str,
-    own: Mapping[str, str],
-    others: Mapping[str, str],
-    bound: Arguments,
-    flags: Flags,
-    namespace: Mapping[str, Any],
-) -> None:
-    given = {
-        key: convert(key, text, Parameter.empty, Parameter.empty, namespace) for key, text in {**others, **own}.items()
-    }
-    config = FlagConfig(name, given, flags)
-    bound.values[name] = config
-    bound.configs.append(config)
-    bound.left = {k: t for k, t in bound.left.items() if k not in others and not k.startswith(f"{name}.")}
+        elif kind is not None and (needed or own):
+            inner = bind(kind, {**others, **own}, flags, namespace, kind.__name__)
+            strange = [key for key in own if key in inner.left]
+            if strange:
+                raise SpecError(unknown_setting(f"{name}.{strange[0]}", [f"{name}.{n}" for n in inner.names], name))
+            bound.values[name], still = inner.call(kind), inner.left
+            bound.names += [f"{name}.{n}" for n in inner.names]
+            bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
+            bound.used |= inner.used
+        elif kind is None and needed and (name.casefold() in _CONFIG_NAMES or _is_config_name(name)):
+            untold = {**others, **own}
+            given = {key: convert(key, text, _UNTOLD, _UNTOLD, namespace) for key, text in untold.items()}
+            bound.values[name], still = FlagConfig(name, given, flags, bound), {}
+        passed = {key for key in others if key not in still} | {f"{name}.{key}" for key in own if name in bound.values}
+        bound.left = {key: text for key, text in bound.left.items() if key not in passed}
 
 
 def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
@@ -257,11 +220,8 @@ def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any],
         return None if torch_like or not (dataclasses.is_dataclass(kind) or _is_config_name(kind.__name__)) else kind
     if kind is not Parameter.empty or name.casefold() not in _CONFIG_NAMES or not guess:
         return None
-    here = [
-        value
-        for value in namespace.values()
-        if isinstance(value, type) and value.__module__ == namespace.get("__name__") and _is_config_name(value.__name__)
-    ]
+    here = [value for value in namespace.values() if isinstance(value, type) and _is_config_name(value.__name__)]
+    here = [value for value in here if value.__module__ == namespace.get("__name__")]
     return here[0] if len(here) == 1 else None
 
 
@@ -271,10 +231,7 @@ def _is_config_name(name: str) -> bool:
 
 def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:
     """A copy of a config with some of its settings changed."""
-    if isinstance(config, Mapping):
-        known: dict[str, Any] = dict(config)
-    else:
-        known = dict(vars(config)) if hasattr(config, "__dict__") else {}
+    known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     values = {}
     for key, text in changes.items():
         if key not in known:
@@ -284,8 +241,6 @@ def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapp
         return type(config)({**known, **values})  # type: ignore[call-arg]  # any kind that can be made from a dict
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.replace(config, **values)
-    import copy
-
     changed = copy.copy(config)
     for key, value in values.items():
         setattr(changed, key, value)

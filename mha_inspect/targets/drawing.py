@@ -59,7 +59,6 @@ def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Ge
     else:
         tensor = torch.randint(0, max(plan.below, 1), plan.shape, generator=generator)
         free = next((n for n in range(plan.below) if n not in plan.avoid), None)
-        if free is not None:
-            for number in plan.avoid:
-                tensor[tensor == number] = free
+        if free is not None and plan.avoid:
+            tensor[torch.isin(tensor, torch.tensor(plan.avoid))] = free
     return tensor.to(device=device, dtype=dtype)

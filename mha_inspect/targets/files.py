@@ -37,7 +37,10 @@ def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
     name, content = path_name(path), content_of(path, SUFFIXES)
     if not isinstance(content, dict):
         return _read(content, name)
-    return {_key(key, name): _read(value, f"{shown(repr(key))} in {name}") for key, value in content.items()}
+    strange = next((key for key in content if not isinstance(key, str)), None)
+    if strange is not None:
+        raise InputError(f"{name} holds a mapping with the key {shown(repr(strange))}: names of tensors are meant.")
+    return {key: _read(value, f"{shown(repr(key))} in {name}") for key, value in content.items()}
 
 
 def read_tensor(path: Path) -> Tensor:
@@ -55,12 +58,6 @@ def read_tensor(path: Path) -> Tensor:
         )
     (mask,), cut = content.values(), rehearsed()
     return mask if cut is None else cut.mask(mask)
-
-
-def _key(key: object, name: str) -> str:
-    if not isinstance(key, str):
-        raise InputError(f"{name} holds a mapping with the key {shown(repr(key))}: names of tensors are meant.")
-    return key
 
 
 def _read(value: Any, name: str) -> Tensor:
@@ -111,10 +108,9 @@ def read_stored(stored: StoredTensor, name: str) -> Tensor:
     if stored.swapped:
         width = BITS[stored.dtype] // (16 if dtype.is_complex else 8)
         data = bytearray(b"".join(data[at : at + width][::-1] for at in range(0, len(data), width)))
-    # A byte that is neither 0 nor 1 is no boolean to torch, and may be anything to its kernels.
-    flat = (
-        torch.frombuffer(data, dtype=torch.uint8).ne(0) if dtype == torch.bool else torch.frombuffer(data, dtype=dtype)
-    )
+    flat = torch.frombuffer(data, dtype=torch.uint8 if dtype == torch.bool else dtype)
+    if dtype == torch.bool:  # a byte that is neither 0 nor 1 is none to torch, and may be anything to its kernels
+        flat = flat.ne(0)
     return flat.as_strided(stored.shape, stored.strides).clone(memory_format=torch.contiguous_format)
 
 

@@ -5,20 +5,19 @@ Each tensor is drawn by its plan, one for several arguments where nothing tells 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers.spec import AttentionSpec, InputSpec
-from .drawing import Plan, draw
+from .drawing import Plan, draw, generator_of
 from .forward import Forward
 from .holders import MOST_KEYS, Entries, Holder
-from .probe import Evidence, Probed, probe
+from .probe import Evidence, Probed
 from .target import Target
 from .values import InputShape
 from .vocabulary import ALIASES, Kind, plain
@@ -27,62 +26,45 @@ _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
 
 
-@dataclass(frozen=True)
-class Drawer:
-    """Draws what a forward is called with."""
-
-    forward: Forward
-    dtype: torch.dtype
-    device: torch.device
-    generator: torch.Generator
-    apart: bool
-    """Whether keys are another sequence than queries."""
-    shaped: Collection[str]
-    """Arguments of which somebody said the shape: each is drawn for itself."""
-
-    def draw(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors; query, key and value are one tensor where nothing tells them apart."""
-        drawn: dict[str, Tensor] = {}
-        has_key = "key" in self.forward.kinds.values()
-        for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
-            like: Kind | None = "key" if plan.kind == "value" and has_key else "query"
-            if plan.kind not in ("key", "value") or name in self.shaped or (self.apart and like == "query"):
-                like = None
-            same = [
-                tensor
-                for other, tensor in {**given, **drawn}.items()
-                if isinstance(tensor, Tensor) and self.forward.kind(other) == like
-                if tensor.shape[-1] == plan.shape[-1] and tensor.dim() == len(plan.shape)
-            ]
-            if same:
-                drawn[name] = same[0]
-                continue
-            tensor = draw(plan, self.dtype, self.device, self.generator)
-            # Always drawn batch first: the content of a row does not hang on the layout.
-            turned = plan.sequence and self.forward.batch_first is False
-            drawn[name] = tensor.transpose(0, 1).contiguous() if turned else tensor
-        return drawn
-
-    def tried(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is given and what is drawn, for a run before the real one: that draws the same again."""
-        state = self.generator.get_state()
-        values = {**given, **self.draw(plans, given)}
-        self.generator.set_state(state)
-        return values
-
-
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 
 
+@dataclass(frozen=True)
 class Guesses:
-    """Plans for the arguments of a target's forward."""
+    """Plans for the arguments of a target's forward, and what is drawn by plans."""
 
-    def __init__(self, target: Target, forward: Forward, inputs: InputSpec, spec: AttentionSpec | None) -> None:
-        self.target, self.forward, self.inputs = target, forward, inputs
-        self.spec = spec
-        """The sizes of a layer that are known before it runs; None for any other."""
+    target: Target
+    forward: Forward
+    inputs: InputSpec
+    spec: AttentionSpec | None
+    """The sizes of a layer that are known before it runs; None for any other."""
+    seed: int
+    shaped: Collection[str]
+    """Arguments of which somebody said the shape: each is drawn for itself."""
+
+    def drawn(self, plans: Mapping[str, Plan], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is given, and tensors: query, key and value are one where nothing tells them apart.
+
+        As often as it is called, they are the same.
+        """
+        forward, values, generator = self.forward, dict(given), generator_of(self.seed)
+        apart, has_key = self.inputs.key_len is not None, "key" in forward.kinds.values()
+        for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
+            like: Kind | None = "key" if plan.kind == "value" and has_key else "query"
+            if plan.kind not in ("key", "value") or name in self.shaped or (apart and like == "query"):
+                like = None
+            alike = [held for other, held in values.items() if forward.kind(other) == like]
+            same = [held for held in alike if isinstance(held, Tensor) and held.dim() == len(plan.shape)]
+            tensor = next((held for held in same if held.shape[-1] == plan.shape[-1]), None)
+            if tensor is None:
+                tensor = draw(plan, forward.dtype, forward.device, generator)
+                # Always drawn batch first: the content of a row does not hang on the layout.
+                if plan.sequence and forward.batch_first is False:
+                    tensor = tensor.transpose(0, 1).contiguous()
+            values[name] = tensor
+        return values
 
     def of(self, name: str) -> Plan:
         """Return what an argument is likely to be."""
@@ -110,13 +92,11 @@ class Guesses:
 
     def image(self, channels: int | None = None) -> Plan:
         """Return an argument as images."""
-        known = self.target.arguments
+        known, modules = self.target.arguments, self.target.module.modules()
         channels = channels or _first_int(known, "channels", "in_channels", "in_chans", "num_channels") or 3
-        size = next(
-            (known[n] for n in ("image_size", "img_size", "input_resolution", "resolution") if n in known), None
-        )
-        modules = self.target.module.modules()
-        size = size or next((getattr(m, n) for m in modules for n in ("image_size", "img_size") if hasattr(m, n)), 32)
+        names = ("image_size", "img_size", "input_resolution", "resolution")
+        size = next((known[name] for name in names if known.get(name)), None)
+        size = size or next((getattr(m, n) for m in modules for n in names[:2] if hasattr(m, n)), 32)
         height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
         return Plan("image", (self.inputs.batch, channels, height, width))
 
@@ -153,9 +133,8 @@ class Guesses:
 
     def _batch_and_length(self, name: str) -> tuple[int, ...]:
         inputs, forward = self.inputs, self.forward
-        key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
         encoded = forward.encodes_and_decodes and plain(name) in ("src", "source", "inputids", "xids", "srcids")
-        length = key_len if forward.kind(name) in ("key", "value", "other") or encoded else inputs.seq_len
+        length = inputs.keys if forward.kind(name) in ("key", "value", "other") or encoded else inputs.seq_len
         return (inputs.batch, length) if self._batched else (length,)
 
     @property
@@ -170,29 +149,22 @@ class Guesses:
         if self.spec is not None:
             widths = {"key": self.spec.key_width, "other": self.spec.key_width, "value": self.spec.value_width}
             return widths.get(kind, self.spec.embed_dim)
-        flags = {"key": ("kdim", "embed_dim"), "value": ("vdim", "embed_dim"), "other": ("kdim", "embed_dim")}
-        for flag in flags.get(kind, ("embed_dim",)):
-            for source in self._sources:
-                width = _first_int(source, *ALIASES[flag])
-                if width is not None:
-                    return width
+        own = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
+        named = (_first_int(source, *ALIASES[flag]) for flag in (own, "embed_dim") for source in self._sources)
         linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
-        lazy = [m.out_features for m in linears if not m.in_features]
-        return next((m.in_features for m in linears if m.in_features), lazy[0] if lazy else _UNUSUAL)
+        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # of lazy ones the first are 0
+        return next(filter(None, (*named, *taken)), _UNUSUAL)
 
     def _vocabulary(self) -> int:
-        sizes = (_first_int(source, *_VOCABULARY) for source in self._sources)
+        named = (_first_int(source, *_VOCABULARY) for source in self._sources)
         tables = (m.num_embeddings for m in self.target.module.modules() if isinstance(m, nn.Embedding))
-        return next((size for size in sizes if size is not None), next(tables, 2))
+        return next(filter(None, (*named, *tables)), 2)
 
 
 def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     """The first of these names that is a size in the source, whatever its spelling."""
-    known = {plain(name): value for name, value in source.items()}
-    found = (known.get(plain(name)) for name in names)
-    return next(
-        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
-    )
+    known = {plain(name): value for name, value in source.items() if type(value) is int and value > 0}
+    return next((known[plain(name)] for name in names if plain(name) in known), None)
 
 
 _MOST_STARS = 4
@@ -204,7 +176,6 @@ class Finder:
     """Runs a forward with guesses until one fits."""
 
     guesses: Guesses
-    drawer: Drawer
     given: Mapping[str, Any]
     """Arguments that are there."""
     said: Mapping[str, Plan]
@@ -217,9 +188,8 @@ class Finder:
     def probe(self, plans: Mapping[str, Plan], *, whole: bool, asks: Mapping[str, Holder] | None = None) -> Probed:
         """Run the forward once with these plans beside what is given and said."""
         forward = self.guesses.forward
-        values = forward.with_none(self.drawer.tried({**self.said, **plans}, self.given))
-        call = forward.call(values, asks)
-        return probe(forward.module, call.args, call.kwargs, {name: values[name] for name in plans}, whole=whole)
+        values = forward.with_none(self.guesses.drawn({**self.said, **plans}, self.given))
+        return forward.probe(values, asks, about=plans, whole=whole)
 
     def find(self, plans: dict[str, Plan]) -> dict[str, Plan]:
         """Return the plans, corrected by what the forward does with them.
@@ -228,12 +198,11 @@ class Finder:
         """
         forward, others = self.guesses.forward, self.said or self.given
         for owner in [name for name in plans if name in forward.holders]:
-            plans |= self._entries(owner, {n: p for n, p in plans.items() if n != owner}, sure=True)
-            del plans[owner]
+            plans = self._opened(owner, plans, sure=True)
         # An argument of an unknown name that stands behind others may be let out, or is one that somebody must give.
         extra = [n for n in plans if forward.kind(n) in ("unknown", "lengths") and (len(plans) > 1 or others)]
         extra = [n for n in extra if n != next(iter(forward.parameters), n) and "." not in n]
-        best: tuple[int, dict[str, Plan], Probed] | None = None
+        tried: list[tuple[int, dict[str, Plan], Probed]] = []
         for attempt in self._attempts(plans, extra):
             probed = self.probe(attempt, whole=bool(extra) or forward.open_ended)
             missing = probed.error.args[0] if isinstance(probed.error, KeyError) and probed.error.args else None
@@ -243,25 +212,20 @@ class Finder:
                     return self.find({**plans, missing: self.guesses.of(missing)})
                 forward.lacking.append(missing)
             for owner in filter(None, (probed.holder, probed.maybe)):
-                rest = {n: plan for n, plan in plans.items() if n != owner}
-                held = self._entries(owner, rest, sure=owner == probed.holder)
-                if held:
-                    return self.find({**rest, **held})
+                if opened := self._opened(owner, plans, sure=owner == probed.holder):
+                    return self.find(opened)
             known = len(probed.evidence) if probed.error is not None else len(plans) + 1
-            if best is None or known > best[0]:
-                best = (known, attempt, probed)
+            tried.append((known, attempt, probed))
             if known >= len(plans):
                 break
-        assert best is not None
-        _, chosen, probed = best
+        _, chosen, probed = max(tried, key=lambda one: one[0])
         self.raises, self.evidence = probed.error is not None, probed.evidence
         firm = {n for n, evidence in probed.evidence.items() if evidence.firm}
         doubtful = [n for n in extra if forward.kind(n) == "unknown" and n not in firm]
         untold = [n for n in doubtful if (n in chosen or probed.error is not None)]
         for name in untold or (plans if isinstance(probed.error, TypeError) else ()):
-            rest = {n: plan for n, plan in plans.items() if n != name}
-            if held := self._entries(name, rest, sure=False):
-                return self.find({**rest, **held})
+            if opened := self._opened(name, plans, sure=False):
+                return self.find(opened)
         if untold:
             raise InputError(
                 f"{forward.label} needs {untold[0]}, and nothing tells what that is. Give it: --input-shape "
@@ -274,23 +238,25 @@ class Finder:
         certain = {name: plan for name, plan in plans.items() if name not in extra}
         attempts = [certain, plans] if extra else [plans]
         loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
-        others: tuple[Callable[[str], Plan], ...] = (self.guesses.ids, lambda _: self.guesses.image())
-        for other in others if loose else ():
-            attempts += [
-                {**attempt, **{n: other(n) for n in loose if n in attempt}} for attempt in attempts[: 1 + bool(extra)]
-            ]
-        return attempts
+        if not loose:
+            return attempts
+        ids, images = {n: self.guesses.ids(n) for n in loose}, dict.fromkeys(loose, self.guesses.image())
+        return [
+            {name: instead.get(name, plan) for name, plan in attempt.items()}
+            for instead in ({}, ids, images)
+            for attempt in attempts
+        ]
 
-    def _entries(self, owner: str, plans: Mapping[str, Plan], *, sure: bool) -> dict[str, Plan]:
-        """Plans for what an argument holds: the entries that the forward asks it for, or two where it joins them.
+    def _opened(self, owner: str, plans: Mapping[str, Plan], *, sure: bool) -> dict[str, Plan]:
+        """The plans with those for what an argument holds in its place: the entries that the forward asks it for.
 
-        Empty where it does not run with them, unless it is `sure` that it holds any.
+        Those are two where it joins them. Empty where it does not run with them, unless it is `sure` that it holds any.
 
         Raises `InputError` where it is sure, and nothing tells what it holds.
         """
-        forward = self.guesses.forward
+        forward, plans = self.guesses.forward, {name: plan for name, plan in plans.items() if name != owner}
         if forward.is_star(owner):
-            return self._starred(owner, plans)
+            return {**plans, **self._starred(owner, plans)}
         holder = forward.holders.get(owner, Holder())
         found = self._guessed(owner, holder.keys)
         while len(found) < MOST_KEYS:
@@ -310,16 +276,16 @@ class Finder:
             if self.probe({**plans, **attempt}, whole=True).error is None:
                 found, runs = attempt, True
                 break
-        if sure and not (found and runs):
-            raise InputError(
-                f"{forward.label} takes several tensors in {owner}, and nothing tells what is in it. Give each entry: "
-                f"--input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
-            )
         if not (found and runs):
+            if sure:
+                raise InputError(
+                    f"{forward.label} takes several tensors in {owner}, and nothing tells what is in it. Give each "
+                    f"entry: --input-shape {owner}.KEY=2x10x512:float32 with its own sizes."
+                )
             forward.holders.pop(owner, None)
             return {}
         forward.entered.append(owner)
-        return found
+        return {**plans, **found}
 
     def _guessed(self, owner: str, keys: Iterable[str]) -> dict[str, Plan]:
         names = [f"{owner}.{key}" for key in keys]

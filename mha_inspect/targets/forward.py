@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
@@ -18,7 +19,7 @@ from .constructor import signature_of
 from .holders import MOST_KEYS, Entries, Holder, Questioned, annotated
 from .learned_masks import Learned, Taker, learn_blanks, learn_masks
 from .masks import Masks, mask_arguments, masks_of
-from .probe import probe
+from .probe import Probed, probe
 from .vocabulary import Kind, kind_of, plain
 
 _NO_TENSORS = ("setting", "mask", "lengths")
@@ -31,6 +32,9 @@ class Forward:
     def __init__(self, module: nn.Module, name: str) -> None:
         every = signature_of(module.forward)
         self.module, self.label = module, f"{name}.forward"
+        own = [*module.parameters()]
+        self.device = own[0].device if own else torch.device("cpu")
+        self.dtype = next((one.dtype for one in own if one.is_floating_point()), torch.float32)
         self.parameters = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self.open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in every.values())
         if not self.parameters:
@@ -122,16 +126,23 @@ class Forward:
         folded = self._folded(values, asks or {})
         ordered = {name: folded[name] for name in self.in_order(folded) if name in self.parameters}
         ordered |= {name: value for name, value in folded.items() if name not in ordered}
-        kinds = {n: p.kind for n, p in self.parameters.items() if n in ordered}
-        places = [ordered[n] for n, kind in kinds.items() if kind is Parameter.POSITIONAL_ONLY]
-        places += [one for n in kinds if self.is_star(n) for one in ordered[n] or ()]
-        nameless = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
-        return Call(
-            tuple(places),
-            {name: value for name, value in ordered.items() if kinds.get(name) not in nameless},
-            "" if asks else described(ordered),
-            batch_first=self.batch_first is not False,
-        )
+        named, text = dict(ordered), "" if asks else described(ordered)
+        nameless = [n for n, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY and n in named]
+        places = [named.pop(name) for name in nameless]
+        places += [one for n in self.parameters if self.is_star(n) for one in named.pop(n, None) or ()]
+        return Call(tuple(places), named, text, batch_first=self.batch_first is not False)
+
+    def probe(
+        self,
+        values: Mapping[str, Any],
+        asks: Mapping[str, Holder] | None = None,
+        *,
+        about: Iterable[str] = (),
+        whole: bool = True,
+    ) -> Probed:
+        """Run it once with these values, and say what it does with those that are asked `about`."""
+        call = self.call(values, asks)
+        return probe(self.module, call.args, call.kwargs, {name: values[name] for name in about}, whole=whole)
 
     def _folded(self, values: Mapping[str, Any], asks: Mapping[str, Holder]) -> dict[str, Any]:
         """The values with the entries of what holds several in it, the innermost first."""
@@ -204,13 +215,11 @@ class ForwardMasks:
     def _blanks(self, values: Mapping[str, Any]) -> tuple[Learned, ...]:
         """Masks that bar nothing for a forward that does not run without any."""
         forward = self.forward
-        empty = [name for name in forward.free_masks(values) if values.get(name) is None]
         optional = {n for n, p in forward.parameters.items() if p.default is not Parameter.empty}
-        required = [name for name in empty if name not in optional]
+        required = [n for n in forward.free_masks(values) if values.get(n) is None and n not in optional]
         if not required or self.masks.device.type == "meta":
             return ()
-        call = forward.call(values)
-        if not isinstance(probe(forward.module, call.args, call.kwargs, {}, whole=True).error, _OF_NONE):
+        if not isinstance(forward.probe(values).error, _OF_NONE):
             return ()
         required = self._entries(required, values)
         return learn_blanks(self._taker(values, required), required)
@@ -226,15 +235,13 @@ class ForwardMasks:
         holder = replace(forward.holders.get(owner, Holder()), tells_masks=True)
         others = {name: value for name, value in values.items() if name != owner}
         while len(holder.keys) < MOST_KEYS:
-            call = forward.call(others, {owner: holder})
-            wanted = probe(forward.module, call.args, call.kwargs, {}, whole=True).wanted
+            wanted = forward.probe(others, {owner: holder}).wanted
             if wanted is None or not (wanted.kind is Entries or wanted.words):
                 break
             holder = replace(holder, kind=wanted.kind, keys=(*holder.keys, *wanted.keys), words=wanted.words)
-        if holder.keys and owner not in forward.entered:
-            forward.entered.append(owner)
         if holder.keys:
             forward.holders[owner] = replace(holder, tells_masks=False)
+            forward.entered += [owner] if owner not in forward.entered else []
         return [f"{owner}.{key}" for key in holder.keys]
 
     def _taker(self, values: Mapping[str, Any], free: list[str]) -> Taker:

@@ -8,13 +8,12 @@ from inspect import Parameter, signature
 from operator import index
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import SpecError
 from ..layers.building import blank
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, own_spec, spec_for
+from ..layers.settings import check_settings, settings_in, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
@@ -43,14 +42,13 @@ def layers_by_name(
     """
     if not heads:
         raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
-    rest = dict(settings)
     known = [one.name for cls in (AttentionSpec, InputSpec, RunSpec) for one in fields(cls) if one.name != "num_heads"]
-    for name in rest:
+    for name in settings:
         if name not in known:
             raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
-    own = [{one.name: rest.pop(one.name) for one in fields(cls) if one.name in rest} for cls in (InputSpec, RunSpec)]
-    spec = spec_for(find_layer(layer), num_heads=heads[0], **rest)
-    return layers_with_heads(spec, heads, InputSpec(**own[0]), RunSpec(**own[1]), layer, room)
+    spec = spec_for(find_layer(layer), num_heads=heads[0], **settings_in(AttentionSpec, settings))
+    inputs, run = InputSpec(**settings_in(InputSpec, settings)), RunSpec(**settings_in(RunSpec, settings))
+    return layers_with_heads(spec, heads, inputs, run, layer, room)
 
 
 def layers_with_heads(
@@ -72,7 +70,7 @@ def layers_with_heads(
         DeviceError: the device is not there, or cannot run spec.dtype.
         DoesNotFitError: it needs more memory than there is.
     """
-    spec = own_spec(find_layer(layer), spec)
+    spec = find_layer(layer).own(spec)
     specs = [replace(spec, num_heads=count) for count in dict.fromkeys(counts)]
     check_settings(find_layer(layer), specs[0], inputs, run)
     if resolve(run.device, spec.dtype).type == "meta":
@@ -92,13 +90,10 @@ def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
     kind = find_layer(base.layer)
     with blank():
         module = kind.build(spec, base.run.device)
-    if _shapes(module) != _shapes(base.module):
+    own, others = ({name: held.shape for name, held in one.state_dict().items()} for one in (module, base.module))
+    if own != others:
         module = kind.build(spec, base.run.device)
     return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
 def modules_with_heads(

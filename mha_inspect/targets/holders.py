@@ -9,7 +9,9 @@ import dis
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
+from inspect import Parameter
+from itertools import takewhile
 from types import FrameType
 from typing import Any, get_args, get_origin
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..text import shown
+from .constructor import signature_of
 from .importing import in_one_line
 
 MOST_KEYS = 16
@@ -97,10 +100,7 @@ def _tensors(parts: Sequence[Any]) -> bool:
 
 
 def _required(kind: type) -> tuple[str, ...]:
-    if is_dataclass(kind):
-        return tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.init)
-    defaults: Mapping[str, Any] = getattr(kind, "_field_defaults", {})
-    return tuple(name for name in getattr(kind, "_fields", ()) if name not in defaults)
+    return tuple(name for name, own in signature_of(kind).items() if own.default is Parameter.empty)
 
 
 # -- what a forward asks of it -----------------------------------------------------------------------------------------
@@ -110,7 +110,6 @@ class WantedError(BaseException):
     """Something was asked of an argument that it does not hold yet."""
 
     def __init__(self, kind: type, keys: Iterable[str], words: tuple[str, ...] = ()) -> None:
-        super().__init__()
         self.holder = Holder(kind, tuple(keys), words)
 
 
@@ -146,6 +145,8 @@ class Questioned(tuple[Any, ...]):
         return super().__getitem__(key)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values", "items"):
+            return getattr(self.held, name)
         if name not in self.held:
             if name.startswith("__") or (hasattr(Tensor, name) and name not in _ENTRIES_TOO):
                 raise AttributeError(name)
@@ -171,20 +172,8 @@ class Questioned(tuple[Any, ...]):
         left_out = key not in self.held and (default is not None or is_mask) and not (is_mask and self.tells_masks)
         return default if left_out else self._entry(key)
 
-    def keys(self) -> Iterable[str]:
-        """Return the names of its entries."""
-        return self.held.keys()
 
-    def values(self) -> Iterable[Any]:
-        """Return its entries."""
-        return self.held.values()
-
-    def items(self) -> Iterable[tuple[str, Any]]:
-        """Return its entries with their names."""
-        return self.held.items()
-
-
-_ENTRIES_TOO = ("data", "values", "indices", "names", "index")
+_ENTRIES_TOO = ("data", "indices", "names", "index")
 """Names of entries that a tensor has too."""
 
 
@@ -198,9 +187,7 @@ def unpacked_into(frame: FrameType) -> tuple[str, ...] | None:
     if at == len(steps) or steps[at].opname != "UNPACK_SEQUENCE":
         return None
     names: list[str] = []
-    for step in steps[at + 1 :]:
-        if not step.opname.startswith("STORE_FAST") or len(names) >= steps[at].argval:
-            break
+    for step in takewhile(lambda step: step.opname.startswith("STORE_FAST"), steps[at + 1 :]):
         # Python 3.13 stores two at once, or stores one and loads another.
         stored = step.argval if isinstance(step.argval, tuple) else (step.argval,)
         names += stored[: 1 if "LOAD" in step.opname else None]

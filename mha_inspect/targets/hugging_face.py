@@ -67,32 +67,30 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
     attention = own.pop(_ATTENTION, None)
     small = own.pop(_SMALL, "false")
     place = Path(name)
+    kind, held, weights = name, dict[str, Any](), list[Path]()
     if place.exists():
         file = place / "config.json" if place.is_dir() else place
         held = read_config(file, text)
-        kind, folder = str(held.pop("model_type")), file.parent
-    else:
-        kind, held, folder = name, {}, None
-    config_class = find_config_class(transformers, kind, text, None if folder is None else held)
+        kind = str(held.pop("model_type"))
+        weights = [*file.parent.glob("*.safetensors"), *file.parent.glob("pytorch_model*.bin")]
+    config_class = find_config_class(transformers, kind, text, held if place.exists() else None)
     described = f"a configuration of type {kind}"
     if convert(_SMALL, small, bool, False, {}):
         # Weights would not fit it.
-        (held, smaller), folder = _small(transformers, config_class, held, text), None
+        (held, smaller), weights = _small(transformers, config_class, held, text), []
         described = f"a small configuration of type {kind}, {smaller}"
     values, left, flags = config_values(config_class, held, own, spec)
     require_few_layers({**held, **values}, text)
     config = make_config(config_class, {**held, **values}, text)
     model_class = _model_class(transformers, config, kind)
-    module = _build(model_class, config, attention, folder, text, spec)
+    extra = {} if attention is None else {_ATTENTION: attention}
+    module = _build(model_class, config, extra, weights, text, spec)
     chosen = settings_of_forward(
         module, left, [*setting_names(config_class), _ATTENTION, _SMALL], f"the configuration of {kind}", {}
     )
-    weights = f"its weights are random, from seed {spec.seed}"
-    if spec.device == "meta":
-        weights = "on meta it has shapes and no weights"
-    elif folder is not None and _weights(folder):
-        weights = "its weights are those in the directory"
-    notes = [f"{type(module).__name__} was built from {described}; {weights}."]
+    said = "its weights are those in the directory" if weights else f"its weights are random, from seed {spec.seed}"
+    said = "on meta it has shapes and no weights" if spec.device == "meta" else said
+    notes = [f"{type(module).__name__} was built from {described}; {said}."]
     if flags:
         notes.append(f"The configuration got {', '.join(flags)}.")
     return Target(module, text, _flat(values), tuple(notes), vars(config), chosen)
@@ -182,15 +180,10 @@ def _small(
     return ways[min(built)[1] if built else -1]  # why it cannot be built is told where it is
 
 
-def _weights(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-
-
 def _build(
-    model_class: Any, config: Any, attention: str | None, folder: Path | None, text: str, spec: TargetSpec
+    model_class: Any, config: Any, extra: Mapping[str, Any], weights: list[Path], text: str, spec: TargetSpec
 ) -> nn.Module:
     """The model; it is made without memory first, to learn how much it would take."""
-    extra = {} if attention is None else {_ATTENTION: attention}
     before = torch.get_default_dtype()
     try:
         with torch.device("meta"), of_bounded_number(shown(text)):
@@ -207,10 +200,20 @@ def _build(
             f"A small one of its kind needs less (--set {_SMALL}=true); shapes need none (--device meta).",
         )
         torch.manual_seed(spec.seed)
-        if folder is not None and _weights(folder):
-            return _from_folder(model_class, config, folder, extra)
-        module: nn.Module = model_class._from_config(config, **extra)
-        return module
+        if not weights:
+            made: nn.Module = model_class._from_config(config, **extra)
+            return made
+        read: nn.Module = model_class.from_pretrained(
+            str(weights[0].parent),
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=any(path.suffix == ".safetensors" for path in weights),
+            weights_only=True,
+            ignore_mismatched_sizes=False,
+            **extra,
+        )
+        return read
     except MhaInspectError:
         raise
     except Exception as error:
@@ -224,21 +227,6 @@ def _build(
         raise InputError(f"{shown(text)} cannot be built: {one_line(error)}") from None
     finally:
         torch.set_default_dtype(before)
-
-
-def _from_folder(model_class: Any, config: Any, folder: Path, extra: Mapping[str, Any]) -> nn.Module:
-    safe = any(path.suffix == ".safetensors" for path in _weights(folder))
-    module: nn.Module = model_class.from_pretrained(
-        str(folder),
-        config=config,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=safe,
-        weights_only=True,
-        ignore_mismatched_sizes=False,
-        **extra,
-    )
-    return module
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .constructor import unknown_setting
 from .importing import in_one_line
 from .target import TargetSpec
 from .values import convert
-from .vocabulary import ALIASES, dashed, plain
+from .vocabulary import ALIASES, dashed, named_for, plain
 
 _MOST_LAYERS = 5000
 _LONGEST_FILE = 2**24
@@ -112,12 +112,10 @@ def setting_names(config_class: Any) -> list[str]:
 
 
 def _hints(config_class: Any) -> dict[str, Any]:
-    # An annotation may name what is imported for type checkers alone.
-    known = {"torch": sys.modules["torch"]}
-    try:
-        return typing.get_type_hints(config_class, localns=known)
-    except Exception:  # it may name what is not installed
-        return {}
+    with suppress(Exception):  # it may name what is not installed
+        # An annotation may name what is imported for type checkers alone.
+        return typing.get_type_hints(config_class, localns={"torch": sys.modules["torch"]})
+    return {}
 
 
 def config_values(
@@ -127,58 +125,38 @@ def config_values(
     values: dict[str, Any] = {}
     left: dict[str, str] = {}
     parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
+    known = {part: setting_names(kind) if hasattr(kind, "model_type") else [] for part, kind in parts.items()}
+    names = setting_names(config_class)
     for key, text in settings.items():
         head, _, tail = key.partition(".")
-        if tail and head in parts:
-            _set_part(values, held, parts, head, tail, text, key)
-        elif key in setting_names(config_class):
+        if tail and head in parts and tail not in known[head]:
+            raise SpecError(unknown_setting(key, [f"{head}.{name}" for name in known[head]], head))
+        if key in names:
             values[_own_name(config_class, key)] = _converted(config_class, key, text)
-        else:
-            owners = [
-                part for part, kind in parts.items() if hasattr(kind, "model_type") and key in setting_names(kind)
-            ]
-            for part in owners:
-                _set_part(values, held, parts, part, key, text, key)
-            if not owners:
-                left[key] = text
+            continue
+        owners = [head] if tail and head in parts else [part for part in parts if key in known[part]]
+        for part in owners:
+            inner = values.setdefault(part, dict(held.get(part) or {}))
+            own = tail if tail and head in parts else key
+            inner[_own_name(parts[part], own)] = _converted(parts[part], own, text)
+            _shorten_lists(inner)
+        if not owners:
+            left[key] = text
     flags = []
     for flag in sorted(spec.flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
-        name = next(
-            (n for alias in ALIASES[flag] for n in setting_names(config_class) if plain(n) == plain(alias)), None
-        )
-        if name is None and flag not in spec.flags.typed:
-            continue
-        if name is None:
+        name = next(iter(named_for(flag, names)), None)
+        if name is None and flag in spec.flags.typed:
             raise SpecError(
                 f"the configuration {config_class.__name__} has nothing that {dashed(flag)} could be. Name it: "
                 "--set NAME=VALUE."
             )
-        if _own_name(config_class, name) not in values:
+        if name is not None and _own_name(config_class, name) not in values:
             values[_own_name(config_class, name)] = spec.flags.value(flag)
             flags.append(f"{name}={spec.flags.value(flag)} ({dashed(flag)})")
-    _shorten_lists(held, values)
     for name, value in _open_values(config_class, values, held, spec).items():
         values[name] = value
         flags.append(f"{name}={value} (it says none)")
     return values, left, flags
-
-
-def _set_part(
-    values: dict[str, Any],
-    held: Mapping[str, Any],
-    parts: Mapping[str, Any],
-    part: str,
-    name: str,
-    text: str,
-    key: str,
-) -> None:
-    kind = parts[part]
-    if not hasattr(kind, "model_type") or name not in setting_names(kind):
-        known = [f"{part}.{n}" for n in setting_names(kind)] if hasattr(kind, "model_type") else []
-        raise SpecError(unknown_setting(key, known, part))
-    inner = values.setdefault(part, dict(held.get(part) or {}))
-    inner[_own_name(kind, name)] = _converted(kind, name, text)
-    _shorten_lists(inner, inner)
 
 
 def _own_name(config_class: Any, name: str) -> str:
@@ -191,15 +169,11 @@ def _converted(config_class: Any, name: str, text: str) -> Any:
     return convert(name, text, _hints(config_class).get(own, Parameter.empty), default, {})
 
 
-def _shorten_lists(held: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Fewer layers leave the rest of what a file lists layer by layer."""
-    count = next((values[n] for n in _COUNTS if n in values), None)
-    for name in _LENGTHS:
-        listed = held.get(name)
-        if isinstance(count, int) and isinstance(listed, list) and len(listed) > count:
-            values.setdefault(name, listed[:count])
-            if len(values[name]) > count:
-                values[name] = values[name][:count]
+def _shorten_lists(part: dict[str, Any]) -> None:
+    """Fewer layers leave the rest of what a part lists layer by layer; what the whole lists is cut where it is made."""
+    count = next((part[n] for n in _COUNTS if n in part), None)
+    if isinstance(count, int):
+        part |= {name: part[name][:count] for name in _LENGTHS if isinstance(part.get(name), list)}
 
 
 def make_config(config_class: Any, values: dict[str, Any], text: str) -> Any:
@@ -218,19 +192,15 @@ def _with_fewer_layers(config_class: Any, values: Mapping[str, Any]) -> Any:
 
     None where it has no such list.
     """
-    name = next((n for n in _COUNTS if n in values), None)
-    if name is None:
-        return None
-    try:
+    with suppress(Exception):  # what it is configured by is refused by its own checks: the first refusal is told
+        name = next(n for n in _COUNTS if n in values)
         config = config_class.from_dict({n: value for n, value in values.items() if n != name})
         count, every = values[name], getattr(config, name)
-        lists = [n for n, value in vars(config).items() if isinstance(value, list) and len(value) == every > count]
-        setattr(config, name, count)
-        for listed in lists:
-            setattr(config, listed, getattr(config, listed)[:count])
-    except Exception:  # what it is configured by is refused by its own checks: the first refusal is told
-        return None
-    return config if lists else None
+        lists = {n: held for n, held in vars(config).items() if isinstance(held, list) and len(held) == every > count}
+        for own, value in {name: count, **{n: held[:count] for n, held in lists.items()}}.items():
+            setattr(config, own, value)
+        return config if lists else None
+    return None
 
 
 def _open_values(

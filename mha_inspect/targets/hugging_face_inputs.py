@@ -27,57 +27,24 @@ def ways_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSp
         free: arguments that nobody has given.
         inputs: for batch and lengths.
     """
-    plans = _plans_of(module, names, free, inputs)
+    told = _Told(module, free, inputs)
+    plans = told.plans(names)
     yield plans
     if not plans:
         return
     more = [name for name in _SOMETIMES if name in free - set(plans)]
     every = [plans]
     for also in (*([name] for name in more), more):
-        both = _masked(plans | _plans_of(module, also, free, inputs), module.config)
+        both = told.masked(plans | told.plans(also))
         if both.keys() != plans.keys():
             yield both
             every.append(both)
     for both in (every[0], every[-1]) if len(every) > 1 else every:
-        for name in both:
-            for other in _otherwise(name, both[name], module.config, inputs):
-                yield _masked({**both, name: other}, module.config)
+        for name, plan in both.items():
+            for shape in told.other_shapes(name, plan.shape):
+                yield told.masked({**both, name: replace(plan, shape=shape)})
     if "input_values" in plans:
         yield {}  # a waveform is what it is for most: what takes something else says so when it runs
-
-
-def _plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
-    """Return plans for the arguments that the configuration tells about: `names`, and what has to come with them."""
-    config: Any = module.config
-    wanted = [*names]
-    if getattr(config, "is_encoder_decoder", False):
-        wanted += [name for name in _OF_DECODERS if name in free]
-    if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
-        wanted += [name for name in _HELD_AGAINST if name in free][:1]
-    if hasattr(config, "lags_sequence") or hasattr(config, "state_dim"):
-        wanted += [name for name in _OF_SERIES if name in free]
-    if "spatial_shapes" in free and "pixel_values" in wanted:
-        wanted += ["spatial_shapes", "pixel_attention_mask"]
-    in_patches = not free.isdisjoint(("spatial_shapes", "pixel_position_ids"))
-    decodes = "decoder_input_ids" in wanted
-    plans: dict[str, Plan] = {}
-    for name in dict.fromkeys(wanted):
-        grid = any(other.endswith("grid_thw") for other in wanted)
-        plan = _in_grid(name, config, inputs.batch) if grid else None
-        plan = plan or _plan(name, config, inputs, decodes, in_patches)
-        if plan is not None:
-            plans[name] = plan
-    return _masked(plans, config)
-
-
-def _masked(plans: dict[str, Plan], config: Any) -> dict[str, Plan]:
-    """The plans, with a mask of sounds that is as long as they are: one for each frame, wherever the frames are."""
-    if "input_features_mask" in plans and "input_features" in plans:
-        batch, *rest = plans["input_features"].shape
-        bins = _held(config, *_BINS)
-        frames = next((size for size in rest if size != bins), rest[0])
-        plans = {**plans, "input_features_mask": _whole("input_features_mask", (batch, frames), 2)}
-    return plans
 
 
 _OF_DECODERS = ("decoder_input_ids", "decoder_input_values", "future_values", "future_time_features")
@@ -100,41 +67,199 @@ _OF_SERIES = (
 """What comes with each step of a time series, or of a game."""
 
 
-def _plan(name: str, config: Any, inputs: InputSpec, decodes: bool, in_patches: bool) -> Plan | None:
-    key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
-    if name in ("input_ids", "decoder_input_ids"):
-        length = key_len if decodes and name == "input_ids" else inputs.seq_len
-        words = config.get_text_config(decoder=name == "decoder_input_ids")
-        words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
-        vocabulary = getattr(words, "vocab_size", None)
-        if not isinstance(vocabulary, int):
+class _Told:
+    """What the configuration of a model tells of its arguments."""
+
+    def __init__(self, module: nn.Module, free: set[str], inputs: InputSpec) -> None:
+        self.config: Any = module.config
+        self.free, self.batch, self.seq_len, self.key_len = free, inputs.batch, inputs.seq_len, inputs.keys
+        self.compares = any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False))
+        self.in_patches = not free.isdisjoint(("spatial_shapes", "pixel_position_ids"))
+
+    def plans(self, names: list[str]) -> dict[str, Plan]:
+        """Return plans for the arguments that it tells about: of these, and what has to come with them."""
+        config, wanted = self.config, [*names]
+        if getattr(config, "is_encoder_decoder", False):
+            wanted += [name for name in _OF_DECODERS if name in self.free]
+        if self.compares:
+            wanted += [name for name in _HELD_AGAINST if name in self.free][:1]
+        if hasattr(config, "lags_sequence") or hasattr(config, "state_dim"):
+            wanted += [name for name in _OF_SERIES if name in self.free]
+        if "spatial_shapes" in self.free and "pixel_values" in wanted:
+            wanted += ["spatial_shapes", "pixel_attention_mask"]
+        decodes, in_grid = "decoder_input_ids" in wanted, any(name.endswith("grid_thw") for name in wanted)
+        plans = {name: (self._grid(name) if in_grid else None) or self._plan(name, decodes) for name in wanted}
+        return self.masked({name: plan for name, plan in plans.items() if plan is not None})
+
+    def masked(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+        """Return the plans, with a mask of sounds that is as long as they are: one for each frame."""
+        if "input_features_mask" in plans and "input_features" in plans:
+            _, *rest = plans["input_features"].shape
+            bins = self.held(*_BINS)
+            frames = next((size for size in rest if size != bins), rest[0])
+            plans = {**plans, "input_features_mask": self._whole("input_features_mask", frames)}
+        return plans
+
+    def held(self, *names: str, config: Any = None) -> Any:
+        """Return what it, or a configuration in it, says by the first of these names; None where none says it."""
+        config = self.config if config is None else config
+        inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
+        values = (getattr(own, name, None) for own in (config, *inner) for name in names)
+        return next((value for value in values if value is not None), None)
+
+    def _plan(self, name: str, decodes: bool) -> Plan | None:
+        config = self.config
+        match name:
+            case "input_ids" | "decoder_input_ids":
+                words = config.get_text_config(decoder=name == "decoder_input_ids")
+                words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
+                known = getattr(words, "vocab_size", None)
+                length = self.key_len if decodes and name == "input_ids" else self.seq_len
+                if not isinstance(known, int):
+                    return None
+                return Plan("ids", (self.batch, length), "int64", known, _special(words))
+            case "qformer_input_ids" | "task_inputs":
+                words = getattr(config, "qformer_config", config)
+                known = self.held("vocab_size", "text_encoder_vocab_size", config=words)
+                return self._whole(name, getattr(config, "task_seq_len", self.seq_len), below=known) if known else None
+            # An image in patches: how many there are along each side, and that all of them count.
+            case "spatial_shapes":
+                return Plan("ids", (self.batch, 2), "int64", _PATCHES + 1, tuple(range(_PATCHES)))
+            case "pixel_position_ids":
+                places = tuple((at // _PATCHES, at % _PATCHES) for at in range(_PATCHES**2))
+                return Plan("ids", (self.batch, _PATCHES**2, 2), "int64", rows=places)
+            case "pixel_attention_mask":
+                return self._whole(name, _PATCHES**2)
+            case "pixel_values" | "pixel_values_videos" if name != "pixel_values" or not self.in_patches:
+                return self._image(_looks(config))
+            case "pixel_values":
+                looks = _looks(config)
+                return self._other(_PATCHES**2, getattr(looks, "num_channels", 3) * looks.patch_size**2)
+            case "bbox":
+                return self._other(self.seq_len, 4)
+            case "visual_feats" | "visual_pos":
+                return self._wide(self.seq_len, name.replace("feats", "feat") + "_dim")
+            case "input_features_mask":
+                return self._whole(name, self.key_len)
+            case "input_values" | "decoder_input_values" | "input_features":
+                return self._sound(name, getattr(config, "audio_config", config))
+            case "encoder_hidden_states":
+                return self._wide(self.key_len, "encoder_hidden_size", "hidden_size")
+            case "query_embeds":
+                return self._wide(self.key_len, "hidden_size")
+        return self._move(name) if hasattr(config, "state_dim") else self._series(name)
+
+    def _other(self, *shape: int) -> Plan:
+        return Plan("other", (self.batch, *shape))
+
+    def _wide(self, length: int, *widths: str) -> Plan | None:
+        width = self.held(*widths)
+        return None if width is None else self._other(length, width)
+
+    def _whole(self, name: str, *shape: int, below: int = 2) -> Plan:
+        """Whole numbers; of a mask, ones: everything was seen."""
+        return Plan("ids", (self.batch, *shape), "int64", below, (0,) if "mask" in name else ())
+
+    def _image(self, config: Any) -> Plan:
+        size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
+        if isinstance(size, Mapping):
+            size = (size["height"], size["width"])
+        height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
+        frames = [config.num_frames] if hasattr(config, "num_frames") else [8] * hasattr(config, "tubelet_size")
+        return Plan("image", (self.batch, *frames, _channels(config), height, width))
+
+    def _grid(self, name: str) -> Plan | None:
+        """Images as rows of patches one after the other, and how many there are in time, height and width of each."""
+        config, size = self.config, getattr(self.config, "patch_size", None)
+        if name.endswith("grid_thw"):
+            return Plan("ids", (self.batch, 3), "int64", rows=(1, _PATCHES, _PATCHES))
+        if name == "merge_sizes":
+            return Plan("ids", (self.batch,), "int64", rows=(1,))
+        if name not in ("hidden_states", "pixel_values") or not isinstance(size, int):
             return None
-        return Plan("ids", (inputs.batch, length), "int64", vocabulary, _special(words))
-    if name in ("qformer_input_ids", "task_inputs"):
-        words = getattr(config, "qformer_config", config)
-        known = _held(words, "vocab_size", "text_encoder_vocab_size")
-        length = getattr(config, "task_seq_len", inputs.seq_len)
-        return Plan("ids", (inputs.batch, length), "int64", known) if known else None
-    if name in ("spatial_shapes", "pixel_position_ids", "pixel_attention_mask") or (
-        name == "pixel_values" and in_patches
-    ):
-        patches = _patches(name, _looks(config), inputs.batch)
-        if patches is not None:
-            return patches
-    if name == "input_features_mask":
-        return _whole(name, (inputs.batch, key_len), 2)
-    if name in ("bbox", "visual_feats", "visual_pos"):
-        width = 4 if name == "bbox" else getattr(config, name.replace("feats", "feat") + "_dim", None)
-        return None if width is None else Plan("other", (inputs.batch, inputs.seq_len, width))
-    if name in ("pixel_values", "pixel_values_videos"):
-        return _image(_looks(config), inputs.batch)
-    if name in ("input_values", "decoder_input_values", "input_features"):
-        return _sound(name, getattr(config, "audio_config", config), inputs.batch, inputs.seq_len, key_len)
-    if name in ("encoder_hidden_states", "query_embeds"):
-        widths = ("hidden_size",) if name == "query_embeds" else ("encoder_hidden_size", "hidden_size")
-        width = _held(config, *widths)
-        return None if width is None else Plan("hidden", (inputs.batch, key_len, width))
-    return _series(name, config, inputs.batch, inputs.seq_len)
+        width = _channels(config) * getattr(config, "temporal_patch_size", 1) * size**2
+        return Plan("other", (self.batch * _PATCHES**2, width))
+
+    def _sound(self, name: str, config: Any) -> Plan | None:
+        """A waveform, or the spectrogram of one: as long as the layers before the attention make one frame of."""
+        bins = self.held("num_mel_bins", config=config)
+        if name == "input_values":
+            if bins is not None and hasattr(config, "max_length"):
+                return self._other(config.max_length, bins)
+            if hasattr(config, "audio_channels"):
+                return self._other(config.audio_channels, prod(config.upsampling_ratios) * self.seq_len)
+            return self._other(400 + 320 * (self.seq_len - 1))
+        if name == "decoder_input_values":
+            return None if bins is None else self._other(self.seq_len, bins)
+        if hasattr(config, "max_source_positions") and bins is not None:
+            return self._other(bins, 2 * config.max_source_positions)
+        if hasattr(config, "spec_size") and bins is not None:
+            return self._other(1, config.spec_size * (config.spec_size // bins), bins)
+        for field, times in zip(_BINS, (4, 1, 1), strict=True):
+            if isinstance(width := self.held(field, config=config), int):
+                return self._other(times * self.key_len, width)
+        return self._other(4 * self.key_len, 128)
+
+    def _move(self, name: str) -> Plan | None:
+        """The moves of a game, with what they brought."""
+        widths = {"states": self.config.state_dim, "actions": self.config.act_dim, "rewards": 1, "returns_to_go": 1}
+        if name in widths:
+            return self._other(self.seq_len, widths[name])
+        numbers = {"timesteps": getattr(self.config, "max_ep_len", self.seq_len), "attention_mask": 2}
+        return self._whole(name, self.seq_len, below=numbers[name]) if name in numbers else None
+
+    def _series(self, name: str) -> Plan | None:
+        """Values in time, with what is known of each moment."""
+        config, length = self.config, getattr(self.config, "context_length", 0)
+        if not hasattr(config, "lags_sequence"):
+            if name == "past_values_padding" and length:
+                return Plan("ids", (self.batch, length), "int64", rows=(0,))
+            inputs = [config.num_input_channels] if hasattr(config, "num_input_channels") else []
+            return self._other(length, *inputs) if name == "past_values" and length else None
+        values = [] if config.input_size == 1 else [config.input_size]
+        past, future = length + max(config.lags_sequence), config.prediction_length
+        shapes = {
+            "past_values": (past, *values),
+            "past_observed_mask": (past, *values),
+            "past_time_features": (past, config.num_time_features),
+            "future_values": (future, *values),
+            "future_time_features": (future, config.num_time_features),
+            "static_real_features": (config.num_static_real_features,),
+            "static_categorical_features": (config.num_static_categorical_features,),
+        }
+        if name not in shapes or (0 in shapes[name] and name.startswith("static")):
+            return None
+        if name == "static_categorical_features":
+            return self._whole(name, *shapes[name], below=min(config.cardinality))
+        return self._whole(name, *shapes[name]) if "mask" in name else self._other(*shapes[name])
+
+    def other_shapes(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Return other layouts of words, of a sound or of an image."""
+        batch, *rest = shape
+        if name == "input_features" and len(rest) == 2:
+            bins = int(self.held("num_mel_bins") or min(rest))
+            frames = 4 * int(self.held("n_window") or 16)
+            yield from ((batch, frames, bins), (batch, bins, frames))
+        elif name == "input_values":
+            ratios = self.held("upsampling_ratios", "downsampling_ratios")
+            if ratios is not None:
+                yield batch, 1, prod(ratios) * self.seq_len
+        elif name in ("input_ids", "decoder_input_ids") and len(rest) == 1:
+            books = self.held("num_channels", "num_codebooks")
+            if isinstance(books, int):
+                yield from ((*shape, number) for number in (books, books + 1))
+        elif name == "pixel_values" and len(rest) == 3:
+            yield batch, 1, *rest
+            yield batch, 2, rest[0], _PAIRED, _PAIRED
+        elif name == "pixel_values" and len(rest) == 1:
+            channels, size = int(self.held("num_channels", "in_channels") or 3), int(self.held("patch_size"))
+            if rest[0] == channels * size**2:
+                yield from ((batch, rest[0] * more) for more in (2, 4))
+            yield batch, channels, size, size
+
+
+_BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
+"""What a configuration calls the numbers of a frame."""
 
 
 def _looks(config: Any) -> Any:
@@ -144,145 +269,13 @@ def _looks(config: Any) -> Any:
     return inner if hasattr(inner, "image_size") and not hasattr(own, "image_size") else own
 
 
-def _patches(name: str, config: Any, batch: int) -> Plan | None:
-    """An image in patches, how many there are along each side, and that all of them count."""
-    channels = getattr(config, "num_channels", 3)
-    if name == "pixel_values":
-        return Plan("other", (batch, _PATCHES**2, channels * config.patch_size**2))
-    if name == "spatial_shapes":
-        return Plan("ids", (batch, 2), "int64", _PATCHES + 1, tuple(range(_PATCHES)))
-    if name == "pixel_position_ids":
-        places = tuple((at // _PATCHES, at % _PATCHES) for at in range(_PATCHES**2))
-        return Plan("ids", (batch, _PATCHES**2, 2), "int64", rows=places)
-    return _whole(name, (batch, _PATCHES**2), 2) if name == "pixel_attention_mask" else None
-
-
-def _in_grid(name: str, config: Any, batch: int) -> Plan | None:
-    """Images as rows of patches one after the other, and how many there are in time, height and width of each."""
-    if name.endswith("grid_thw"):
-        return Plan("ids", (batch, 3), "int64", rows=(1, _PATCHES, _PATCHES))
-    if name == "merge_sizes":
-        return Plan("ids", (batch,), "int64", rows=(1,))
-    channels = next((getattr(config, n) for n in ("in_channels", "in_chans", "num_channels") if hasattr(config, n)), 3)
-    size = getattr(config, "patch_size", None)
-    if name not in ("hidden_states", "pixel_values") or not isinstance(size, int):
-        return None
-    return Plan("other", (batch * _PATCHES**2, channels * getattr(config, "temporal_patch_size", 1) * size**2))
-
-
-def _sound(name: str, config: Any, batch: int, seq_len: int, key_len: int) -> Plan | None:
-    """A waveform, or the spectrogram of one: frames of the length that the layers before the attention make one of."""
-    bins = _held(config, "num_mel_bins")
-    if name == "input_values":
-        if bins is not None and hasattr(config, "max_length"):
-            return Plan("other", (batch, config.max_length, bins))
-        if hasattr(config, "audio_channels"):
-            return Plan("other", (batch, config.audio_channels, prod(config.upsampling_ratios) * seq_len))
-        return Plan("other", (batch, 400 + 320 * (seq_len - 1)))
-    if name == "decoder_input_values":
-        return None if bins is None else Plan("other", (batch, seq_len, bins))
-    if hasattr(config, "max_source_positions") and bins is not None:
-        return Plan("other", (batch, bins, 2 * config.max_source_positions))
-    if hasattr(config, "spec_size") and bins is not None:
-        return Plan("other", (batch, 1, config.spec_size * (config.spec_size // bins), bins))
-    for field, times in zip(_BINS, (4, 1, 1), strict=True):
-        if isinstance(_held(config, field), int):
-            return Plan("other", (batch, times * key_len, _held(config, field)))
-    return Plan("other", (batch, 4 * key_len, 128)) if name == "input_features" else None
-
-
-_BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
-"""What a configuration calls the numbers of a frame."""
-
-
-def _otherwise(name: str, plan: Plan, config: Any, inputs: InputSpec) -> Iterator[Plan]:
-    """Return other layouts of a sound or of an image."""
-    batch, *rest = plan.shape
-    if name == "input_features" and len(rest) == 2:
-        bins = min(rest) if _held(config, "num_mel_bins") is None else int(_held(config, "num_mel_bins"))
-        frames = 4 * int(_held(config, "n_window") or 16)
-        yield from (replace(plan, shape=(batch, *shape)) for shape in ((frames, bins), (bins, frames)))
-    elif name == "input_values":
-        ratios = _held(config, "upsampling_ratios", "downsampling_ratios")
-        if ratios is not None:
-            yield replace(plan, shape=(batch, 1, prod(ratios) * inputs.seq_len))
-    elif name in ("input_ids", "decoder_input_ids") and len(rest) == 1:
-        books = _held(config, "num_channels", "num_codebooks")
-        if isinstance(books, int):
-            yield from (replace(plan, shape=(*plan.shape, number)) for number in (books, books + 1))
-    elif name == "pixel_values" and len(rest) == 3:
-        yield replace(plan, shape=(batch, 1, *rest))
-        yield replace(plan, shape=(batch, 2, rest[0], _PAIRED, _PAIRED))
-    elif name == "pixel_values" and len(rest) == 1:
-        channels = int(_held(config, "num_channels", "in_channels") or 3)
-        size = int(_held(config, "patch_size"))
-        times = (1, 2, 4) if rest[0] == channels * size**2 else (1,)
-        yield from (replace(plan, shape=(batch, rest[0] * more)) for more in times[1:])
-        yield replace(plan, shape=(batch, channels, size, size))
-
-
-def _held(config: Any, *names: str) -> Any:
-    """Return what a configuration, or one in it, says by the first of these names; None where none says it."""
-    inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
-    values = (getattr(own, name, None) for own in (config, *inner) for name in names)
-    return next((value for value in values if value is not None), None)
-
-
-def _series(name: str, config: Any, batch: int, seq_len: int) -> Plan | None:
-    """Values in time with what is known of each moment, or the moves of a game with what they brought."""
-    if hasattr(config, "state_dim"):
-        widths = {"states": config.state_dim, "actions": config.act_dim, "rewards": 1, "returns_to_go": 1}
-        if name in widths:
-            return Plan("other", (batch, seq_len, widths[name]))
-        whole = {"timesteps": getattr(config, "max_ep_len", seq_len), "attention_mask": 2}
-        return _whole(name, (batch, seq_len), whole[name]) if name in whole else None
-    if hasattr(config, "num_input_channels") and name == "past_values":
-        return Plan("other", (batch, config.context_length, config.num_input_channels))
-    if not hasattr(config, "lags_sequence"):
-        shape = (batch, getattr(config, "context_length", 0))
-        if name == "past_values_padding" and shape[-1]:
-            return Plan("ids", shape, "int64", rows=(0,))
-        return Plan("other", shape) if name == "past_values" and shape[-1] else None
-    past, future = config.context_length + max(config.lags_sequence), config.prediction_length
-    values = () if config.input_size == 1 else (config.input_size,)
-    shapes = {
-        "past_values": (batch, past, *values),
-        "past_observed_mask": (batch, past, *values),
-        "past_time_features": (batch, past, config.num_time_features),
-        "future_values": (batch, future, *values),
-        "future_time_features": (batch, future, config.num_time_features),
-        "static_real_features": (batch, config.num_static_real_features),
-        "static_categorical_features": (batch, config.num_static_categorical_features),
-    }
-    if name not in shapes or (0 in shapes[name] and name.startswith("static")):
-        return None
-    if name == "static_categorical_features":
-        return _whole(name, shapes[name], min(config.cardinality))
-    return _whole(name, shapes[name], 2) if "mask" in name else Plan("other", shapes[name])
-
-
-def _whole(name: str, shape: tuple[int, ...], below: int) -> Plan:
-    """Whole numbers; of a mask, ones: everything was seen."""
-    return Plan("ids", shape, "int64", below, (0,) if "mask" in name else ())
+def _channels(config: Any) -> int:
+    names = ("num_channels", "in_channels", "in_chans")
+    return next((int(getattr(config, name)) for name in names if hasattr(config, name)), 3)
 
 
 def _special(config: Any) -> tuple[int, ...]:
     """Tokens that mean something of their own: a padding token would be left out, and its position counted anew."""
-    special: list[int] = []
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = getattr(config, name, None)
-        special += [
-            v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int) and v >= 0
-        ]
-    return tuple(dict.fromkeys(special))
-
-
-def _image(config: Any, batch: int) -> Plan:
-    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
-    if isinstance(size, Mapping):
-        size = (size["height"], size["width"])
-    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
-    channels = next((getattr(config, n) for n in ("num_channels", "in_channels", "in_chans") if hasattr(config, n)), 3)
-    if hasattr(config, "tubelet_size") or hasattr(config, "num_frames"):
-        return Plan("image", (batch, getattr(config, "num_frames", 8), channels, height, width))
-    return Plan("image", (batch, channels, height, width))
+    said = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    numbers = [number for one in said for number in (one if isinstance(one, (list, tuple)) else [one])]
+    return tuple(dict.fromkeys(number for number in numbers if isinstance(number, int) and number >= 0))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..layers.spec import divisors
 from ..text import listed
 from .hugging_face_config import make_config
 
@@ -97,11 +98,10 @@ def _say_all(own: dict[str, Any]) -> Iterator[str]:
     hidden, heads, depth = (_first(own, names) for names in (_HIDDEN, _HEADS, _OWN_DEPTH))
     if hidden and heads and not own.get("head_dim") and (hidden % heads or hidden // heads % _EVEN):
         name = next(name for name in _HEADS if own.get(name) == heads)
-        fitting = [count for count in range(1, hidden + 1) if hidden % count == 0]
-        even = [count for count in fitting if hidden // count % _EVEN == 0] or fitting
+        even = [count for count in divisors(hidden) if hidden // count % _EVEN == 0] or divisors(hidden)
         own[name] = heads = min(even, key=lambda count: abs(count - (heads or 0)))
         yield name
-    values = {
+    values: dict[str, Any] = {
         "head_dim": hidden // heads if hidden and heads else None,
         "num_key_value_heads": heads,
         "layer_types": ["full_attention"] * (depth or 0) or None,
@@ -224,12 +224,11 @@ def _smaller(own: dict[str, Any], factor: int, words: dict[int, int]) -> dict[st
 
 def _fit_features(own: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Say how large the features of an image are at each depth, once the image is smaller than it was `before`."""
-    sides = [_numbers(config.get("backbone_config", {}).get("image_size"))[:1] for config in (before, own)]
+    sides = [_numbers((config.get("backbone_config") or {}).get("image_size"))[:1] for config in (before, own)]
     if "backbone_feature_sizes" in own and all(sides):
         (large,), (small,) = sides
-        own["backbone_feature_sizes"] = [
-            [side * small // large for side in one] for one in own["backbone_feature_sizes"]
-        ]
+        sizes = own["backbone_feature_sizes"]
+        own["backbone_feature_sizes"] = [[side * small // large for side in one] for one in sizes]
 
 
 def _numbers(said: Any) -> list[int]:
@@ -248,7 +247,8 @@ def _change(
     if most is not None:
         # What is listed layer by layer is cut with the layers, and so is their number.
         cut = name in _OWN_DEPTH if type(own[name]) is int else len(numbers) == _first(own, _OWN_DEPTH)
-        stays = (cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and _is_listed(own[name], own))
+        lengths = [len(listed) for listed in own.values() if isinstance(listed, list)]
+        stays = (cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and own[name] in lengths)
         return None if stays else lambda value: min(value, most)
     if _IMAGE.fullmatch(name):
         # Windows want to be whole ones at each depth.
@@ -264,11 +264,6 @@ def _change(
     return None
 
 
-def _is_listed(count: Any, own: Mapping[str, Any]) -> bool:
-    """Whether something is listed for each of so many."""
-    return any(isinstance(listed, list) and len(listed) == count for listed in own.values())
-
-
 def _cut_layers(own: dict[str, Any]) -> None:
     """Keep two layers, or as many as have one of each kind, and what is listed for them."""
     depth = _first(own, _OWN_DEPTH)
@@ -276,17 +271,14 @@ def _cut_layers(own: dict[str, Any]) -> None:
         return
     keep = _LAYERS
     listed = {name: value for name, value in own.items() if isinstance(value, list) and value}
-    kinds_of = [value for value in listed.values() if len(value) == depth]
-    marks = {
-        name: value
-        for name, value in listed.items()
-        if _MARKS.fullmatch(name) and len(value) < depth and all(type(v) is int and 0 <= v <= depth for v in value)
-        if not any(value == [at for at, kind in enumerate(kinds) if kind == kinds[value[0]]] for kinds in kinds_of)
-    }
-    for name, value in marks.items():
-        own[name] = [rank + (min(value) > 0) for rank in range(min(len(value), _MARKED))]
-        keep = max(keep, own[name][-1] + 1)
-    each = {name: value for name, value in listed.items() if len(value) == depth and name not in marks}
+    each = {name: value for name, value in listed.items() if len(value) == depth}
+    # What names the layers of one kind goes with those.
+    of_a_kind = [[at for at, kind in enumerate(kinds) if kind == one] for kinds in each.values() for one in kinds]
+    for name, value in listed.items():
+        places = len(value) < depth and all(type(place) is int and 0 <= place <= depth for place in value)
+        if _MARKS.fullmatch(name) and places and value not in of_a_kind:
+            own[name] = [rank + (min(value) > 0) for rank in range(min(len(value), _MARKED))]
+            keep = max(keep, own[name][-1] + 1)
     repeated = [value for name, value in listed.items() if name.endswith("_types") and len(value) < depth]
     for value in (*each.values(), *repeated):
         kinds = [str(kind) for kind in value]

@@ -26,6 +26,7 @@ from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LONGEST_SOURCE = 2**22
 _LOADED: dict[Path, str] = {}
 """Files that were imported by their path, to the name under which they are in sys.modules."""
@@ -36,17 +37,14 @@ def split_target(text: str) -> tuple[str, str]:
 
     Raises `InputError` when it is not of a form that a target has.
     """
-    where, colon, name = text.rpartition(":")
-    if not colon:
-        where, name = text, ""
+    where, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     if where.endswith((".py", ".py:")) or (colon and (os.sep in where or "/" in where)):
         if name and where.endswith(".py"):
             return where, name
         if name:
             file = where.rstrip(":").removesuffix(".py")
             raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(file)}.py:{name}.")
-        names = _names_in_file(Path(where))
-        found = ", ".join(f"{where}:{n}" for n in names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
+        found = first_few([f"{where}:{name}" for name in _names_in_file(Path(where))], 6)
         there = f"There are {found}." if found else f"Write {shown(where)}:Name."
         raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
@@ -62,12 +60,13 @@ def load_object(text: str) -> tuple[Any, ModuleType]:
     where, name = split_target(text)
     module = _load_file(where) if where.endswith(".py") else _load_module(where)
     found: Any = module
-    for place, part in enumerate(name.split(".")):
+    owner = where
+    for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            owner = ".".join([where, *name.split(".")[:place]])
             raise InputError(f"{shown(owner)} has no {shown(part)}. {_there_is(found, part)}") from None
+        owner += f".{part}"
     return found, module
 
 
@@ -105,18 +104,17 @@ def _load_module(name: str) -> ModuleType:
     try:
         with _arguments_of(name):
             return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            as_file = Path(*name.split(".")).with_suffix(".py")
-            hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else _near(name)
-            raise InputError(
-                f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
-                f"that {shown(name.split('.')[0])} lies in, install its package, or give the file: "
-                f"path/to/file.py:Name.{hint}"
-            ) from None
-        raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
     except (Exception, SystemExit) as error:
-        raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacking is None or not f"{name}.".startswith(f"{lacking}."):
+            raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+        as_file = Path(*name.split(".")).with_suffix(".py")
+        hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else _near(name)
+        raise InputError(
+            f"there is no module {shown(lacking)} here, nor among the installed ones. Run it from the folder "
+            f"that {shown(name.split('.')[0])} lies in, install its package, or give the file: "
+            f"path/to/file.py:Name.{hint}"
+        ) from None
 
 
 def _near(name: str) -> str:
@@ -219,9 +217,9 @@ def stdout_for_the_answer() -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr), _warnings_without_our_lines(), _without_exit():
             yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
     except BaseException as error:
-        if isinstance(error, (Exception, KeyboardInterrupt, GeneratorExit)):
-            raise
         raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
     finally:
         if saved is not None:
@@ -250,10 +248,9 @@ def _without_exit() -> Iterator[None]:
 def _warnings_without_our_lines() -> Iterator[None]:
     """Print a warning about whoever called the target's code once, and without a line: that line is one of ours."""
     before, told_of = warnings.formatwarning, set[str]()
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
     def told(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        if not filename.startswith(here):
+        if not filename.startswith(_OURS):
             return before(message, category, filename, lineno, line)
         text = f"{category.__name__}: {shown(message_of(message), MESSAGE)}\n"
         known = text in told_of
@@ -269,47 +266,34 @@ def _warnings_without_our_lines() -> Iterator[None]:
 
 def in_one_line(error: BaseException) -> str:
     """The one line of an error that matters, and the line of code that it came from where that is not our own."""
-    text = next((line.strip() for line in message_of(error).splitlines() if line.strip()), "")
-    place = _place(error)
+    text = next(filter(None, map(str.strip, message_of(error).splitlines())), "")
+    every = _frames(error)
+    # The last line of the user's code that it came through; a library's where there is none.
+    frame = next(reversed([frame for frame in every if "-packages" not in frame.filename] or every), None)
+    place = f"{_short(frame.filename)}:{frame.lineno}" if frame else ""
     if isinstance(error, SyntaxError):
         text = error.msg
         if error.filename and error.lineno:
             place = f"{_short(error.filename)}:{error.lineno}"
     if isinstance(error, SystemExit):
         text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
-    if not text and place:
-        text = _line_of(error)
+    if not text and every:
+        text = linecache.getline(every[-1].filename, every[-1].lineno or 0).strip()
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return shown(f"{told} ({place})" if place and place not in told else told, MESSAGE)
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of an error that are neither ours, nor torch's, nor Python's own."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    torch = sys.modules.get("torch")
-    skipped = [here, os.path.dirname(os.__file__) + os.sep, "<frozen"]
-    if torch is not None and torch.__file__:
-        skipped.append(os.path.dirname(torch.__file__) + os.sep)
-    frames = traceback.extract_tb(error.__traceback__)
+    torch = [_folder_of(sys.modules["torch"])] if "torch" in sys.modules else []
+    ours, pythons = (_OURS, *torch), (_folder_of(os), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     # A virtual environment may lie anywhere, also below the folder of the standard library's files.
-    return [f for f in frames if not any(f.filename.startswith(s) for s in skipped) or _is_packaged(f.filename, torch)]
+    return [f for f in frames if not f.filename.startswith(pythons) or "site-packages" in f.filename]
 
 
-def _is_packaged(filename: str, torch: ModuleType | None) -> bool:
-    own = torch is not None and torch.__file__ and filename.startswith(os.path.dirname(torch.__file__) + os.sep)
-    return "site-packages" in filename and not own
-
-
-def _place(error: BaseException) -> str:
-    """Return the last line of the user's code that an error came through; a library's where there is none."""
-    every = _frames(error)
-    frames = [frame for frame in every if "-packages" not in frame.filename] or every
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-
-
-def _line_of(error: BaseException) -> str:
-    frames = _frames(error)
-    return linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip() if frames else ""
+def _folder_of(module: ModuleType) -> str:
+    return os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep
 
 
 def _short(filename: str) -> str:

@@ -13,7 +13,6 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
@@ -22,9 +21,9 @@ from ..layers.spec import InputSpec
 from ..record.rehearsal import rehearsed
 from ..text import printable, shown
 from .call import Call
-from .drawing import Plan, generator_of
+from .drawing import Plan
 from .files import read_tensors
-from .finding import Drawer, Finder, Guesses
+from .finding import Finder, Guesses
 from .forward import Forward, ForwardMasks
 from .holders import Holder
 from .hugging_face_inputs import is_hugging_face, ways_of
@@ -91,7 +90,7 @@ def _in_rehearsal(asked: Asked) -> Asked:
     cut, inputs = rehearsed(), asked.inputs
     if cut is None:
         return asked
-    keys = cut.length(inputs.seq_len if inputs.key_len is None else inputs.key_len)
+    keys = cut.length(inputs.keys)
     batch = cut.rows(inputs.batch)
     smaller = replace(
         inputs,
@@ -118,13 +117,7 @@ class _Maker:
         self.forward = Forward(self.module, target.name)
         self.forward.holders |= self.known.holders
         self.forward.batch_first = self._told_layout()
-        floating = next((p for p in self.module.parameters() if p.is_floating_point()), None)
-        self.dtype = torch.float32 if floating is None else floating.dtype
-        first = next(self.module.parameters(), None)
-        self.device = torch.device("cpu") if first is None else first.device
-        self.guesses = Guesses(target, self.forward, asked.inputs, self.spec)
-        apart, generator = asked.inputs.key_len is not None, generator_of(asked.seed)
-        self.drawer = Drawer(self.forward, self.dtype, self.device, generator, apart, asked.shapes)
+        self.guesses = Guesses(target, self.forward, asked.inputs, self.spec, asked.seed, asked.shapes)
         self.said: list[str] = []
 
     def call(self) -> Call:
@@ -138,10 +131,10 @@ class _Maker:
         plans = {name: self.guesses.of_shape(name, said) for name, said in shapes.items()}
         if not shapes and self.asked.inputs.input is None and self.asked.known is None:
             self.said += self.guesses.of_lazy()
-        finder = Finder(self.guesses, self.drawer, given, plans)
+        finder = Finder(self.guesses, given, plans)
         plans = plans | self._planned(self._needed(given, shapes), finder)
         self._lay_out(plans, given, runs=not finder.raises)
-        values = {**given, **self.drawer.draw(plans, given)}
+        values = self.guesses.drawn(plans, given)
         masks = ForwardMasks(forward, self._masks(), self.asked.seed)
         values |= masks.asked(values)
         self._switch(values)
@@ -150,7 +143,11 @@ class _Maker:
         return replace(
             forward.call(values),
             drawn=drawn,
-            guessed={name: _as_shape(values[name]) for name in drawn if name not in shapes},
+            guessed={
+                name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
+                for name in drawn
+                if name not in shapes
+            },
             said=(*(forward.holding(owner, values) for owner in forward.entered), *self.said),
         )
 
@@ -167,11 +164,11 @@ class _Maker:
         held = {"": content} if isinstance(content, Tensor) else content
         cut = rehearsed()
         held = held if cut is None else {name: cut.tensor(tensor) for name, tensor in held.items()}
-        names = {"query", "key", "value"} if self.target.spec is not None else set(self.forward.parameters)
         if len(held) == 1 and next(iter(held)) not in self.forward.parameters:
             held = {"": next(iter(held.values()))}
         if self.spec is None:
             return {name: self._moved(own) for name, own in self.forward.named(held, shown(str(path))).items()}
+        names = {"query", "key", "value"} if self.target.spec is not None else set(self.forward.parameters)
         held = {"query": held[""]} if "" in held else held
         if "query" not in held or not set(held) <= names:
             listed = ", ".join(map(repr, held)) or "nothing"
@@ -203,17 +200,14 @@ class _Maker:
         return {name: roles[kind] for name, kind in self.forward.kinds.items() if kind in roles}
 
     def _from_text(self) -> dict[str, Any]:
-        if self.asked.ids is None:
-            return {}
-        if "input_ids" not in self.forward.parameters:
-            raise InputError(
-                f"--text gives input_ids, which {self.forward.label} does not take: "
-                f"{', '.join(self.forward.parameters)}."
-            )
-        return {"input_ids": self._moved(self.asked.ids)}
+        names = self.forward.parameters
+        if self.asked.ids is not None and "input_ids" not in names:
+            raise InputError(f"--text gives input_ids, which {self.forward.label} does not take: {', '.join(names)}.")
+        return {} if self.asked.ids is None else {"input_ids": self._moved(self.asked.ids)}
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
+        forward = self.forward
+        return tensor.to(device=forward.device, dtype=forward.dtype if tensor.is_floating_point() else None)
 
     # -- what is needed -----------------------------------------------------------------------------------------------
 
@@ -291,12 +285,9 @@ class _Maker:
         forward = self.forward
         if forward.batch_first is not None:
             return
-        values = self.drawer.tried(plans, given)
-        names = [
-            n
-            for n, v in values.items()
-            if isinstance(v, Tensor) and v.dim() > 1 and forward.kind(n) not in ("image", "mask", "lengths")
-        ]
+        values = self.guesses.drawn(plans, given)
+        names = [name for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1]
+        names = [name for name in names if forward.kind(name) not in ("image", "mask", "lengths")]
         told = batch_axis_in_words(self.module, names)
         # Another inside that takes the sequence first says nothing of what goes into the whole.
         doubtful = any(getattr(module, "batch_first", None) is False for module in self.module.modules())
@@ -308,7 +299,13 @@ class _Maker:
 
         layout = None
         untold = told is None and batch_axes_in_words(self.module) != {0}
-        if (untold or doubtful) and names and not self.asked.inputs.unbatched and runs and self.device.type != "meta":
+        if (
+            (untold or doubtful)
+            and names
+            and not self.asked.inputs.unbatched
+            and runs
+            and forward.device.type != "meta"
+        ):
             layout = layout_of(run, {name: values[name] for name in names})
         if told is not None:
             first, others_meet = told[0] == 0, layout is not None and not layout.batch_first
@@ -328,14 +325,16 @@ class _Maker:
         # Where its constructor took --causal, it has a mask of its own.
         built_causal = any(bool(getattr(self.module, name, False)) for name in ("causal", "is_causal", "masked"))
         causal = inputs.causal and "causal" in self.asked.flags.typed and not built_causal
+        # Of the first of torch's attentions in it, which masks for each head have.
+        heads = next((part.num_heads for part in self.module.modules() if isinstance(part, nn.MultiheadAttention)), 1)
         return Masks(
             self.module,
             self.target.masks,
             replace(inputs, causal=causal),
-            self.dtype,
-            self.device,
+            self.forward.dtype,
+            self.forward.device,
             self.forward.batch_first is not False,
-            heads=_heads_of(self.module) if self.spec is None else self.spec.num_heads,
+            heads=heads if self.spec is None else self.spec.num_heads,
             blank=self.asked.blank,
             owner=self.target.made_from,
         )
@@ -353,16 +352,12 @@ class _Maker:
     def _switch(self, values: dict[str, Any]) -> None:
         """The switches of our own that torch's layer has, and some of the others."""
         flags = self.asked.flags
-        for flag, names in (
-            ("need_weights", ("need_weights", "output_attentions")),
-            ("average_weights", ("average_attn_weights",)),
-        ):
+        of_flags = {"need_weights": ["need_weights", "output_attentions"], "average_weights": ["average_attn_weights"]}
+        for flag, names in of_flags.items():
             name = next((name for name in names if name in self.forward.parameters), None)
-            if flag not in flags.given:
-                continue
-            if name is not None:
+            if flag in flags.given and name is not None:
                 values.setdefault(name, bool(flags.values[flag]))
-            elif flag in flags.typed:
+            elif flag in flags.given & flags.typed:
                 raise SpecError(
                     f"{self.forward.label} has no argument {names[0]}: {dashed(flag)} is of no use to it. Drop it."
                 )
@@ -373,13 +368,3 @@ def _as_wide(plan: Plan, evidence: Evidence | None) -> Plan:
     if evidence is None or plan.dtype or evidence.kind != "width":
         return plan
     return replace(plan, shape=(*plan.shape[:-1], evidence.size))
-
-
-def _as_shape(tensor: Tensor) -> str:
-    """A tensor as --input-shape gives one: `2x10x512:float32`."""
-    return f"{'x'.join(map(str, tensor.shape))}:{str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _heads_of(module: nn.Module) -> int:
-    """Return the heads of the first of torch's attentions in a module, which masks for each head have; else 1."""
-    return next((part.num_heads for part in module.modules() if isinstance(part, nn.MultiheadAttention)), 1)

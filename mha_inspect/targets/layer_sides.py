@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import SpecError
 from ..layers.catalog import LayerKind, find_layer
-from ..layers.settings import OPTIONAL, check_settings, own_spec
-from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from ..layers.settings import OPTIONAL, asked_of, check_settings, default_of, settings_in
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..text import did_you_mean, shown
 from .values import described_type, typed_as
@@ -61,7 +61,7 @@ def _read(flag: str, name: str, value: str) -> Any:
     try:
         return Path(value) if kind is Path else typed_as(value, kind, {})
     except (ValueError, TypeError):
-        must_be = _MUST_BE.get(kind) or described_type(kind)
+        must_be = _MUST_BE.get(kind) or described_type(kind)[0]
         raise SpecError(f"{flag} {name}={shown(value)} cannot be read: {name} must be {must_be}.") from None
 
 
@@ -133,50 +133,33 @@ def layer_side(
 
     Raises `SpecError` where the settings contradict each other, or neither layer has a use for one.
     """
+    specs: list[Any] = [spec, inputs, run]
     unheard = []
-    for setting, asked in OPTIONAL.items():
-        value = asked(spec, inputs, run)
+    for setting in OPTIONAL:
+        value = asked_of(setting, *specs)
         if value is None or setting in kind.takes or setting not in other.takes or setting in settings:
             continue
         # Where it is the default of the other layer, it was not asked for.
         if not (setting == "head_dim" and other.whole_heads and value == spec.embed_dim):
             unheard.append(f"{kind.name} has no use for {setting} {written(value)}, and is left as it is.")
-        spec, inputs, run = _without(setting, spec, inputs, run)
+        specs = [_with(one, {setting: default_of(setting)}) for one in specs]
     try:
-        spec = own_spec(kind, replace(spec, **_of(AttentionSpec, settings)))
-        inputs, run = replace(inputs, **_of(InputSpec, settings)), replace(run, **_of(RunSpec, settings))
+        spec, inputs, run = (_with(one, settings) for one in specs)
+        spec = kind.own(spec)
     except SpecError as error:
         raise SpecError(f"{name} side: {error}") from None
     check_settings(kind, spec, inputs, run)
     return LayerSide(name, kind, spec, inputs, run, dict(settings), tuple(unheard))
 
 
-def _of(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
-    return {name: value for name, value in settings.items() if name in names}
-
-
-def _without(
-    setting: str, spec: AttentionSpec, inputs: InputSpec, run: RunSpec
-) -> tuple[AttentionSpec, InputSpec, RunSpec]:
-    """Everything as it is where this setting is not given."""
-    default: Any = DerivedInt(0) if setting == "head_dim" else None
-    for one in (AttentionSpec, InputSpec, RunSpec):
-        for f in fields(one):
-            if f.name == setting and default is None:
-                default = f.default
-    change = {setting: default}
-    return (
-        replace(spec, **_of(AttentionSpec, change)),
-        replace(inputs, **_of(InputSpec, change)),
-        replace(run, **_of(RunSpec, change)),
-    )
+def _with(one: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a spec with those of the settings that belong to it."""
+    return replace(one, **settings_in(type(one), settings))
 
 
 def require_same_input(left: LayerSide, right: LayerSide) -> None:
     """Raise `SpecError` that says which of the sizes and numbers is not the same that make weights and input."""
-    for name, value in SHARED.items():
-        ours, theirs = value(left), value(right)
+    for (name, ours), theirs in zip(_shared(left).items(), _shared(right).values(), strict=True):
         if ours != theirs:
             raise SpecError(
                 f"{name} is {ours} on the left{_why(left, name)} and {theirs} on the right{_why(right, name)}: diff "
@@ -203,17 +186,12 @@ def _require_same_rows(left: LayerSide, right: LayerSide) -> None:
         )
 
 
-SHARED: dict[str, Callable[[LayerSide], Any]] = {
-    "seed": lambda side: side.spec.seed,
-    "embed_dim": lambda side: side.spec.embed_dim,
-    "kdim": lambda side: side.spec.key_width,
-    "vdim": lambda side: side.spec.value_width,
-    "batch": lambda side: side.inputs.batch,
-    "seq_len": lambda side: side.inputs.seq_len,
-    "key_len": lambda side: side.inputs.seq_len if side.inputs.key_len is None else side.inputs.key_len,
-    "input": lambda side: side.inputs.input,
-}
-"""What makes the weights and the input what they are."""
+def _shared(side: LayerSide) -> dict[str, Any]:
+    """Return what makes the weights and the input what they are, by name."""
+    spec, inputs = side.spec, side.inputs
+    widths = {"embed_dim": spec.embed_dim, "kdim": spec.key_width, "vdim": spec.value_width}
+    lengths = {"batch": inputs.batch, "seq_len": inputs.seq_len, "key_len": inputs.keys}
+    return {"seed": spec.seed, **widths, **lengths, "input": inputs.input}
 
 
 def _why(side: LayerSide, name: str) -> str:
@@ -230,6 +208,6 @@ def _way_out(left: LayerSide, right: LayerSide, name: str) -> str:
     if name in OPTIONAL:
         for side, other in ((left, right), (right, left)):
             if name in side.kind.takes and name not in other.kind.takes:
-                value = int(other.spec.head_dim) if name == "head_dim" else SHARED[name](other)
+                value = int(other.spec.head_dim) if name == "head_dim" else _shared(other)[name]
                 return f"Try --{name.replace('_', '-')} {value}."
     return f"Give one {name} for both: --{name.replace('_', '-')}, and not --left-set or --right-set."

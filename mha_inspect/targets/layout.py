@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..record.arguments import tensors_in
+from .drawing import Plan, draw
 
 _BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
 _UNPACKED = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *(?:#.*)?$"
@@ -82,14 +83,14 @@ def _layout_at(
     run: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor], sizes: tuple[int, int]
 ) -> Layout | None:
     generator = torch.Generator("cpu").manual_seed(0)
-    inputs = {name: _like(tensor, sizes, generator) for name, tensor in tensors.items()}
+    plans = {n: Plan("unknown", (*sizes, *own.shape[2:]), below=_numbers_of(own)) for n, own in tensors.items()}
+    inputs = {n: draw(plans[n], own.dtype, own.device, generator) for n, own in tensors.items()}
     try:
         output = _output(run(inputs))
         places = [[at for at, one in enumerate(output.shape[: max(1, output.dim() - 1)]) if one == n] for n in sizes]
         if [len(place) for place in places] in ([1, 0], [0, 1]):
-            first = bool(places[0])
-            kept, gone = ("first", "second") if first else ("second", "first")
-            return Layout(first, f"the output keeps its {kept} axis, and not its {gone}.")
+            kept, gone = ("first", "second") if places[0] else ("second", "first")
+            return Layout(bool(places[0]), f"the output keeps its {kept} axis, and not its {gone}.")
         if [len(place) for place in places] != [1, 1]:
             return None
         limit = _NEAR * float(output.abs().max())
@@ -126,19 +127,14 @@ def _output(returned: Any) -> Tensor:
     return next(t for _, t in tensors_in(returned) if t.is_floating_point() and t.dim()).detach().double()
 
 
-def _like(tensor: Tensor, sizes: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """A tensor of the same kind with other sizes in its first two axes."""
-    shape = (*sizes, *tensor.shape[2:])
-    if tensor.is_floating_point():
-        drawn = torch.randn(shape, generator=generator)
-    else:
-        drawn = torch.randint(0, int(tensor.max()) + 1, shape, generator=generator)
-    return drawn.to(device=tensor.device, dtype=tensor.dtype)
-
-
 def _changed(tensor: Tensor) -> Tensor:
     """The same with something else at the last place of its first two axes."""
     other = tensor.clone()
     last = other[-1, -1]
-    last.copy_(0.5 - last if tensor.is_floating_point() else (last + 1) % (int(tensor.max()) + 1))
+    last.copy_(0.5 - last if tensor.is_floating_point() else (last + 1) % _numbers_of(tensor))
     return other
+
+
+def _numbers_of(tensor: Tensor) -> int:
+    """How many whole numbers there are up to the largest in a tensor."""
+    return 0 if tensor.is_floating_point() else int(tensor.max()) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -111,7 +112,8 @@ class Learned:
         if self.mask is None or self.sizes is None:
             return self
         more = masks.inputs.seq_len - self.seq_len
-        sizes = replace(self.sizes, batch=masks.inputs.batch, query=self.sizes.query + more, key=self.sizes.key + more)
+        _, heads, query, key = self.sizes
+        sizes = MaskSizes(masks.inputs.batch, heads, query + more, key + more)
         return replace(self, mask=self.of(_barred(masks, self.flags, sizes)))
 
 
@@ -150,11 +152,11 @@ def learn_masks(taker: Taker, flags: Sequence[str]) -> tuple[Learned, ...]:
             "make one there. Take --device cpu, or give the mask by name: --input FILE."
         )
     base = _weights(taker.make({}))
-    found = [Learned((flag,), bars=False) for flag in flags if not _bars_any(masks, flag, base)]
-    own_flags = [flag for flag in flags if not any(flag in one.flags for one in found)]
+    own_flags = [flag for flag in flags if _bars_any(masks, flag, base)]
+    found = [Learned((flag,), bars=False) for flag in flags if flag not in own_flags]
     if base and "--causal" in own_flags:
         square = [w for w in base if w.shape[-1] == w.shape[-2] > 1]
-        if any(_does(w, _barred(masks, ("--causal",), _sizes(w)), None) for w in square):
+        if any(_does(w, _barred(masks, ("--causal",), MaskSizes(*w.shape)), None) for w in square):
             found.append(Learned(("--causal",)))
             own_flags.remove("--causal")
     apart, seen, taken = list(found), base, dict[str, Tensor]()
@@ -181,20 +183,19 @@ def learn_masks(taker: Taker, flags: Sequence[str]) -> tuple[Learned, ...]:
 
 def _bars_any(masks: Masks, flag: str, base: list[Tensor]) -> bool:
     """Return whether what a flag asks for bars any key of an attention."""
-    try:
+    with suppress(MhaInspectError):  # padding of each row of another batch
         return any(bool(_barred(masks, (flag,), sizes).any()) for sizes in _every_size(masks, base))
-    except MhaInspectError:  # padding of each row of another batch
-        return True
+    return True
 
 
 def _every_size(masks: Masks, base: list[Tensor]) -> list[MaskSizes]:
     """Return the sizes of each attention, by its weights, or by the inputs where none are known."""
-    return list(dict.fromkeys(map(_sizes, base))) or [_asked(masks)]
+    return list(dict.fromkeys(MaskSizes(*weights.shape) for weights in base)) or [_asked(masks)]
 
 
 def _asked(masks: Masks) -> MaskSizes:
     inputs = masks.inputs
-    return MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.key_len or inputs.seq_len)
+    return MaskSizes(inputs.batch, masks.heads, inputs.seq_len, inputs.keys)
 
 
 def learn_blanks(taker: Taker, names: Sequence[str]) -> tuple[Learned, ...]:
@@ -208,22 +209,11 @@ def learn_blanks(taker: Taker, names: Sequence[str]) -> tuple[Learned, ...]:
     for axes, (says, dtype) in product(_FOR_KEYS, _VALUES):
         form = Learned((), "", axes, says, dtype or masks.dtype, sizes, masks.inputs.seq_len)
         blank = form.of(torch.zeros_like(barred))
-        if not _runs(taker.make(dict.fromkeys(names, blank))):
-            continue
         base = _weights(taker.make(dict.fromkeys(names, blank)))
         bars = (_weights(taker.make({**dict.fromkeys(names, blank), name: form.of(barred)})) for name in names)
         if base and all(any(_does(w, barred, before) for w, before in _pairs(seen, base)) for seen in bars):
             return tuple(replace(form, argument=name, mask=blank) for name in names)
     return ()
-
-
-def _runs(own: Subject) -> bool:
-    try:
-        with torch.no_grad(), own.apart() as fresh:
-            fresh.plain()
-    except Exception:  # whatever somebody's code may raise for a mask that it does not take
-        return False
-    return True
 
 
 def _learned(taker: Taker, flags: Sequence[str], base: list[Tensor], taken: Mapping[str, Tensor]) -> Learned | None:
@@ -239,21 +229,16 @@ def _learned(taker: Taker, flags: Sequence[str], base: list[Tensor], taken: Mapp
             if "query" not in pattern and "--causal" in flags:
                 continue
             one = Learned(tuple(flags), argument, pattern, says, dtype or masks.dtype, sizes, masks.inputs.seq_len)
-            one = replace(one, mask=one.of(barred))
-            seen = _weights(taker.make({**taken, argument: one.of(barred)}))
+            mask = one.of(barred)
+            seen = _weights(taker.make({**taken, argument: mask}))
             if any(_does(w, barred, before) for w, before in _pairs(seen, base)):
-                return one
+                return replace(one, mask=mask)
     return None
 
 
 def _pairs(seen: list[Tensor], base: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    for place, weights in enumerate(seen):
-        before = base[place] if len(base) == len(seen) and base[place].shape == weights.shape else None
-        yield weights, before
-
-
-def _sizes(weights: Tensor) -> MaskSizes:
-    return MaskSizes(*weights.shape)
+    for weights, before in zip(seen, base if len(base) == len(seen) else [None] * len(seen), strict=True):
+        yield weights, before if before is not None and before.shape == weights.shape else None
 
 
 def _barred(masks: Masks, flags: Sequence[str], sizes: MaskSizes) -> Tensor:
@@ -270,37 +255,30 @@ def _does(weights: Tensor, barred: Tensor, before: Tensor | None) -> bool:
 
     False where they were so before: another attention is looked for.
     """
-    if weights.shape[0] != barred.shape[0] or weights.shape[-2:] != barred.shape[-2:] or not bool(barred.any()):
+    if weights.shape[0] != barred.shape[0] or weights.shape[-2:] != barred.shape[-2:]:
         return False
     barred = barred[:, None].expand_as(weights)
-    looked_at = ~barred if before is None else ~barred & (before > _BARRED)
-    rows = looked_at.any(-1, keepdim=True)
-    hidden = barred & rows
-    if not bool(hidden.any()) or not bool(looked_at.any()):
-        return False
-    if before is not None and bool((before[hidden] <= _BARRED).all()):
+    seen = torch.ones_like(barred) if before is None else before > _BARRED
+    looked_at = ~barred & seen
+    hidden = barred & looked_at.any(-1, keepdim=True)
+    if not bool((hidden & seen).any()):
         return False
     return bool((weights[hidden] <= _BARRED).all()) and bool((weights[looked_at] > _BARRED).double().mean() > 0.9)
 
 
 def _weights(own: Subject) -> list[Tensor]:
     """The weights of each attention in a run, `batch heads query key`; none where it raises."""
-    try:
+    with suppress(Exception):  # whatever somebody's code may raise for a mask that it does not take
         with own.apart() as fresh:
             seen = fresh.recorded(keep=True)
-        found = [content for one in seen.attentions if (content := _content(seen, one)) is not None]
-    except Exception:  # whatever somebody's code may raise for a mask that it does not take
-        return []
-    return [content.detach() for content in found]
+        found = [_content(seen, *one) for one in seen.attentions if "weights" in one[0].stages]
+        return [content.detach() for content in found if content is not None and content.dim() == 4]
+    return []
 
 
-def _content(seen: Run, found: Any) -> Tensor | None:
-    attention, names = found
-    if "weights" not in attention.stages:
-        return None
+def _content(seen: Run, attention: Any, names: Any) -> Tensor | None:
     weights = attention.stages["weights"]
     for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
         weights = op.output if op.output.shape == weights.shape else weights
     attention = replace(attention, stages={**attention.stages, "weights": weights})
-    content = content_of(seen, attention, names, "weights")
-    return content if content is not None and content.dim() == 4 else None
+    return content_of(seen, attention, names, "weights")

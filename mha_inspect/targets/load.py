@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, own_spec
+from ..layers.settings import check_settings
 from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..naming.subject import Subject
 from ..record.rehearsal import Extent, split
@@ -66,7 +66,7 @@ def load_layer(
         DoesNotFitError: its run does not fit into the room.
     """
     kind = find_layer(layer)
-    spec = own_spec(kind, spec)
+    spec = kind.own(spec)
     check_settings(kind, spec, inputs, run)
     resolve(run.device, spec.dtype)
     if room is not None:
@@ -147,20 +147,17 @@ def _without_ones(own: Layer) -> Callable[[nn.Module], Layer] | None:
 
 def _small(spec: AttentionSpec) -> AttentionSpec:
     """The same settings and as many heads, but not one, at small sizes: no size one and independent sizes prime."""
-    num_heads = 3 if spec.num_heads == 1 else spec.num_heads
-    head_dim = 10 if spec.rope else 5
-    small = replace(
+    num_heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10 if spec.rope else 5
+    given = num_heads * head_dim if spec.head_dim == spec.embed_dim else head_dim + 4
+    return replace(
         spec,
         num_heads=num_heads,
         num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
         embed_dim=num_heads * head_dim,
         kdim=17 if spec.key_width != spec.embed_dim else None,
         vdim=19 if spec.value_width != spec.embed_dim else None,
-        head_dim=DerivedInt(0),
+        head_dim=given if spec.head_dim_given else DerivedInt(0),
     )
-    if not spec.head_dim_given:
-        return small
-    return replace(small, head_dim=small.embed_dim if spec.head_dim == spec.embed_dim else head_dim + 4)
 
 
 def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Planned:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -27,8 +27,7 @@ _OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias",
 _CAUSAL = ("iscausal", "causal")
 
 
-@dataclass(frozen=True)
-class MaskSizes:
+class MaskSizes(NamedTuple):
     """What masks are made for."""
 
     batch: int
@@ -50,19 +49,19 @@ def attention_mask(inputs: InputSpec, sizes: MaskSizes, dtype: torch.dtype, devi
     mask = None if inputs.attn_mask is None else read_attn_mask(inputs.attn_mask, sizes)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)
-    if mask is None and not inputs.causal:
-        return None
-    if device.type == "meta":
-        shape = (sizes.query, sizes.key) if mask is None else mask.shape
-        return torch.empty(shape, dtype=torch.bool if mask is None else mask.dtype, device=device)
+    if inputs.causal and device.type == "meta" and mask is None:
+        return torch.empty(sizes.query, sizes.key, dtype=torch.bool, device=device)
     if inputs.causal:
         # Both sequences start together, as in torch: query i sees keys 0 to i, also where the lengths differ.
-        above = torch.ones(sizes.query, sizes.key, dtype=torch.bool, device="cpu").triu_(diagonal=1)
-        if mask is None:
-            mask = above
-        else:
-            mask = mask | above if mask.dtype == torch.bool else mask.masked_fill(above, float("-inf"))
+        mask = _both(mask, torch.ones(sizes.query, sizes.key, dtype=torch.bool, device="cpu").triu_(diagonal=1))
     return None if mask is None else mask.to(device)
+
+
+def _both(mask: Tensor | None, barred: Tensor) -> Tensor:
+    """Return a mask that bars these as well."""
+    if mask is None:
+        return barred
+    return mask | barred if mask.dtype == torch.bool else mask.masked_fill(barred, float("-inf"))
 
 
 def padding_mask(inputs: InputSpec, batch: int, key_len: int, device: torch.device) -> Tensor | None:
@@ -72,16 +71,8 @@ def padding_mask(inputs: InputSpec, batch: int, key_len: int, device: torch.devi
     """
     if not inputs.padding:
         return None
-    if len(inputs.padding) not in (1, batch):
-        raise InputError(
-            f"padding has {len(inputs.padding)} numbers for batch {batch}: "
-            "give one number, or one per row of the batch."
-        )
-    if any(not 0 <= count <= key_len for count in inputs.padding):
-        raise InputError(
-            f"padding {','.join(map(str, inputs.padding))} does not fit {key_len} keys: "
-            f"each number must be 0 to {key_len}."
-        )
+    if misfit := inputs.misfit_of_padding(batch, key_len):
+        raise InputError(misfit)
     if device.type == "meta":
         mask = torch.empty(batch, key_len, dtype=torch.bool, device=device)
     else:
@@ -95,37 +86,9 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
 
     Raises `InputError` where its shape does not fit, or it holds numbers where booleans are meant.
     """
-    file = printable(path)
-    mask = read_tensor(path)
-    _require_mask_shape(mask, file, sizes)
-    if mask.dtype == torch.bool:
-        return mask
-    kind = str(mask.dtype).removeprefix("torch.")
-    if _is_zeros_and_ones(mask):
-        raise InputError(
-            f"{file} holds the {kind} numbers 0 and 1 where booleans are meant. In torch True means *not allowed*: "
-            "save mask.bool() if 1 means that, and ~mask.bool() if 1 means allowed."
-        )
-    if not mask.is_floating_point():
-        raise InputError(
-            f"{file} holds {kind}: a mask is boolean (True: not allowed) or floating-point numbers that are added to "
-            "the scores. Save mask.bool() or mask.float()."
-        )
-    return mask
-
-
-def _is_zeros_and_ones(mask: Tensor) -> bool:
-    """Whether numbers look like a boolean mask. Floating-point zeros alone do not: either way they bar nothing."""
-    if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
-        return False
-    return not mask.is_floating_point() or bool((mask == 1).any())
-
-
-def _require_mask_shape(mask: Tensor, file: str, sizes: MaskSizes) -> None:
-    batch, heads, query, key = sizes.batch, sizes.heads, sizes.query, sizes.key
+    file, mask = printable(path), read_tensor(path)
+    batch, heads, query, key = sizes
     shape = tuple(mask.shape)
-    if shape in ((query, key), (batch * heads, query, key)):
-        return
     hints = {
         (key, query): "Try mask.T.",
         (batch, query, key): f"Try mask.repeat_interleave({heads}, dim=0), which gives each head its batch row's mask.",
@@ -135,11 +98,26 @@ def _require_mask_shape(mask: Tensor, file: str, sizes: MaskSizes) -> None:
         (1, 1, query, key): "Try mask[0, 0].",
         (batch, key): "For padding keys use --padding.",
     }
-    hint = hints.get(shape, "")
-    raise InputError(
-        f"{file} has shape {list(shape)}: for batch {batch}, {heads} heads, {query} queries and {key} keys a mask is "
-        f"`query key` [{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. {hint}".rstrip()
-    )
+    if shape not in ((query, key), (batch * heads, query, key)):
+        raise InputError(
+            f"{file} has shape {list(shape)}: for batch {batch}, {heads} heads, {query} queries and {key} keys a mask "
+            f"is `query key` [{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
+            f"{hints.get(shape, '')}".rstrip()
+        )
+    kind, boolean = str(mask.dtype).removeprefix("torch."), mask.dtype == torch.bool
+    like_one = not boolean and not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
+    # Floating-point zeros alone are no such mask: either way they bar nothing.
+    if like_one and (not mask.is_floating_point() or bool(mask.any())):
+        raise InputError(
+            f"{file} holds the {kind} numbers 0 and 1 where booleans are meant. In torch True means *not allowed*: "
+            "save mask.bool() if 1 means that, and ~mask.bool() if 1 means allowed."
+        )
+    if not boolean and not mask.is_floating_point():
+        raise InputError(
+            f"{file} holds {kind}: a mask is boolean (True: not allowed) or floating-point numbers that are added to "
+            "the scores. Save mask.bool() or mask.float()."
+        )
+    return mask
 
 
 # -- as a forward takes them -------------------------------------------------------------------------------------------
@@ -163,10 +141,7 @@ def merged(mask: Tensor | None, padding: Tensor | None, batch: int | None) -> Te
         mask = rearrange(mask, "(batch heads) query key -> batch heads query key", batch=batch)
     if padding is None:
         return mask
-    padding = rearrange(padding, "... key -> ... 1 1 key")
-    if mask is None:
-        return padding
-    return mask | padding if mask.dtype == torch.bool else mask.masked_fill(padding, float("-inf"))
+    return _both(mask, rearrange(padding, "... key -> ... 1 1 key"))
 
 
 def in_style(mask: Tensor | None, style: MaskStyle, dtype: torch.dtype, layer: str) -> Tensor | None:
@@ -268,15 +243,13 @@ def masks_of(
     if inputs.attn_mask is not None and of_scores is not None:
         mask = read_tensor(inputs.attn_mask).to(asked.device)
         made[of_scores] = mask.to(asked.dtype) if mask.is_floating_point() else mask
-    switch = next((names[word] for word in _CAUSAL if word in names), None)
-    if inputs.causal and switch is not None:
-        made[switch] = True
-    is_open = inputs.causal and switch is None
+    switches = [names[word] for word in _CAUSAL if word in names] if inputs.causal else []
+    made |= dict.fromkeys(switches[:1], True)
+    is_open = inputs.causal and not switches
     # Where the causal mask is to be learned too, both may have to go into one argument.
     is_padded = bool(inputs.padding) and is_hugging_face(asked.module) and "attentionmask" in names and not is_open
     if is_padded:
-        key_len = inputs.seq_len if inputs.key_len is None else inputs.key_len
-        padded = padding_mask(inputs, inputs.batch, key_len, asked.device)
+        padded = padding_mask(inputs, inputs.batch, inputs.keys, asked.device)
         assert padded is not None
         made[names["attentionmask"]] = (~padded).long()
     left = {"--causal": is_open, "--padding": bool(inputs.padding) and not is_padded}
@@ -305,10 +278,7 @@ def _of_torchs(
     key = query if "tgt" in tensors else tensors.get("key", query)
     source = tensors.get("src", tensors.get("memory", key))
     scores, padded = apart(*asked.pair(query, key, source))
-    made: dict[str, Any] = {}
-    if scores is not None:
-        made[next(names[word] for word in _OF_SCORES if word in names)] = scores
-    if padded is not None:
-        own = [word for word in ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask") if word in names]
-        made |= {names[word]: padded for word in own}
-    return made, ()
+    of_scores = next((names[word] for word in _OF_SCORES if word in names), "")
+    of_keys = [word for word in ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask") if word in names]
+    made = {of_scores: scores, **{names[word]: padded for word in of_keys}}
+    return {name: mask for name, mask in made.items() if mask is not None}, ()

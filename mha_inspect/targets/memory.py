@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,21 +92,17 @@ def _give_back_from(size: int) -> None:
 def free_memory(device: torch.device | str) -> int | None:
     """Bytes that can still be allocated on the device; None where it cannot be known or nothing is allocated (meta)."""
     kind = str(device).partition(":")[0]
-    if kind == "meta":
-        return None
-    if kind == "cuda":
+    if kind in ("cuda", "mps"):
         import torch
-
+    if kind == "cuda":
         # What the caching allocator holds without using it is free to us, though not to the driver.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
     if kind == "mps":
-        import torch
-
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    if sys.platform == "linux":
-        return linux_free_memory()
-    return _sysconf_memory()
+    if kind == "meta":
+        return None
+    return linux_free_memory() if sys.platform == "linux" else _sysconf_memory()
 
 
 def _sysconf_memory() -> int | None:
@@ -114,10 +111,8 @@ def _sysconf_memory() -> int | None:
     if sysconf is None:
         return None
     for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
-        try:
+        with suppress(ValueError, OSError):
             return int(sysconf(pages)) * int(sysconf("SC_PAGE_SIZE"))
-        except (ValueError, OSError):
-            continue
     return None
 
 
@@ -126,11 +121,9 @@ def linux_free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
 
     A container sees the whole machine's /proc/meminfo; its limit is in its control group (version 1 or 2).
     """
-    bounds = list(_group_bounds(proc, cgroups))
     available = _field(proc / "meminfo", "MemAvailable:")
-    if available is not None:
-        bounds.append(available * 1024)
-    return min(bounds, default=None)
+    whole = [] if available is None else [available * 1024]
+    return min((*whole, *_group_bounds(proc, cgroups)), default=None)
 
 
 def _group_bounds(proc: Path, cgroups: Path) -> Iterator[int]:
@@ -160,21 +153,18 @@ def _group_bounds(proc: Path, cgroups: Path) -> Iterator[int]:
 
 def _number(path: Path) -> int | None:
     """The number in a control file; None where there is no file, or it says `max`."""
-    try:
+    with suppress(OSError, ValueError):
         return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def _field(path: Path, name: str) -> int | None:
     """The number after `name` in a file of names and numbers."""
-    try:
+    with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             words = line.split()
             if len(words) >= 2 and words[0] == name:
                 return int(words[1])
-    except (OSError, ValueError):
-        return None
     return None
 
 
@@ -198,15 +188,5 @@ def require_memory(need: int, device: torch.device | str, asked: str, way_out: s
 
 
 def largest(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest n in 1 to `upper` with fits(n), by bisection; 0 when not even 1 fits.
-
-    `fits` must be true up to some n and false from there on.
-    """
-    low, high = 0, upper
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The largest n in 1 to `upper` with fits(n), which is true up to some n and false from there on; else 0."""
+    return bisect_left(range(1, upper + 1), True, key=lambda n: not fits(n))

@@ -5,7 +5,7 @@ Or one module out of a target, called as the whole calls it: the attention of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import Parameter
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..naming.subject import Subject
-from ..record.arguments import described, parts_of, with_copies, with_parts
+from ..record.arguments import described, parts_of, tensors_in, with_copies, with_parts
 from ..text import did_you_mean, first_few, shown
 from .call import Call
 from .constructor import signature_of
@@ -36,30 +36,21 @@ _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
 
 
 def arguments_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]]:
-    """The tensors of a call by the names of the forward, with what each is."""
+    """The tensors of a call by the names of the forward, with what each is: arguments, then what those hold."""
     parameters = signature_of(module.forward)
-    places = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY]
-    named = {**dict(zip(places or ["x"], call.args, strict=False)), **call.kwargs}
-    unknown = Parameter("x", Parameter.POSITIONAL_ONLY)
-    found = {
-        name: (kind_of(parameters.get(name, unknown)), value)
-        for name, value in named.items()
-        if isinstance(value, Tensor)
-    }
-    for owner, held in named.items():
-        for path, key, value in _held(owner, held):
-            by_name = Parameter(key, Parameter.KEYWORD_ONLY) if key.isidentifier() else unknown
-            found[path] = kind_of(by_name), value
+    named = {**dict(zip(_places(parameters), call.args, strict=False)), **call.kwargs}
+    tensors = [pair for name, value in named.items() for pair in tensors_in(value, name)]
+    found = {}
+    for path, tensor in sorted(tensors, key=lambda one: "." in one[0]):
+        key = path.rpartition(".")[2]
+        by_name = Parameter(key if key.isidentifier() else "x", Parameter.KEYWORD_ONLY)
+        found[path] = kind_of(parameters.get(path, by_name)), tensor
     return found
 
 
-def _held(owner: str, holder: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors that an argument holds, with their paths and their own names."""
-    for key, value in parts_of(holder):
-        path = f"{owner}.{key}"
-        if isinstance(value, Tensor):
-            yield path, str(key), value
-        yield from _held(path, value)
+def _places(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Return what stands for the names of arguments that have none in a call."""
+    return [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
 
 
 def _exchanged(path: str, value: Any, changed: Mapping[str, Tensor]) -> Any:
@@ -106,8 +97,8 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
             )
         dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
         changed[name] = found.to(device=tensor.device, dtype=dtype)
-    places = [n for n, p in signature_of(module.forward).items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
-    args = tuple(_exchanged(name, value, changed) for name, value in zip(places, call.args, strict=False))
+    places = zip(_places(signature_of(module.forward)), call.args, strict=False)
+    args = tuple(_exchanged(name, value, changed) for name, value in places)
     kwargs = {name: _exchanged(name, value, changed) for name, value in call.kwargs.items()}
     origin = call.origin if not changed or other.origin == call.origin else f"what {others} gets"
     return replace(call, args=args, kwargs=kwargs, origin=origin)
@@ -126,17 +117,14 @@ def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]
     Raises `InputError` where the forward takes no sequence of vectors.
     """
     given = arguments_of(module, call)
-    query = tensor_for("", "query", given)
-    if query is None or query.dim() not in (2, 3) or not isinstance(query, torch.Tensor):
+    query, key, value = (tensor_for("", kind, given) for kind in ("query", "key", "value"))
+    if query is None or key is None or value is None or query.dim() not in (2, 3):
         takes = ", ".join(f"{name} {list(tensor.shape)}" for name, (_, tensor) in given.items()) or "no tensor"
         raise InputError(
             f"{type(module).__name__}.forward takes {takes}, and a layer takes a query, batch query embed: diff gives "
             "both the same input. Compare its attention: --left-module or --right-module PATH, as trace lists them."
         )
-    key = tensor_for("", "key", given)
-    value = tensor_for("", "value", given)
-    key = query if key is None else key
-    return query, key, key if value is None else value
+    return query, key, value
 
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -200,11 +188,8 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     nameless = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values())
     named = {} if nameless else dict(zip(in_order, args, strict=False))
     given = {**named, **kwargs}
-    kept = {
-        name: value
-        for name, value in given.items()
-        if _is_plain(value) or name not in parameters or parameters[name].default is not None
-    }
+    needed = {name for name in given if name not in parameters or parameters[name].default is not None}
+    kept = {name: value for name, value in given.items() if name in needed or _is_plain(value)}
     places, kept = with_copies((args if nameless else (), kept))
     tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor)}
     unknown = Parameter("x", Parameter.POSITIONAL_ONLY)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import is_out_of_memory
 from ..naming.subject import Subject
+from ..record.arguments import changed
 from .holders import Holder, WantedError, unpacked_into
 
 
@@ -109,17 +110,13 @@ class _Watch(TorchFunctionMode):
         self.evidence: dict[str, Evidence] = {}
         self.holder: str | None = None
         self.maybe: str | None = None
-        self._whose = {id(tensor): name for name, tensor in named.items()}
-        self._open = set(named)
-        self._whole = whole
+        self._open, self._whole = set(named), whole
         self._alive: list[Tensor] = list(named.values())
-        # Each tensor that is an argument, or one only moved: its name, and the dimension that holds its width.
-        self._known: dict[int, tuple[str, int]] = {}
+        # Each tensor that is an argument, or one only moved: its names, and the dimension that holds its width.
+        self._known: dict[int, tuple[list[str], int]] = {}
         for name, tensor in named.items():
-            self._known.setdefault(id(tensor), (name, tensor.dim() - 1))
-        self._same = {
-            name: [other for other, held in named.items() if held is tensor] for name, tensor in named.items()
-        }
+            self._known.setdefault(id(tensor), ([], tensor.dim() - 1))[0].append(name)
+        self._given = frozenset(self._known)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -131,9 +128,13 @@ class _Watch(TorchFunctionMode):
         ours = next((value for value in flat if id(value) in self._known), None)
         if ours is None:
             return func(*args, **kwargs)
-        if id(ours) in self._whose:
-            self._hold(name, self._whose[id(ours)], args)
-        args, kwargs = self._look(name, args, kwargs, ours)
+        if id(ours) in self._given:
+            self._hold(name, self._known[id(ours)][0][-1], args)
+        if name == "multi_head_attention_forward":
+            return func(*self._whole_attention(args, kwargs), **kwargs)
+        fitting = self._look(name, args, kwargs, ours)
+        if fitting is not None:
+            args, kwargs = changed((args, kwargs), lambda part: fitting if part is ours else part)
         result = func(*args, **kwargs)
         if name in _MOVES:
             self._follow(ours, result)
@@ -143,11 +144,8 @@ class _Watch(TorchFunctionMode):
         """See whether an argument is used as something that holds tensors."""
         key = args[1] if func in ("__getitem__", "__contains__") and len(args) > 1 else None
         caller = sys._getframe(2)  # what called torch's function
-        if (
-            func == "unbind"
-            and caller.f_code is getattr(Tensor.__iter__, "__code__", None)
-            and caller.f_back is not None
-        ):
+        is_loop = func == "unbind" and caller.f_code is getattr(Tensor.__iter__, "__code__", None)
+        if is_loop and caller.f_back is not None:
             # A loop may go over the rows of a batch, or over a list: there the name tells.
             key = "" if unpacked_into(caller.f_back) else 0 if name.endswith("s") or "list" in name else None
         if isinstance(key, str):
@@ -166,13 +164,9 @@ class _Watch(TorchFunctionMode):
                     self._known[id(tensor)] = (known, places[-1])
                     self._alive.append(tensor)
 
-    def _look(
-        self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take the evidence; the arguments with a fitting tensor in the place of ours."""
-        if func == "multi_head_attention_forward":
-            return self._whole_attention(args, kwargs)
-        name, place = self._known[id(ours)]
+    def _look(self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor) -> Tensor | None:
+        """Take the evidence; return what fits in the place of ours, where that does not."""
+        names, place = self._known[id(ours)]
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         others = [value for value in tensors if value is not ours]
         last = place == ours.dim() - 1
@@ -180,9 +174,8 @@ class _Watch(TorchFunctionMode):
         if func == "embedding" and others:
             table = others[0] if others[0].dim() == 2 else None
             if table is not None:
-                self._tell(name, Evidence("ids", table.shape[0]))
-                ids = torch.zeros(ours.shape[: 2 if ours.dim() > 2 else None], dtype=torch.long, device=ours.device)
-                return _replaced(args, kwargs, ours, ids)
+                self._tell(names, Evidence("ids", table.shape[0]))
+                return torch.zeros(ours.shape[: 2 if ours.dim() > 2 else None], dtype=torch.long, device=ours.device)
         elif func == "linear" and others and last:
             wanted = others[0].shape[-1]
         elif func in ("layer_norm", "rms_norm") and last:
@@ -198,42 +191,37 @@ class _Watch(TorchFunctionMode):
             if func == "conv1d" and ours.dim() == 3 and place == 1:
                 wanted = channels
             else:
-                self._tell(name, Evidence("image", channels))
+                self._tell(names, Evidence("image", channels))
         elif func in _ELEMENTWISE and others and last and others[0].dim() > 0:
             size = others[0].shape[-1]
             wanted = size if size != 1 and id(others[0]) not in self._known else None
         if wanted is None:
-            return args, kwargs
-        self._tell(name, Evidence("width", wanted, firm=func not in _ELEMENTWISE))
+            return None
+        self._tell(names, Evidence("width", wanted, firm=func not in _ELEMENTWISE))
         if wanted == ours.shape[place]:
-            return args, kwargs
-        shape = [*ours.shape]
-        shape[place] = wanted
-        fitting = torch.zeros(shape, dtype=ours.dtype, device=ours.device)
-        self._known[id(fitting)] = (name, place)
+            return None
+        fitting = ours.new_zeros((*ours.shape[:place], wanted, *ours.shape[place + 1 :]))
+        self._known[id(fitting)] = (names, place)
         self._alive.append(fitting)
-        return _replaced(args, kwargs, ours, fitting)
+        return fitting
 
-    def _whole_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """torch.nn.MultiheadAttention: its weights say all three widths."""
-        embed_dim = args[3]
-        apart = kwargs.get("use_separate_proj_weight", False)
-        widths = [embed_dim] * 3
-        if apart:
+    def _whole_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """torch.nn.MultiheadAttention: its weights say all three widths. Return its arguments as they fit."""
+        widths, fitting = [args[3]] * 3, list(args)
+        if kwargs.get("use_separate_proj_weight", False):
             widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
-        fitting = list(args)
         for at, width in enumerate(widths):
             tensor = args[at]
             if id(tensor) in self._known:
                 self._tell(self._known[id(tensor)][0], Evidence("width", width))
             if tensor.shape[-1] != width:
-                fitting[at] = torch.zeros(*tensor.shape[:-1], width, dtype=tensor.dtype, device=tensor.device)
-        return tuple(fitting), kwargs
+                fitting[at] = tensor.new_zeros((*tensor.shape[:-1], width))
+        return fitting
 
-    def _tell(self, name: str, evidence: Evidence) -> None:
-        for other in self._same[name]:
-            self.evidence.setdefault(other, evidence)
-            self._open.discard(other)
+    def _tell(self, names: list[str], evidence: Evidence) -> None:
+        for name in names:
+            self.evidence.setdefault(name, evidence)
+            self._open.discard(name)
         if not self._open and not self._whole:
             raise _EnoughError
 
@@ -249,14 +237,3 @@ def _einsum_width(args: tuple[Any, ...], ours: Tensor) -> int | None:
         if own and operand is not ours and own[-1] in term:
             return int(operand.shape[term.index(own[-1]) - len(term)])
     return None
-
-
-def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor, other: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def swap(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(item is ours for item in value):
-            return type(value)(swap(item) for item in value)
-        return other if value is ours else value
-
-    return tuple(swap(value) for value in args), {name: swap(value) for name, value in kwargs.items()}

@@ -8,7 +8,7 @@ cannot be told so is let pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DoesNotFitError
 from ..layers.spec import AttentionSpec, InputSpec
 from ..record.rehearsal import Extent, foresee, rehearsed
-from ..text import byte_size
 from .memory import free_memory, freeing_at_scale, largest, require_memory
 
 _SAFE = 8
@@ -94,9 +93,8 @@ class Room:
             least = foreseen(planned.extent) - there
         self.known = least <= free
         if not self.known:
-            best = 0
-            if foreseen is not None and planned.seq_len:
-                rows, bytes_of = planned.extent.rows, foreseen
+            best, rows, bytes_of = 0, planned.extent.rows, foreseen
+            if bytes_of is not None:
                 fits = _STEADY * free + there
                 best = largest(lambda length: bytes_of(Extent(rows, length)) <= fits, planned.seq_len)
             way_out = f"The largest seq_len that fits is {best}." if best else planned.smaller
@@ -112,20 +110,17 @@ class Room:
 
 def rough_need_of_layer(spec: AttentionSpec, inputs: InputSpec) -> int:
     """More bytes than any layer of the catalog takes."""
-    keys = inputs.seq_len if inputs.key_len is None else inputs.key_len
-    heads = spec.num_heads * inputs.batch
     width = max(spec.embed_dim, spec.num_heads * int(spec.head_dim), spec.key_width, spec.value_width)
-    scores = heads * inputs.seq_len * (keys + 2)
-    rows = inputs.batch * (inputs.seq_len + keys) * width
+    scores = spec.num_heads * inputs.batch * inputs.seq_len * (inputs.keys + 2)
+    rows = inputs.batch * (inputs.seq_len + inputs.keys) * width
     return 8 * (6 * scores + 16 * rows + 8 * width * max(width, spec.embed_dim))
 
 
 def rough_need_of_module(module: nn.Module, extent: Extent) -> int:
     """More bytes than most modules take, by the sizes of their parameters and of the input."""
-    parameters = list(module.parameters())
-    held = sum(p.numel() * p.element_size() for p in parameters)
+    held = sum(p.numel() * p.element_size() for p in module.parameters())
     # Not the number of tokens: the other side of an embedding is as wide as what runs through.
-    width = max((sorted(p.shape)[-2] for p in parameters if p.dim() > 1), default=512)
+    width = max((sorted(p.shape)[-2] for p in module.parameters() if p.dim() > 1), default=512)
     layers = sum(next(part.parameters(recurse=False), None) is not None for part in module.modules()) or 1
     _, positions, pairs = extent.terms
     return 3 * held + 8 * layers * (pairs * _HEADS // 4 + positions * width * 4)
@@ -155,9 +150,7 @@ class _Guard(TorchFunctionMode):
 
 def _bytes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of what a function makes that is given sizes; 0 where they are not among its arguments."""
-    sizes = kwargs.get("size")
-    if sizes is None:
-        sizes = next((arg for arg in args if isinstance(arg, (tuple, list))), args)
+    sizes = kwargs.get("size") or next((arg for arg in args if isinstance(arg, (tuple, list))), args)
     if str(kwargs.get("device", "cpu")).startswith("meta") or not all(type(size) is int for size in sizes):
         return 0
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -204,25 +197,11 @@ def with_room(build: Callable[[], Any], called: str) -> Any:
             return build()
     except _NearError:
         pass
-    need = _bytes_on_meta(build)
-    if need is not None and need > free:
-        raise DoesNotFitError(
-            f"{called} needs about {byte_size(need)} and {byte_size(free)} are free on cpu. Give it smaller sizes. "
-            "--device meta shows every shape without memory."
-        )
+    need = 0
+    with suppress(Exception), torch.device("meta"):  # somebody's constructor, where there are shapes and no numbers
+        need = held_bytes(build())
+    require_memory(need, "cpu", called, "Give it smaller sizes. --device meta shows every shape without memory.")
     return build()
-
-
-def _bytes_on_meta(build: Callable[[], Any]) -> int | None:
-    """Bytes of the parameters and buffers; None where it cannot be built without memory."""
-    try:
-        with torch.device("meta"):
-            module = build()
-    except Exception:  # whatever somebody's constructor may raise where there are shapes and no numbers
-        return None
-    if not isinstance(module, nn.Module):
-        return None
-    return held_bytes(module)
 
 
 def held_bytes(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from inspect import Parameter
 from math import prod
 from typing import Any, Literal, Union, get_args, get_origin
@@ -60,9 +61,9 @@ def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapp
     try:
         return typed_as(text, annotation, namespace)
     except (ValueError, TypeError, SyntaxError):
+        words, example = described_type(annotation)
         raise SpecError(
-            f"--set {shown(name)}={shown(text)} does not fit: {name} is {described_type(annotation)}. "
-            f"Write it as in --set {name}={_example(annotation)}."
+            f"--set {shown(name)}={shown(text)} does not fit: {name} is {words}. Write it as in --set {name}={example}."
         ) from None
 
 
@@ -73,19 +74,23 @@ def typed_as(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return _one_of(text, parts, namespace)
+        # A text fits str whatever it says: the others are asked first.
+        for kind in sorted(parts, key=lambda kind: (kind is not type(None), kind is str)):
+            with suppress(ValueError, TypeError, SyntaxError):
+                return typed_as(text, kind, namespace)
+        raise ValueError
     if origin is Literal:
         return parts[[*map(str, parts)].index(text)]
     if annotation is None or annotation is type(None):
         return _word(text, dict.fromkeys(_NONE))
     if annotation is bool:
         return _word(text, {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)})
-    if annotation in (int, float):
-        if annotation is int and len(text) > _DIGITS:
+    if annotation is int:
+        if len(text) > _DIGITS:
             raise ValueError
-        return annotation(text.replace("_", "") if annotation is int else text)
-    if annotation is str:
-        return text
+        return int(text.replace("_", ""))
+    if annotation in (float, str):
+        return annotation(text)
     kind = origin or annotation
     if isinstance(kind, type):
         if issubclass(kind, Enum):
@@ -97,16 +102,6 @@ def typed_as(text: str, annotation: Any, namespace: Mapping[str, Any]) -> Any:
         if issubclass(kind, Mapping):
             return _checked(_lookup_or_literal(text, namespace), Mapping)
     return _lookup_or_literal(text, namespace)
-
-
-def _one_of(text: str, kinds: tuple[Any, ...], namespace: Mapping[str, Any]) -> Any:
-    # A text fits str whatever it says: the others are asked first.
-    for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind is str)):
-        try:
-            return typed_as(text, kind, namespace)
-        except (ValueError, TypeError, SyntaxError):
-            continue
-    raise ValueError
 
 
 def _word(text: str, words: Mapping[str, Any], *, exact: bool = False) -> Any:
@@ -145,11 +140,9 @@ def _checked(value: Any, kind: Any) -> Any:
 
 def _free(text: str, namespace: Mapping[str, Any]) -> Any:
     """A value of which nothing is known: a number, a word for true, false or none, a name, and else the text."""
-    lowered = text.casefold()
-    if lowered in _NONE:
-        return None
-    if lowered in ("true", "false"):
-        return lowered == "true"
+    words = {**dict.fromkeys(_NONE), "true": True, "false": False}
+    if text.casefold() in words:
+        return words[text.casefold()]
     try:
         return _lookup_or_literal(text, namespace)
     except (ValueError, SyntaxError, TypeError):
@@ -159,16 +152,10 @@ def _free(text: str, namespace: Mapping[str, Any]) -> Any:
 def _lookup_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
     """What the text names in the target's module or in torch, or the literal that it is. Nothing is evaluated."""
     first, *rest = text.split(".")
-    known = {**{name: sys.modules[name] for name in ("torch",) if name in sys.modules}, **namespace}
-    if first in known:
-        value = known[first]
-        for name in rest:
-            if not hasattr(value, name):
-                break
-            value = getattr(value, name)
-        else:
-            if not isinstance(value, types.ModuleType):
-                return value
+    with suppress(KeyError, AttributeError):
+        value = reduce(getattr, rest, {"torch": sys.modules["torch"], **namespace}[first])
+        if not isinstance(value, types.ModuleType):
+            return value
     return ast.literal_eval(text)
 
 
@@ -179,33 +166,33 @@ def _like(default: Any) -> Any:
     return type(default)
 
 
-def described_type(annotation: Any) -> str:
-    """Return what a value of an annotation's type is, in words."""
+_IN_WORDS: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "8"),
+    float: ("a number", "0.1"),
+    bool: ("true or false", "true"),
+    str: ("text", "text"),
+    type(None): ("none", "none"),
+}
+
+
+def described_type(annotation: Any) -> tuple[str, str]:
+    """Return what a value of an annotation's type is, in words, and one as it would be typed."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(described_type, parts)))
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, parts))
+        words, examples = zip(*map(described_type, parts), strict=True)
+        return " or ".join(dict.fromkeys(words)), examples[0]
+    names = [str(part) for part in parts] if origin is Literal else []
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return "one of " + ", ".join(member.name for member in annotation)
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    if annotation in words:
-        return words[annotation]
-    if parts and (origin or annotation) in (list, tuple):
-        return f"a list of {len(parts)} values" if len(parts) > 1 and Ellipsis not in parts else "a list of values"
-    return f"a {getattr(annotation, '__name__', annotation)}"
-
-
-def _example(annotation: Any) -> str:
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType, Literal):
-        return _example(parts[0]) if origin is not Literal else str(parts[0])
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return next(member.name for member in annotation)
-    if (origin or annotation) in (list, tuple):
-        return "2,3"
-    examples = {int: "8", float: "0.1", bool: "true", type(None): "none"}
-    return examples.get(annotation, "NAME, a name in its own file")
+        names = [member.name for member in annotation]
+    if names:
+        return f"one of {', '.join(names)}", names[0]
+    if parts and origin in (list, tuple):
+        return f"a list of {len(parts)} values" if len(
+            parts
+        ) > 1 and Ellipsis not in parts else "a list of values", "2,3"
+    name = getattr(annotation, "__name__", annotation)
+    unknown = f"a {name}", "2,3" if annotation in (list, tuple) else "NAME, a name in its own file"
+    return _IN_WORDS.get(annotation, unknown)
 
 
 # -- shapes: `--input-shape x=2x10x512:float32` ------------------------------------------------------------------------

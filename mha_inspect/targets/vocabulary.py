@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Literal, get_args
@@ -54,9 +54,10 @@ def flag_of(name: str) -> str | None:
     return _FLAG_OF.get(plain(name))
 
 
-def rank_of(flag: str, name: str) -> int:
-    """How telling a name is for a flag: 0 is the most telling."""
-    return [plain(alias) for alias in ALIASES[flag]].index(plain(name))
+def named_for(flag: str, names: Iterable[str]) -> list[str]:
+    """Those names that a flag gives, the most telling first."""
+    aliases = [plain(alias) for alias in ALIASES[flag]]
+    return sorted((name for name in names if plain(name) in aliases), key=lambda name: aliases.index(plain(name)))
 
 
 def dashed(flag: str) -> str:
