@@ -145,13 +145,11 @@ def masking(bench: Bench) -> Iterator[Finding]:
     """Yield masks that leave weight where they bar: scores multiplied by a mask, or filled with a small number."""
     for sight in bench.sights:
         if sight.masked and not bool(sight.seen.any()):
-            yield Finding(
+            yield sight.finding(
                 "masking",
                 "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
                 f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
-                source=sight.line,
-                module=sight.module,
-                fix="turn the mask round, or give it the other way round.",
+                "turn the mask round, or give it the other way round.",
             )
             return
     yield from each_kind(bench, _masking)
