@@ -61,20 +61,19 @@ def scale_words(found: Attention, names: AxisNames) -> str:
     if found.scale is None:
         return "no single number"
     head_dim, width = max(names.head_dim, 1), found.stages["query"].shape[-1] if "query" in found.stages else 0
+    if math.isclose(found.scale, 1, rel_tol=1e-3):
+        return "1: none"
     known = {
-        "none": 1.0,
-        "1/√head_dim": head_dim**-0.5,
-        "1/head_dim": 1 / head_dim,
-        "√head_dim": head_dim**0.5,
-        "head_dim^(-1/4)": head_dim**-0.25,
-        "1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
+        " = 1/√head_dim": head_dim**-0.5,
+        " = 1/head_dim": 1 / head_dim,
+        " = √head_dim": head_dim**0.5,
+        " = head_dim^(-1/4)": head_dim**-0.25,
+        " = 1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
+        " = 1/√embed_dim": width**-0.5 if width > 1 else 0.0,
     }
-    if width > 1:
-        known["1/√embed_dim"] = width**-0.5
-    for name, value in known.items():
-        if math.isclose(found.scale, value, rel_tol=1e-3):
-            return "1: none" if name == "none" else f"{found.scale:.4g} = {name}"
-    return f"{found.scale:.4g}, {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
+    otherwise = f", {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
+    like = (name for name, value in known.items() if math.isclose(found.scale, value, rel_tol=1e-3))
+    return f"{found.scale:.4g}{next(like, otherwise)}"
 
 
 WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
@@ -83,8 +82,7 @@ WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
 
 def without_heads(bench: Bench) -> WithoutHeads:
     """Return what changes without each head, for as many attentions as have `MOST_HEADS` heads together."""
-    heads = 0
-    made = []
+    heads, made = 0, []
     for found, names in bench.seen.attentions:
         heads += names.num_heads
         if heads > MOST_HEADS:

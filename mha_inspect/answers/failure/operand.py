@@ -13,8 +13,8 @@ from ...record.ops import TensorRef
 
 HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
-ATTENTION, SDPA = "multi_head_attention", "scaled_dot_product_attention"
-LAYERS = (ATTENTION, "transformer")
+ATTENTION, SDPA = "MultiheadAttention", "scaled_dot_product_attention"
+LAYERS = (ATTENTION, "Transformer")
 """Layers of torch that hold attention."""
 
 

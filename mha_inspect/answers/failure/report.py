@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from torch import nn
-
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
 from ...naming.canonical import own_axes
@@ -132,15 +130,10 @@ def describe_failure(
 
 def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in_block: bool) -> tuple[Failure, int]:
     reading = read_call(error, recorder, seen.recording, in_block=in_block)
-    call, layer = reading.call, site.attention
-    known = call is not None or layer is not None
-    base, name = ("", "") if call is None else (call.base, call.name)
-    if layer is not None:
-        attends = isinstance(layer.module, nn.MultiheadAttention)
-        base, name = (ATTENTION, "nn.MultiheadAttention") if attends else (LAYERS[-1], "nn.Transformer")
+    call, base = reading.call, "" if reading.call is None else reading.call.base
     operands = tuple(operands_of(site, reading, recorder.identify, seen.recording))
-    batch_first = layer is None or bool(getattr(layer.module, "batch_first", True))
-    reached = reach(seen, base, operands if known else (), batch_first=batch_first)
+    batch_first = bool(getattr(reading.layer, "batch_first", True))
+    reached = reach(seen, base, () if call is None else operands, batch_first=batch_first)
     scene = Scene(
         error=type(error).__name__,
         message=_message(error),
@@ -149,20 +142,20 @@ def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in
         reached=reached,
         batch_first=batch_first,
         settings=() if call is None else call.settings,
-        layer=None if layer is None else layer.module,
+        layer=reading.layer,
         variables={recorder.identify(value).id: name for name, value in reversed(site.variables)},
     )
     failure = Failure(
         error=scene.error,
         message=scene.message,
-        call=name,
+        call="" if call is None else call.name,
         op=dispatched(error),
         module=recorder.path_of(site.module),
         source=site.source,
         line=site.line,
         operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
-        clash=clash(scene) if known else "",
-        cause=find_cause(scene) if known or scene.error == "EinopsError" else None,
+        clash="" if call is None else clash(scene),
+        cause=find_cause(scene) if call is not None or scene.error == "EinopsError" else None,
         completed=tuple(_completed(scene.reached, scene.variables)),
         last_ops=tuple(
             ReachedOp(
