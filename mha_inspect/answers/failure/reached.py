@@ -16,10 +16,11 @@ from math import prod
 from typing import Literal
 
 from ...graph.additive import joint_scores
-from ...graph.attention import Graph, Step
+from ...graph.attention import Graph
 from ...graph.axis import Axis, Dim, resolve
 from ...graph.pairing import as_written
 from ...graph.products import Product
+from ...graph.projections import Projections
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.subject import Run
@@ -33,7 +34,6 @@ Side = Literal["", "query", "key", "scores"]
 PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
 """Calls that multiply two tensors, by their names without underscores."""
 
-_SPLITS = {"split", "split_with_sizes", "slice", "select", "unbind"}
 _FAR = 60
 """Tensors that are looked at for the nearest stage."""
 _PARTS = ("query", "key", "value")
@@ -285,8 +285,7 @@ def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) 
             if operand.role in _PARTS:
                 reached.stages[operand.role] = operand.tensor
                 reached.sides.setdefault(operand.tensor.id, side_of_stage(operand.role))
-    for role, tensor in factors.items():
-        _name_side(reached, role, tensor)
+    _name_sides(reached, factors)
     for tensor in factors.values():
         reached.axes.learn_order(tensor)
     if "query" in factors:
@@ -348,41 +347,25 @@ def _parts(
     return {}
 
 
-def _name_side(reached: Reached, role: str, operand: TensorRef) -> None:
-    """Walk from an operand of a product back to what came in, and name what is met."""
-    graph, letter, side = reached.graph, role[0], side_of_stage(role)
-    reached.sides[operand.id] = side
-    tensor = operand
-    while (op := graph.recording.producer(tensor)) is not None:
-        swaps = role == "key" and op.swaps_last_two and tensor.id == operand.id
-        if not (swaps or graph.is_scale(op)):
-            break
-        tensor = op.inputs[0]
+def _name_sides(reached: Reached, factors: dict[str, TensorRef]) -> None:
+    """Walk from the operands of products back to what came in, and name what is met."""
+    graph, stages = reached.graph, dict[str, TensorRef]()
+    for role, tensor in factors.items():
+        side = side_of_stage(role)
         reached.sides[tensor.id] = side
-    for step in graph.back(tensor, lambda op: not graph.operands(op)):
-        op = graph.recording.producer(step.tensor)
-        if op is None or not graph.is_projection(op):
-            continue
-        projected = graph.after_call(op)
-        source = graph.before_call(op, graph.projected(op))
-        reached.stages[role] = source
-        piece = _piece(step, tensor)
-        if piece is None or len(piece.shape) <= len(projected.shape):
-            reached.stages[f"{letter}_proj"] = piece or projected
+        swaps = role == "key"
+        while (op := graph.recording.producer(tensor)) is not None and (
+            (swaps and op.swaps_last_two) or graph.is_scale(op)
+        ):
+            tensor, swaps = op.inputs[0], False
+            reached.sides[tensor.id] = side
+        stages[f"{role[0]}_heads"] = tensor
+    projections = Projections(graph)
+    projections.put_before(stages, projections.behind(stages, "", {role: set() for role in ("query", *factors)}))
+    for name, tensor in stages.items():
+        projected = stages.get(f"{name[0]}_proj")
+        if not name.endswith("_heads") or projected is None or projected.id != tensor.id:
+            reached.stages[name] = tensor
         # One product may serve all three: then it is nobody's own.
-        for known in (projected.id, source.id):
-            reached.sides[known] = side if reached.sides.get(known) in (None, side) else ""
-        if tensor.id != projected.id:
-            reached.stages[f"{letter}_heads"] = tensor
-        return
-    reached.stages[f"{letter}_heads"] = tensor
-
-
-def _piece(step: Step, heads: TensorRef) -> TensorRef | None:
-    """Return what a shared projection was split into for one side alone; None where it was not split."""
-    for place in range(len(step.path) - 1, -1, -1):
-        if step.path[place].base_name in _SPLITS:
-            reads = step.path[place - 1].inputs if place else (heads,)
-            made = {tensor.id for tensor in step.path[place].outputs}
-            return next((tensor for tensor in reads if tensor.id in made), None)
-    return None
+        side = side_of_stage(name)
+        reached.sides[tensor.id] = side if reached.sides.get(tensor.id) in (None, side) else ""
