@@ -48,15 +48,13 @@ def _of_scores(
     if len(turned) == 1:
         ((rotated, op),) = turned.items()
         other = "key" if rotated == "query" else "query"
-        return (
-            op
-            if op is None
-            else _finding(
-                op,
-                f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute position.",
-                f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.",
-                f"rotate the {other} as well.",
-            )
+        if op is None:
+            return None
+        return _finding(
+            op,
+            f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute position.",
+            f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.",
+            f"rotate the {other} as well.",
         )
     by_query, by_key = turns["query"], turns["key"]
     if by_query is None or by_key is None:

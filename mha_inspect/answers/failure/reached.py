@@ -15,10 +15,9 @@ from itertools import islice
 from math import prod
 from typing import Literal
 
-from ...graph.additive import joint_scores
 from ...graph.attention import Graph
 from ...graph.axis import Axis, Dim, resolve
-from ...graph.pairing import as_written
+from ...graph.pairing import as_written, score_product
 from ...graph.products import Product
 from ...graph.projections import Projections
 from ...naming.axes import AxisNames
@@ -212,14 +211,9 @@ class Reached:
 
     def is_of_scores(self, tensor: TensorRef) -> bool:
         """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
-        product = next(_products_behind(self.graph, (tensor,)), None)
-        if product is None:
-            return False
-        steps = (
-            step for factor in (product.left, product.right) for step in self.graph.back(factor, self.graph.carries)
-        )
-        makers = (self.graph.recording.producer(step.tensor) for step in steps)
-        return not any(maker is not None and self.graph.is_softmax(maker) for maker in makers)
+        scores = self.stages.get("scores")
+        steps = self.graph.back(tensor, self.graph.carries)
+        return scores is not None and any(step.tensor.id == scores.id for step in steps)
 
     def steps_back(self, tensor: TensorRef) -> Iterator[TensorRef]:
         """Yield a tensor, and what it was before it was moved and scaled."""
@@ -296,21 +290,13 @@ def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) 
 def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Product | None:
     """Return the product of the scores: the one before the softmax, or where there is none yet, the last one."""
     if softmax is not None:
-        joint = joint_scores(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
-        return next(_products_behind(graph, (softmax.inputs[0],)), None if joint is None else joint[0])
+        meeting = score_product(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
+        return None if meeting is None else meeting.product
     last = next((product for op in reversed(tail) if (product := graph.product(op)) is not None), None)
-    behind = () if last is None else _products_behind(graph, (last.left, last.right))
+    factors = () if last is None else (last.left, last.right)
+    behind = {step.tensor.id for factor in factors for step in graph.back(factor, graph.carries)}
     # What another product goes into is no scores: a softmax was left out, or there is none to come.
-    return None if any(one.op.index >= tail[0].index for one in behind) else last
-
-
-def _products_behind(graph: Graph, tensors: Iterable[TensorRef]) -> Iterator[Product]:
-    """Yield the products that tensors come from, with nothing between but what is done to scores."""
-    for tensor in tensors:
-        for step in graph.back(tensor, graph.carries):
-            op = graph.recording.producer(step.tensor)
-            if op is not None and (product := graph.product(op)) is not None:
-                yield product
+    return None if any(graph.product(op) and op.output.id in behind for op in tail) else last
 
 
 def _name_scores(reached: Reached, product: Product, softmax: Op | None) -> None:
