@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ... import text
 from ...reports.failure import Cause
-from .operand import ATTENTION, HEADS, LAYERS, SDPA, Operand, shape_text
+from .operand import ATTENTION, HEADS, LAYERS, SDPA, Operand
 from .scene import Scene, first_clash
 
 
@@ -178,7 +179,7 @@ def sequences_of_layers(scene: Scene) -> Cause | None:
         place = 0 if scene.batch_first else 1
         why = f"length {length}, batch {batch}; {mask.is_shape} and fits dimension {place}."
     elif both and mask is not None and length != batch and mask.shape == (length * scene.num_heads, batch, key_batch):
-        why = f"length {length}, batch {batch}; {mask.name} {shape_text(mask.shape)} fits the other."
+        why = f"length {length}, batch {batch}; {mask.name} {text.shape(mask.shape)} fits the other."
     elif both and padding is not None and padding.shape == (key_length, key_batch) and key_length != key_batch:
         way = "x.transpose(0, 1)" if scene.batch_first else "batch_first=True"
         return Cause(
@@ -211,7 +212,7 @@ def _padding(scene: Scene) -> tuple[Operand, tuple[int, int], str] | None:
         return None
     batch, length = _lengths(scene, given[1])
     expected = (batch, length) if batch else (length,)
-    why = f"{padding.is_shape}; key_padding_mask is batch key, {shape_text(expected)}."
+    why = f"{padding.is_shape}; key_padding_mask is batch key, {text.shape(expected)}."
     return None if padding.shape == expected else (padding, (batch, length), why)
 
 
@@ -273,7 +274,7 @@ def masks_over_scores(scene: Scene) -> Cause | None:
     found, padding = _laid_over(scene), _padding(scene)
     if found is not None:
         mask, scores = found
-        (query, key), over = scores[-2:], f"and the scores are {shape_text(scores)}"
+        (query, key), over = scores[-2:], f"and the scores are {text.shape(scores)}"
         if (lacks := _lacking(mask.shape, scores)) is not None:
             return Cause("mask_rank", f"{mask.is_shape}, {lacks[0]}, {over}.", mask.primary + lacks[1])
         if len(mask.shape) >= 2 and mask.shape[-2:] == (key, query) and key != query:

@@ -183,18 +183,17 @@ def _message(error: Exception) -> str:
 def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedStage]:
     """Yield the stages that were reached, then what else has a name: variables, and what projections gave."""
     graph, recording = reached.graph, reached.graph.recording
-    inputs = {named.tensor.id: named.name for named in recording.inputs}
+    given = [(named.name, named.tensor.id) for named in recording.inputs]
+    inputs = {number: name for name, number in given}
     projected = {graph.after_call(op).id: op.module for op in recording.ops if graph.is_projection(op)}
 
     def row(stage: str, tensor: TensorRef, axes: str) -> ReachedStage:
         op = recording.producer(tensor)
         variable = variables.get(tensor.id) or inputs.get(tensor.id, "")
-        if any(named.name == stage and named.tensor.id == tensor.id for named in recording.inputs):
+        if (stage, tensor.id) in given:
             variable = stage
-        if not variable and op is not None and stage.endswith("_proj"):
-            variable = op.module
-        if not stage:
-            variable = variable or projected[tensor.id]
+        if not variable and (not stage or stage.endswith("_proj")):
+            variable = projected.get(tensor.id, "")
         made = ("", "") if op is None else (op.name, op.source)
         return ReachedStage(stage, variable, tensor.shape, axes, tensor.dtype, *made)
 
