@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from math import prod
 
 import torch
-from einops import repeat
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import sizes_in
-from ...naming.pattern import dims_of
+from ...naming.layout import Layout
 from ...record.ops import TensorRef
 from ...reports.check import Fact, Head
 from ...text import first_few
@@ -123,31 +121,16 @@ def _contexts_without_each(flow: Flow, found: Attention, names: AxisNames) -> It
             raise LostError
         yield from ((context, torch.zeros_like(flow.value(context))) for context in contexts)
         return
-    context = found.stages["context"]
-    value, place, of_head = flow.value(context), *_heads_in(found, names)
+    context, axes = found.stages["context"], names.of_stage("context")
+    value = flow.value(context)
+    try:
+        layout = Layout(context, axes, sizes_in(found, names, "context"))
+    except ValueError as error:
+        raise LostError from error
+    if "heads" not in axes or layout.num_heads != names.num_heads:
+        raise LostError
     for head in range(names.num_heads):
-        yield context, value.index_fill(place, (of_head == head).nonzero().flatten(), 0)
-
-
-def _heads_in(found: Attention, names: AxisNames) -> tuple[int, Tensor]:
-    """Return the dimension of the context that has the heads, alone or with others, and whose each place in it is.
-
-    Raises `LostError` where there is none.
-    """
-    shape, dims = found.stages["context"].shape, dims_of(names.of_stage("context"))
-    place = next((place for place, dim in enumerate(dims) if "heads" in dim), None)
-    if place is None or len(dims) != len(shape):
-        raise LostError
-    known = sizes_in(found, names, "context")
-    sizes = {name: known[name] for name in dims[place] if name in known}
-    left = [name for name in dims[place] if name not in sizes]
-    if len(left) > 1:
-        raise LostError
-    sizes.update((name, shape[place] // prod(sizes.values())) for name in left)
-    if prod(sizes.values()) != shape[place]:
-        raise LostError
-    heads = torch.arange(sizes.pop("heads"))
-    return place, repeat(heads, f"heads -> ({' '.join(dims[place])})", **sizes)
+        yield context, value.masked_fill(layout.is_of(head).to(value.device), 0)
 
 
 def _shares(
