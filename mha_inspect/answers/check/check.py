@@ -12,7 +12,7 @@ from ...naming.stage_facts import unlike_dot
 from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import plural
-from . import behaviour
+from .behaviour import batch, causal, inputs, mixing, repeat, scale, training, window
 from .bench import Bench, NotPossibleError, RaisedError
 from .cache import cache
 from .facts import facts_of, heads_of, without_heads
@@ -26,26 +26,13 @@ from .softmax import lone_softmaxes, masking, softmax
 from .weights import parameters
 
 _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
-    "inputs": behaviour.inputs,
-    "heads": heads,
-    "softmax": softmax,
-    "masking": masking,
-    "finite": finite,
-    "kernels": kernels,
-    "grouped": grouped,
-    "rotary": rotary,
-    "batch": behaviour.batch,
-    "mixing": behaviour.mixing,
-    "parameters": parameters,
-    "repeat": behaviour.repeat,
-    "training": behaviour.training,
-    "causal": behaviour.causal,
-    "window": behaviour.window,
-    "padding": padding,
-    "cache": cache,
-    "scale": behaviour.scale,
-    "reference": reference,
+    run.__name__: run
+    for run in (
+        *(inputs, heads, softmax, masking, finite, kernels, grouped, rotary, batch, mixing, parameters, repeat),
+        *(training, causal, window, padding, cache, scale, reference),
+    )
 }
+"""What makes each check, by its name."""
 _NEED_RUNS = ("batch", "mixing", "parameters", "repeat", "training", "padding", "cache")
 """Checks that run the module again."""
 _NEED_NO_NUMBERS = ("scale", "parameters")

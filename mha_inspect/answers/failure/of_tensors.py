@@ -165,7 +165,8 @@ def _reading(scene: Scene) -> str:
 
 def sequences_of_layers(scene: Scene) -> Cause | None:
     """Judge batches and lengths; first the order of the two: what does not fit in this one, and fits in the other."""
-    if (given := _sequences(scene)) is None:
+    given = _sequences(scene)
+    if given is None or scene.base not in LAYERS:
         return None
     query, key = given
     (batch, length), (key_batch, key_length) = _lengths(scene, query), _lengths(scene, key)
@@ -218,7 +219,8 @@ def _padding(scene: Scene) -> tuple[Operand, tuple[int, int], str] | None:
 
 def masks_of_layers(scene: Scene) -> Cause | None:
     """Judge the masks of torch's attention that lack a dimension, or have one too many."""
-    found, mask, given = _padding(scene), scene.given("attn_mask"), _sequences(scene)
+    found, mask = _padding(scene), scene.given("attn_mask")
+    given = _sequences(scene) if scene.base == ATTENTION else None
     if found is not None and len(found[0].shape) != (2 if found[1][0] else 1):
         way = "A mask over pairs of positions is attn_mask; one over keys has no dimension for heads or queries."
         return Cause("mask_rank", found[2], way)

@@ -7,7 +7,7 @@ to write instead. The judges are asked in order, and the first that answers is b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
@@ -23,9 +23,8 @@ from ..run_report import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call
 from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
 from .of_tensors import devices, dtypes, mask_dtype, masks_of_layers, masks_over_scores, sequences_of_layers, widths
-from .operand import ATTENTION, LAYERS
 from .reached import Reached, reach
-from .scene import VIEWS, Scene, clash
+from .scene import Scene, clash
 from .site import Site, site_of
 
 CAUSES: dict[str, str] = {
@@ -52,28 +51,16 @@ CAUSES: dict[str, str] = {
     "wrong_head_dim": "heads times head_dim is not the width",
 }
 """Name of each cause, and what it is in a phrase."""
-_JUDGES: list[tuple[Callable[[Scene], Cause | None], Collection[str]]] = [
-    (devices, ()),
-    (mask_dtype, ()),
-    (dtypes, ()),
-    (widths, ()),
-    (sequences_of_layers, LAYERS),
-    (masks_of_layers, (ATTENTION,)),
-    (masks_over_scores, ()),
-    (not_split, ()),
-    (keys_not_transposed, ()),
-    (heads_not_transposed, ()),
-    (two_sizes, ()),
-    (views, VIEWS),
-    (einops_sizes, ()),
-]
-"""What judges a scene, and the calls that it is asked about; all where there are none."""
+_JUDGES: tuple[Callable[[Scene], Cause | None], ...] = (
+    *(devices, mask_dtype, dtypes, widths, sequences_of_layers, masks_of_layers, masks_over_scores, not_split),
+    *(keys_not_transposed, heads_not_transposed, two_sizes, views, einops_sizes),
+)
+"""What judges a scene, in the order in which they are asked."""
 
 
 def find_cause(scene: Scene) -> Cause | None:
     """Return the mistake that the evidence shows; None where it shows none."""
-    found = (judge(scene) for judge, calls in _JUDGES if not calls or scene.base in calls)
-    return next((cause for cause in found if cause is not None), None)
+    return next(filter(None, (judge(scene) for judge in _JUDGES)), None)
 
 
 LAST_OPS = 6
