@@ -46,6 +46,11 @@ class Sight:
         """`query key`: True where the query of any sequence sees the key."""
         return self.seen.any(0)
 
+    @cached_property
+    def known(self) -> Tensor:
+        """`1 key`: True where any query sees the key: one that is barred to all is padding."""
+        return self.any_row.any(0)[None]
+
     @property
     def open(self) -> bool:
         """Whether every query sees every key."""
@@ -89,19 +94,18 @@ class Sight:
         if self.alone:
             return "each query sees itself alone"
         if not behind:
-            known = self.any_row.any(0)[None]
             expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
-            own = bool((self.any_row | ~known)[self.distance == 0].all()) or self.queries != self.keys
+            own = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
-            if torch.equal(self.any_row, expected & known):
-                return name if bool(known.all()) else f"{name}; {int((~known).sum())} keys are barred to all"
+            if torch.equal(self.any_row, expected & self.known):
+                barred = int((~self.known).sum())
+                return f"{name}; {barred} keys are barred to all" if barred else name
             return f"{name}, with gaps" if own else f"{name}, and a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"{mirrored} positions to each side"
-        columns = self.any_row.any(0)
-        if torch.equal(self.any_row, columns[None].expand_as(self.any_row)):
-            return f"every query sees {int(columns.sum())} of {self.keys} keys"
+        if torch.equal(self.any_row, self.known.expand_as(self.any_row)):
+            return f"every query sees {int(self.known.sum())} of {self.keys} keys"
         return "a pattern of its own"
 
     def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
@@ -121,9 +125,7 @@ class Sight:
                 f"{self._first(future, 'weight')}; {int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
-        # A key that is barred to all is padding.
-        known = self.any_row.any(0)[None]
-        own = (self.distance == 0) & known & ~self.any_row
+        own = (self.distance == 0) & self.known & ~self.any_row
         if bool(own.any()) and self.shift == 0:
             return self.finding(
                 "causal",
@@ -133,7 +135,7 @@ class Sight:
                 "triu(diagonal=1), not diagonal=0.",
             )
         if window is None:
-            missing = (self.distance > 0) & known & ~self.any_row
+            missing = (self.distance > 0) & self.known & ~self.any_row
             if bool(missing.any()):
                 query, key = missing.nonzero()[0].tolist()
                 evidence = f"Query {query} gives no weight to key {key}; {int(missing.sum())} such pairs."
@@ -153,8 +155,7 @@ class Sight:
             far = int(self.distance[self.any_row].max()) + 1
             sentence = f"A position sees beyond its window of {width}: it sees {far} positions, its own included."
             return self.finding("window", sentence, f"{self._first(beyond, 'weight')}.")
-        known = self.any_row.any(0)[None]
-        missing = (self.distance >= 0) & (self.distance <= limit) & known & ~self.any_row
+        missing = (self.distance >= 0) & (self.distance <= limit) & self.known & ~self.any_row
         if bool(missing.any()) and causal is not False and not bool((self.any_row & (self.distance < 0)).any()):
             sentence = f"A position does not see all of its window of {width}."
             return self.finding("window", sentence, f"{self._first(missing, 'no weight')}.")
