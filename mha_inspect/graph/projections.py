@@ -33,16 +33,14 @@ class Projections:
         self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
     ) -> dict[str, Projection]:
         """The projections of query, key and value, those that there are; none of a recurrence's steps is one."""
-        query = self._projection(stages["q_heads"], module, set())
+        query = self._projection(stages["q_heads"], module, set()) if "q_heads" in stages else None
         like = None if query is None else self._origin(query.op)
         found = {"query": query} | {
             name: self._projection(stages[f"{name[0]}_heads"], module, positions[name], like)
             for name in ("key", "value")
+            if f"{name[0]}_heads" in stages
         }
-        found = {
-            name: None if end is None or self._is_a_step(end, positions[name]) else end for name, end in found.items()
-        }
-        ends = {name: end for name, end in found.items() if end is not None}
+        ends = {name: end for name, end in found.items() if end and not self._is_a_step(end, positions[name])}
         for name, end in ends.items():
             others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
             ends[name] = self._with_earlier(end, module, others)

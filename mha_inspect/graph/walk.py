@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,23 +52,13 @@ class Graph:
     def _from_inputs(self) -> frozenset[int]:
         """Ids of tensors that depend on what came from outside, parameters and buffers aside."""
         own = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
-        found: set[int] = set()
-        for op in self.recording.ops:
-            for tensor in op.inputs:
-                if tensor.id not in self.recording.producers and tensor.id not in own:
-                    found.add(tensor.id)
-            if any(tensor.id in found for tensor in op.inputs):
-                found.update(tensor.id for tensor in op.outputs)
-        return frozenset(found)
+        read = {tensor.id for op in self.recording.ops for tensor in op.inputs}
+        return frozenset(made_of(read - self.recording.producers.keys() - own, self.recording.ops))
 
     @cached_property
     def _given_or_learned(self) -> frozenset[int]:
         """Ids of tensors that depend on what came from outside, or on a parameter; buffers aside."""
-        found = set(self.recording.parameter_names) | self._from_inputs
-        for op in self.recording.ops:
-            if any(tensor.id in found for tensor in op.inputs):
-                found.update(tensor.id for tensor in op.outputs)
-        return frozenset(found)
+        return frozenset(made_of({*self.recording.parameter_names, *self._from_inputs}, self.recording.ops))
 
     @cached_property
     def _reread(self) -> dict[int, list[TensorRef]]:
@@ -266,13 +256,8 @@ class Graph:
 
     def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
         """Whether one tensor has a part in another, by whatever operations."""
-        made = {start.id}
-        for op in self.recording.ops[self.recording.producers.get(start.id, -1) + 1 :]:
-            if any(tensor.id in made for tensor in op.inputs):
-                made.update(tensor.id for tensor in op.outputs)
-            if end.id in made:
-                return True
-        return False
+        first, last = (self.recording.producers.get(tensor.id, -1) for tensor in (start, end))
+        return end.id in made_of({start.id}, self.recording.ops[first + 1 : last + 1])
 
     def after_call(self, op: Op) -> TensorRef:
         """What the call in Python returned that this operation is the heart of: its result, moved and biased."""
@@ -352,6 +337,15 @@ class Graph:
             and len(op.inputs) == 2
             and any(self.is_weight(t) and t.numel < op.output.numel for t in op.inputs)
         )
+
+
+def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
+    """Return these ids of tensors, and those of all that operations, in their order, make of them."""
+    found = set(ids)
+    for op in ops:
+        if any(tensor.id in found for tensor in op.inputs):
+            found.update(tensor.id for tensor in op.outputs)
+    return found
 
 
 def inside(path: str, module: str) -> bool:

@@ -15,7 +15,7 @@ from .found import Attention
 from .linear import features_of, is_activation
 from .pairing import Meeting, score_product
 from .products import Product, is_wide
-from .walk import Graph
+from .walk import Graph, made_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def _weighing(graph: Graph, averaged: Product, carried: TensorRef, taken: set[in
 
 def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
     """Where the part of a path that makes weights of scores begins and ends; None where nothing is bent."""
-    made = _made_of(graph, scores, path)
+    since = graph.recording.producers[scores.id] + 1
+    made = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
     parts = []
     for place, op in enumerate(path):
         others = [tensor for tensor in op.inputs if tensor.id in made and not _is_next(op, tensor, path, place)]
@@ -102,15 +103,6 @@ def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
 def _is_next(op: Op, tensor: TensorRef, path: tuple[Op, ...], place: int) -> bool:
     """Whether a path comes to an operation by this tensor."""
     return tensor in path[place - 1].outputs if place else tensor == op.inputs[0]
-
-
-def _made_of(graph: Graph, start: TensorRef, path: tuple[Op, ...]) -> set[int]:
-    """The ids of what is made of a tensor, up to the end of a path."""
-    made = {start.id}
-    for op in graph.recording.ops[graph.recording.producers[start.id] + 1 : path[-1].index] if path else ():
-        if any(tensor.id in made for tensor in op.inputs):
-            made.update(tensor.id for tensor in op.outputs)
-    return made
 
 
 def _place_of(graph: Graph, tensor: TensorRef, over: set[Axis]) -> int | None:

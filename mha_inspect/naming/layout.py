@@ -82,6 +82,12 @@ class Layout:
         )
         return head, feature
 
+    def is_of(self, head: int) -> Tensor:
+        """Whether each element is of this head, in the shape of the tensor."""
+        alone = [size if place in self._places["head"] else 1 for place, size in enumerate(self._shape)]
+        heads = torch.arange(self.num_heads).reshape(alone)
+        return (heads == head).expand(self._shape).reshape(self.tensor.shape)
+
     def key_heads(self, groups: int) -> Tensor:
         """For each head, which key/value head it uses: by the axes, or else in blocks."""
         heads = torch.arange(self.num_heads)

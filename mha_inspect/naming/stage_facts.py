@@ -7,6 +7,7 @@ from math import isclose
 
 from ..graph.additive import Joint
 from ..graph.attention import Attention, Graph
+from ..graph.walk import made_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
 from .pattern import dims_of, rearrangement
@@ -202,12 +203,9 @@ class StageFacts:
 
     def _done_to(self, tensor: TensorRef, made: list[Op]) -> list[Op]:
         """Those operations that read what came of the tensor, and not what positions and masks are made of."""
-        derived, done = {tensor.id}, []
-        for op in sorted(made, key=lambda op: op.index):
-            if any(read.id in derived for read in op.inputs):
-                derived |= {written.id for written in op.outputs}
-                done.append(op)
-        return done
+        ordered = sorted(made, key=lambda op: op.index)
+        derived = made_of({tensor.id}, ordered)
+        return [op for op in ordered if any(read.id in derived for read in op.inputs)]
 
     def _grown(self, source: str, stage: str) -> str:
         """What became more on the way: keys that the layer appends, heads that are repeated."""

@@ -186,17 +186,28 @@ def test_every_layout_tells_what_hangs_on_each_head(layer: str, batch_first: boo
     settings: dict[str, Any] = {} if batch_first else {"batch_first": False}
     spec = spec_for(LAYERS[layer], embed_dim=12, num_heads=3, **settings)
     own = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
-    told = mha_inspect.check(own.module, *own.args, **own.kwargs).heads
+    (w_o,) = (parameter for name, parameter in own.module.named_parameters() if OUT.search(name))
+    told_by_columns(own.module, w_o, 3, own.args, own.kwargs)
+
+
+def told_by_columns(module: nn.Module, w_o: Tensor, heads: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Assert that each head changes the output by what it does with zeros for its columns of W_o."""
+    told = mha_inspect.check(module, *args, **kwargs).heads
     with torch.no_grad():
-        (w_o,) = (parameter for name, parameter in own.module.named_parameters() if OUT.search(name))
-        width, whole = w_o.shape[1] // 3, first_tensor(own.module(*own.args, **own.kwargs))
-        assert [head.head for head in told] == [0, 1, 2]
+        width, whole = w_o.shape[1] // heads, first_tensor(module(*args, **kwargs))
+        assert [head.head for head in told] == list(range(heads))
         for number, head in enumerate(told):
             kept = w_o[:, number * width : (number + 1) * width].clone()
             w_o[:, number * width : (number + 1) * width] = 0
-            change = (first_tensor(own.module(*own.args, **own.kwargs)) - whole).norm() / whole.norm()
+            change = (first_tensor(module(*args, **kwargs)) - whole).norm() / whole.norm()
             w_o[:, number * width : (number + 1) * width] = kept
             assert head.output_change == pytest.approx(float(change), rel=1e-3)
+
+
+def test_heads_in_groups_with_a_dimension_of_their_own_are_told() -> None:
+    torch.manual_seed(0)
+    module = styles.GroupedBroadcast().eval()
+    told_by_columns(module, module.o.weight, 6, (torch.randn(3, 8, 22),), {})
 
 
 def test_the_module_is_left_as_it_was() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -260,15 +261,13 @@ def causal(bench: Bench) -> Iterator[Finding]:
         if found is None:
             raise NotPossibleError("not declared: causal")
         yield found
-        return
     if not bench.intent.causal:
         return
-    for sight in bench.sights:
-        problem = sight.against_causal(window=bench.intent.window)
-        if problem is not None:
-            sentence, evidence, fix = problem
-            yield Finding("causal", sentence, evidence, source=sight.line, module=sight.module, fix=fix)
-            return
+    wrong = (sight.against_causal(bench.intent.window) for sight in bench.sights)
+    finding = next(filter(None, wrong), None)
+    if finding is not None:
+        yield finding
+        return
     for place, moved in bench.reach.items() if bench.follows and not bench.found & {"heads", "masking"} else ():
         early = (moved[0, :place] > 0).nonzero().flatten().tolist()
         if early:
@@ -294,11 +293,9 @@ def _not_as_called(bench: Bench) -> Iterator[Finding]:
         called = type(part).__name__
         flags = [f"{called}.{name} is True" for name in reversed(words) if vars(part).get(name) is True]
         who = [*([called] if "causal" in called.lower() else []), *asked, *flags]
-        problem = sight.against_causal(window=bench.intent.window or sight.width) if who else None
-        if problem is not None:
-            sentence, evidence, fix = problem
-            evidence += f" It is meant to be causal: {who[0]}."
-            yield Finding("causal", sentence, evidence, source=sight.line, module=sight.module, fix=fix)
+        finding = sight.against_causal(bench.intent.window or sight.width) if who else None
+        if finding is not None:
+            yield replace(finding, evidence=f"{finding.evidence} It is meant to be causal: {who[0]}.")
 
 
 def window(bench: Bench) -> Iterator[Finding]:
@@ -308,15 +305,11 @@ def window(bench: Bench) -> Iterator[Finding]:
         raise NotPossibleError("not declared: window")
     if not bench.sights:
         raise NotPossibleError("the scores do not show who sees whom")
-    problems = [(sight, sight.against_window(width, bench.intent.causal)) for sight in bench.sights]
-    local = [problem for sight, problem in problems if sight.width is not None]
-    is_kept = any(problem is None for _, problem in problems)
-    if is_kept and len(local) < len(problems) and not any(local):
+    found = [sight.against_window(width, bench.intent.causal) for sight in bench.sights]
+    local = [finding for sight, finding in zip(bench.sights, found, strict=True) if sight.width is not None]
+    if None in found and len(local) < len(found) and not any(local):
         return  # some layers have the window, others see everything, as is common
-    for sight, problem in problems:
-        if problem is not None:
-            yield Finding("window", *problem, source=sight.line, module=sight.module)
-            return
+    yield from list(filter(None, found))[:1]
 
 
 def scale(bench: Bench) -> Iterator[Finding]:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ...naming.subject import Run, Subject
 from ...record.arguments import dense, tensors_in
+from ...reports.check import Finding
 from ...text import message_of
-from .evidence import Evidence, Outline, held, of_same_ops, outlined, whole
+from .evidence import Evidence, Outline, held, kinds, of_same_ops, outlined, whole
 from .intent import Intent
 from .sight import Sight, sights_of
 from .sources import Arguments, Source, sources_of
-from .tokens import Flow
+from .tokens import Flow, LostError, Tokens
 
 _AT_ONCE = 1 << 18
 """Numbers that are compared at once."""
@@ -375,3 +376,25 @@ def _alike(left: Any, right: Any) -> bool:
     except NotPossibleError:
         return True
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def each_kind(
+    bench: Bench, judge: Callable[[Bench, Tokens], Iterator[Finding]], without: str = ""
+) -> Iterator[Finding]:
+    """Yield what a judge finds in each kind of attention, with its module, and how many attentions have it.
+
+    A judge raises `LostError` where it cannot be told. Raises `NotPossibleError`, saying what is `without`, where it
+    can be told of none; unless nothing is said of that.
+    """
+    is_told = not without
+    for found, names, count in kinds(bench.seen):
+        try:
+            findings = list(judge(bench, Tokens(bench.flow, found, names)))
+        except LostError:
+            continue
+        is_told = True
+        more = f" The same in {count} attentions." if count > 1 else ""
+        for finding in findings:
+            yield replace(finding, module=found.module, evidence=finding.evidence + more)
+    if not is_told:
+        raise NotPossibleError(without)

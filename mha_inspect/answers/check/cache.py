@@ -39,8 +39,7 @@ def cache(bench: Bench) -> Iterator[Finding]:
         row = bench.first_row()
         given = {**given, **row}
         base = base.narrow(source.batch, 0, 1) if row and source.batch is not None else base
-    wrong: dict[str, list[int]] = {}
-    largest: dict[str, float] = {}
+    apart: dict[str, Tensor] = {}
     for how, steps in ways.items():
         try:
             made = _stepwise(bench, name, steps, given)
@@ -53,9 +52,8 @@ def cache(bench: Bench) -> Iterator[Finding]:
                 f"It was given what it returned second as {name}, and the tokens that follow.",
             )
             return
-        apart = bench.apart(made, base).amax(0)
-        wrong[how] = (apart > LOOSE * bench.limit).nonzero().flatten().tolist()
-        largest[how] = float(apart.max())
+        apart[how] = bench.apart(made, base).amax(0)
+    wrong = {how: (own > LOOSE * bench.limit).nonzero().flatten().tolist() for how, own in apart.items()}
     hows = [how for how, places in wrong.items() if places]
     if hows:
         cause, fix = _cause(wrong)
@@ -66,7 +64,7 @@ def cache(bench: Bench) -> Iterator[Finding]:
         yield Finding(
             "cache",
             f"Going on from the cache ({', '.join(hows)}) gives something else than one go, from position "
-            f"{wrong[hows[0]][0]} on, by {largest[hows[0]]:.3g}. {cause}",
+            f"{wrong[hows[0]][0]} on, by {float(apart[hows[0]].max()):.3g}. {cause}",
             f"{evidence}.",
             source=bench.mask_line,
             fix=fix,

@@ -12,7 +12,7 @@ from ...naming.stage_facts import unlike_dot
 from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import plural
-from . import behaviour
+from .behaviour import batch, causal, inputs, mixing, repeat, scale, training, window
 from .bench import Bench, NotPossibleError, RaisedError
 from .cache import cache
 from .facts import facts_of, heads_of, without_heads
@@ -26,26 +26,13 @@ from .softmax import lone_softmaxes, masking, softmax
 from .weights import parameters
 
 _RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
-    "inputs": behaviour.inputs,
-    "heads": heads,
-    "softmax": softmax,
-    "masking": masking,
-    "finite": finite,
-    "kernels": kernels,
-    "grouped": grouped,
-    "rotary": rotary,
-    "batch": behaviour.batch,
-    "mixing": behaviour.mixing,
-    "parameters": parameters,
-    "repeat": behaviour.repeat,
-    "training": behaviour.training,
-    "causal": behaviour.causal,
-    "window": behaviour.window,
-    "padding": padding,
-    "cache": cache,
-    "scale": behaviour.scale,
-    "reference": reference,
+    run.__name__: run
+    for run in (
+        *(inputs, heads, softmax, masking, finite, kernels, grouped, rotary, batch, mixing, parameters, repeat),
+        *(training, causal, window, padding, cache, scale, reference),
+    )
 }
+"""What makes each check, by its name."""
 _NEED_RUNS = ("batch", "mixing", "parameters", "repeat", "training", "padding", "cache")
 """Checks that run the module again."""
 _NEED_NO_NUMBERS = ("scale", "parameters")
@@ -80,48 +67,45 @@ def check(
     bench = Bench(own, intent, tick, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
         bench.given.require(argument)
-    findings: list[Finding] = []
-    held: list[Held] = []
-    left_out: list[LeftOut] = []
+    made: list[Finding | Held | LeftOut] = []
     again = not evidence_only and not bench.on_meta
     with bench.changed_by(nn.Module.eval):
         if not bench.seen.attentions:
-            findings += lone_softmaxes(bench)
-            if not findings:
+            made += lone_softmaxes(bench)
+            if not made:
                 raise InputError(_nothing(bench))
-            left_out += [LeftOut(name, "no attention is found around this softmax") for name in names]
+            made += [LeftOut(name, "no attention is found around this softmax") for name in names]
             names = ()
         for name in (name for name in names if name in _NEED_NUMBERS):
-            _run(bench, name, findings, held, left_out)
+            made += _results(bench, name)
         without, _ = without_heads(bench), bench.sights
         bench.release()
         for name in (name for name in names if name not in _NEED_NUMBERS):
-            _run(bench, name, findings, held, left_out)
+            made += _results(bench, name)
         facts = tuple(facts_of(bench, runs=again))
         hanging = tuple(heads_of(bench, without, runs=again))
     order = list(CHECKS)
+    made.sort(key=lambda one: order.index(one.check))
     return CheckReport(
         environment=replace(environment_of(own), seed=bench.own.seed),
         layer=layer_of(own),
         intent=intent.told(),
-        findings=_by_cause(sorted(findings, key=lambda finding: order.index(finding.check))),
+        findings=_by_cause([one for one in made if isinstance(one, Finding)]),
         facts=facts,
         heads=hanging,
-        held=tuple(sorted(held, key=lambda one: order.index(one.check))),
-        left_out=tuple(sorted(left_out, key=lambda one: order.index(one.check))),
+        held=tuple(one for one in made if isinstance(one, Held)),
+        left_out=tuple(one for one in made if isinstance(one, LeftOut)),
         runs=bench.runs,
         notes=(*own.notes, *unlike_dot(bench.seen)),
     )
 
 
-def _run(bench: Bench, name: str, findings: list[Finding], held: list[Held], left_out: list[LeftOut]) -> None:
-    """Make one check, and add what it found to the findings; else that it held, or why it was left out."""
+def _results(bench: Bench, name: str) -> list[Finding | Held | LeftOut]:
+    """Make one check, and return what it found; else that it held, or why it was left out."""
     if bench.on_meta and name not in _NEED_NO_NUMBERS:
-        left_out.append(LeftOut(name, "the module is on meta, and this needs numbers: use --device cpu"))
-        return
+        return [LeftOut(name, "the module is on meta, and this needs numbers: use --device cpu")]
     if bench.once and name in _NEED_RUNS:
-        left_out.append(LeftOut(name, "needs more runs than one"))
-        return
+        return [LeftOut(name, "needs more runs than one")]
     bench.tick(name)
     found: list[Finding] = []
     reasons: list[str] = []
@@ -132,11 +116,10 @@ def _run(bench: Bench, name: str, findings: list[Finding], held: list[Held], lef
         reasons.append(" ".join(str(error).split()))
     except RaisedError as error:
         reasons.append(f"the forward raises under a changed input: {' '.join(str(error).split())}")
-    findings += found
     bench.found |= {finding.check for finding in found if finding.sure}
-    if not found and not reasons:
-        held.append(Held(name, _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]))
-    left_out += [LeftOut(name, reason) for reason in (*reasons, *bench.asides.pop(name, ()))]
+    what = _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]
+    held = [] if found or reasons else [Held(name, what)]
+    return [*found, *held, *(LeftOut(name, reason) for reason in (*reasons, *bench.asides.pop(name, ())))]
 
 
 def _by_cause(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.walk import made_of
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.subject import Run, Subject
@@ -244,10 +245,6 @@ def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> 
             continue
         needed[op.index] = op
         queue += op.inputs
-    hangs = []
-    for index in sorted(needed):
-        op = needed[index]
-        if any(tensor.id in reached for tensor in op.inputs):
-            hangs.append(op)
-            reached |= {tensor.id for tensor in op.outputs}
-    return hangs if target.id in reached else []
+    ordered = [needed[index] for index in sorted(needed)]
+    made = made_of(reached, ordered)
+    return [op for op in ordered if any(tensor.id in made for tensor in op.inputs)] if target.id in made else []

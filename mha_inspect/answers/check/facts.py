@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from math import prod
 
 import torch
-from einops import repeat
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import sizes_in
-from ...naming.pattern import dims_of
+from ...naming.layout import Layout
 from ...record.ops import TensorRef
 from ...reports.check import Fact, Head
 from ...text import first_few
@@ -61,20 +59,19 @@ def scale_words(found: Attention, names: AxisNames) -> str:
     if found.scale is None:
         return "no single number"
     head_dim, width = max(names.head_dim, 1), found.stages["query"].shape[-1] if "query" in found.stages else 0
+    if math.isclose(found.scale, 1, rel_tol=1e-3):
+        return "1: none"
     known = {
-        "none": 1.0,
-        "1/√head_dim": head_dim**-0.5,
-        "1/head_dim": 1 / head_dim,
-        "√head_dim": head_dim**0.5,
-        "head_dim^(-1/4)": head_dim**-0.25,
-        "1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
+        " = 1/√head_dim": head_dim**-0.5,
+        " = 1/head_dim": 1 / head_dim,
+        " = √head_dim": head_dim**0.5,
+        " = head_dim^(-1/4)": head_dim**-0.25,
+        " = 1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
+        " = 1/√embed_dim": width**-0.5 if width > 1 else 0.0,
     }
-    if width > 1:
-        known["1/√embed_dim"] = width**-0.5
-    for name, value in known.items():
-        if math.isclose(found.scale, value, rel_tol=1e-3):
-            return "1: none" if name == "none" else f"{found.scale:.4g} = {name}"
-    return f"{found.scale:.4g}, {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
+    otherwise = f", {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
+    like = (name for name, value in known.items() if math.isclose(found.scale, value, rel_tol=1e-3))
+    return f"{found.scale:.4g}{next(like, otherwise)}"
 
 
 WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
@@ -83,8 +80,7 @@ WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
 
 def without_heads(bench: Bench) -> WithoutHeads:
     """Return what changes without each head, for as many attentions as have `MOST_HEADS` heads together."""
-    heads = 0
-    made = []
+    heads, made = 0, []
     for found, names in bench.seen.attentions:
         heads += names.num_heads
         if heads > MOST_HEADS:
@@ -125,31 +121,16 @@ def _contexts_without_each(flow: Flow, found: Attention, names: AxisNames) -> It
             raise LostError
         yield from ((context, torch.zeros_like(flow.value(context))) for context in contexts)
         return
-    context = found.stages["context"]
-    value, place, of_head = flow.value(context), *_heads_in(found, names)
+    context, axes = found.stages["context"], names.of_stage("context")
+    value = flow.value(context)
+    try:
+        layout = Layout(context, axes, sizes_in(found, names, "context"))
+    except ValueError as error:
+        raise LostError from error
+    if "heads" not in axes or layout.num_heads != names.num_heads:
+        raise LostError
     for head in range(names.num_heads):
-        yield context, value.index_fill(place, (of_head == head).nonzero().flatten(), 0)
-
-
-def _heads_in(found: Attention, names: AxisNames) -> tuple[int, Tensor]:
-    """Return the dimension of the context that has the heads, alone or with others, and whose each place in it is.
-
-    Raises `LostError` where there is none.
-    """
-    shape, dims = found.stages["context"].shape, dims_of(names.of_stage("context"))
-    place = next((place for place, dim in enumerate(dims) if "heads" in dim), None)
-    if place is None or len(dims) != len(shape):
-        raise LostError
-    known = sizes_in(found, names, "context")
-    sizes = {name: known[name] for name in dims[place] if name in known}
-    left = [name for name in dims[place] if name not in sizes]
-    if len(left) > 1:
-        raise LostError
-    sizes.update((name, shape[place] // prod(sizes.values())) for name in left)
-    if prod(sizes.values()) != shape[place]:
-        raise LostError
-    heads = torch.arange(sizes.pop("heads"))
-    return place, repeat(heads, f"heads -> ({' '.join(dims[place])})", **sizes)
+        yield context, value.masked_fill(layout.is_of(head).to(value.device), 0)
 
 
 def _shares(

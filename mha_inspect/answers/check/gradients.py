@@ -60,22 +60,17 @@ def _taken(bench: Bench) -> dict[str, Tensor | None]:
         raise NotPossibleError("no projection wants a gradient")
     try:
         with _alone(bench.module, set(named)):
-            made = None
             # One row is enough, and a layer that is run again does not hold what its gradients need. It may not be
             # possible: a layer with a cache does something else when it is run again. And where rows attend to each
             # other, what gets none from a row alone may get one from all of them.
-            for row, by_layer in ((True, True), (False, False)):
-                try:
-                    made = _backwards(bench, list(named.values()), row=row, by_layer=by_layer)
-                except NotPossibleError:
-                    raise
-                except Exception:
-                    if not row:
-                        raise
-                    continue
-                if not any(map(_lacks, made)):
-                    break
-            assert made is not None
+            try:
+                made = _backwards(bench, list(named.values()), sparing=True)
+            except NotPossibleError:
+                raise
+            except Exception:
+                made = (None,)
+            if any(map(_lacks, made)):
+                made = _backwards(bench, list(named.values()), sparing=False)
     except NotPossibleError:
         raise
     except Exception as error:  # whatever somebody's code may raise under gradients
@@ -90,15 +85,15 @@ def _lacks(gradient: Tensor | None) -> bool:
     return gradient is None or any(bool((gradient == 0).all(axis).any()) for axis in range(min(gradient.dim(), 2)))
 
 
-def _backwards(bench: Bench, parameters: list[nn.Parameter], *, row: bool, by_layer: bool) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each parameter, from one `row` of the batch alone.
+def _backwards(bench: Bench, parameters: list[nn.Parameter], *, sparing: bool) -> tuple[Tensor | None, ...]:
+    """Return the gradient of each parameter.
 
-    With `by_layer` each layer of a list is run again when its turn comes.
+    Where it is `sparing`, of one row of the batch alone, and each layer of a list is run again when its turn comes.
     """
     without_cache = {"use_cache": False} if "use_cache" in bench.given.parameters else {}
-    own = bench.subject({**(bench.first_row() if row else {}), **without_cache}, grad=True)
+    own = bench.subject({**(bench.first_row() if sparing else {}), **without_cache}, grad=True)
     latest: dict[str, dict[int, Tensor]] = {}
-    for layers in (part for part in own.module.modules() if by_layer and isinstance(part, nn.ModuleList)):
+    for layers in (part for part in own.module.modules() if sparing and isinstance(part, nn.ModuleList)):
         for layer in layers if len(layers) > 2 else ():
             vars(layer)["forward"] = partial(_run_again_backwards, layer.forward, latest)
     with own.settings():

@@ -8,8 +8,7 @@ from math import prod
 
 from ...reports.check import Finding
 from ...text import listed
-from .bench import Bench
-from .kinds import each_kind
+from .bench import Bench, each_kind
 from .tokens import LostError, Row, Side, Tokens
 
 _SIDES = ("query", "key", "value")

@@ -159,9 +159,7 @@ def _nan(bench: Bench, made: Masked) -> Iterator[Finding]:
     if not bench.follows or bool(bench.output.isnan().any()) or not bool(nan.any()):
         return
     marked = made.keys if made.source is bench.sources[0] and made.bars else torch.zeros_like(made.keys)
-    axes = bench.sources[0].axes
-    rows = nan.movedim(axes, tuple(range(len(axes)))).flatten(len(axes)).any(-1) if nan.dim() > len(axes) else nan
-    rows = rows if len(axes) == 2 else rows[None]
+    rows = bench.apart(nan.float(), torch.zeros_like(bench.output)) > 0
     real = marked.shape != rows.shape or bool((rows & ~marked).any())
     yield Finding(
         "finite",

@@ -10,8 +10,7 @@ from ...graph.evaluate import Replay
 from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from ..masked_rows import fully_masked_rows
-from .bench import Bench, NotPossibleError
-from .kinds import each_kind
+from .bench import Bench, NotPossibleError, each_kind
 from .tokens import Tokens
 
 _SMALLER_SCORES = "scale the queries before the product, or compute the scores in float32."

@@ -11,9 +11,8 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
-from .bench import Bench
+from .bench import Bench, each_kind
 from .evidence import between
-from .kinds import each_kind
 from .tokens import LostError, Side, Tokens
 
 _NEAR = 1e-3
@@ -31,89 +30,77 @@ def _rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     if not any(turns.values()):
         raise LostError
     content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
-    for told in (
-        _by_head(content, turns) or _one_alone(content, turns) or _not_alike(tokens, sides, content, turns),
-        _values(bench, tokens.found, content["value"], turns["value"]),
-    ):
-        if told is not None:
-            sentence, evidence, op, fix = told
-            yield Finding("rotary", sentence, evidence, source=op.source if op else "", fix=fix)
+    found = _of_scores(tokens, sides, content, turns), _of_values(bench, tokens.found, content["value"], turns["value"])
+    yield from filter(None, found)
 
 
-Told = tuple[str, str, Op | None, str]
-"""What is wrong, the evidence, the operation that turns, and the fix."""
+def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
+    """Return a finding at the operation that turns."""
+    return Finding("rotary", sentence, evidence, source=op.source, fix=fix)
 
 
-def _by_head(content: dict[str, Tensor], turns: dict[str, Op | None]) -> Told | None:
-    q, k = content["query"], content["key"]
-    if _vary(q) or _vary(k) or not (turns["query"] and turns["key"]):
-        return None
-    if not (_vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1))):
-        return None
-    return (
-        "The rotation goes by head, not by position: the heads of one token are turned differently, its positions "
-        "alike.",
-        "Equal tokens at all positions give equal queries there, and turned ones in other heads.",
-        turns["query"],
-        "rotate along the axis of positions.",
-    )
-
-
-def _one_alone(content: dict[str, Tensor], turns: dict[str, Op | None]) -> Told | None:
-    turned = {name: turns[name] is not None and _vary(content[name]) for name in ("query", "key")}
-    if turned["query"] == turned["key"]:
-        return None
-    rotated, other = ("query", "key") if turned["query"] else ("key", "query")
-    if _vary(content[other]):
-        return None
-    return (
-        f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute position.",
-        f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.",
-        turns[rotated],
-        f"rotate the {other} as well.",
-    )
-
-
-def _not_alike(
+def _of_scores(
     tokens: Tokens, sides: dict[str, Side], content: dict[str, Tensor], turns: dict[str, Op | None]
-) -> Told | None:
+) -> Finding | None:
     """What is wrong where what turns the query is not what turns the key; None where it is."""
     q, k = content["query"], content["key"]
-    if q.shape[1:] != k.shape[1:] or not (turns["query"] and turns["key"]) or not (_vary(q) and _vary(k)):
+    turned = {name: turns[name] for name in ("query", "key") if _vary(content[name])}
+    if len(turned) == 1:
+        ((rotated, op),) = turned.items()
+        other = "key" if rotated == "query" else "query"
+        if op is None:
+            return None
+        return _finding(
+            op,
+            f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute position.",
+            f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.",
+            f"rotate the {other} as well.",
+        )
+    by_query, by_key = turns["query"], turns["key"]
+    if by_query is None or by_key is None:
         return None
-    other = _of_equal_tokens(sides["key"], seed=2)
+    if not turned and _vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1)):
+        return _finding(
+            by_query,
+            "The rotation goes by head, not by position: the heads of one token are turned differently, its positions "
+            "alike.",
+            "Equal tokens at all positions give equal queries there, and turned ones in other heads.",
+            "rotate along the axis of positions.",
+        )
+    if not turned or q.shape[1:] != k.shape[1:]:
+        return None
     groups = min(len(q), len(k))
-    q, k, other = q[:groups], k[:groups], other[:groups]
+    q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(sides["key"], seed=2)[:groups]
     near = max(_NEAR, 8 * torch.finfo(getattr(torch, sides["query"].target.dtype)).eps)
-    own = (q * other).sum(-1)
-    size = q.norm(dim=-1) * other.norm(dim=-1)
+    own = (q * other_key).sum(-1)
+    size = q.norm(dim=-1) * other_key.norm(dim=-1)
     spread = float((own - own[:, :1]).abs().max())
     angle = own / size.clamp(min=1e-12)
     # Scores that a position scales, as for long sequences, keep their angle.
     if spread > near * float(size.max()) and float((angle - angle[:, :1]).abs().max()) > near:
-        return (
+        return _finding(
+            by_query,
             "Queries and keys are turned differently, or by no rotation: two tokens do not score alike wherever they "
             "stand, as with the halves of one layout and the pairs of another, or with a sign turned round.",
             "With one query and one key at all positions, the score of a position with itself varies by "
             f"{spread:.3g} over positions, of at most {float(size.max()):.3g}.",
-            turns["query"],
             "rotate both by the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
         )
     same = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
     plain = all(_keeps_norm(sides[name], content[name], near) for name in ("query", "key"))
     is_self = tokens.found.stages.get("query") is not None and sides["query"].tokens == sides["key"].tokens
     if plain and is_self and float((same - 1).abs().max()) > near:
-        return (
+        return _finding(
+            by_key,
             "A query and a key of one position are turned by different positions: their distance is not 0.",
             f"With the same content everywhere they are parallel unturned, and at an angle of cosine "
             f"{float(same.min()):.3g} turned.",
-            turns["key"],
             "rotate both by the same positions.",
         )
     return None
 
 
-def _values(bench: Bench, found: Attention, rows: Tensor, turns: Op | None) -> Told | None:
+def _of_values(bench: Bench, found: Attention, rows: Tensor, turns: Op | None) -> Finding | None:
     """What is wrong where the values are turned, and what comes of them is not turned back; None where they are not."""
     if turns is None or not _vary(rows) or _vary(rows.norm(dim=-1, keepdim=True)):
         return None
@@ -121,11 +108,11 @@ def _values(bench: Bench, found: Attention, rows: Tensor, turns: Op | None) -> T
     context = found.value_product.op.output
     if end is not None and _turning(bench, {context.id}, end) is not None:
         return None
-    return (
+    return _finding(
+        turns,
         "The values are turned by their positions as well: what comes out depends on the absolute position, though "
         "the scores depend on distances.",
         "Equal tokens at all positions give turned values, and nothing turns the context back.",
-        turns,
         "rotate the query and the key alone.",
     )
 

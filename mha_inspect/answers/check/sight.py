@@ -12,6 +12,7 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...naming.subject import Run
+from ...reports.check import Finding
 from .evidence import BARRED, weight_levels
 
 _SIDE = 12
@@ -44,6 +45,11 @@ class Sight:
     def any_row(self) -> Tensor:
         """`query key`: True where the query of any sequence sees the key."""
         return self.seen.any(0)
+
+    @cached_property
+    def known(self) -> Tensor:
+        """`1 key`: True where any query sees the key: one that is barred to all is padding."""
+        return self.any_row.any(0)[None]
 
     @property
     def open(self) -> bool:
@@ -88,56 +94,56 @@ class Sight:
         if self.alone:
             return "each query sees itself alone"
         if not behind:
-            known = self.any_row.any(0)[None]
             expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
-            own = bool((self.any_row | ~known)[self.distance == 0].all()) or self.queries != self.keys
+            own = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
-            if torch.equal(self.any_row, expected & known):
-                return name if bool(known.all()) else f"{name}; {int((~known).sum())} keys are barred to all"
+            if torch.equal(self.any_row, expected & self.known):
+                barred = int((~self.known).sum())
+                return f"{name}; {barred} keys are barred to all" if barred else name
             return f"{name}, with gaps" if own else f"{name}, and a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"{mirrored} positions to each side"
-        columns = self.any_row.any(0)
-        if torch.equal(self.any_row, columns[None].expand_as(self.any_row)):
-            return f"every query sees {int(columns.sum())} of {self.keys} keys"
+        if torch.equal(self.any_row, self.known.expand_as(self.any_row)):
+            return f"every query sees {int(self.known.sum())} of {self.keys} keys"
         return "a pattern of its own"
 
-    def against_causal(self, window: int | None) -> tuple[str, str, str] | None:
-        """What is not causal, its evidence and the fix; None where it is."""
+    def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
+        """Return a finding of this attention, at its mask."""
+        return Finding(check, sentence, evidence, source=self.line, module=self.module, fix=fix)
+
+    def against_causal(self, window: int | None) -> Finding | None:
+        """What is not causal; None where all is."""
         if self.queries < 2 or (self.queries > self.keys):
             return None
         future = self.any_row & (self.distance < 0)
         if bool(future.any()):
             off = bool((self.distance[future] == -1).all())
-            return (
+            return self.finding(
+                "causal",
                 "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
                 f"{self._first(future, 'weight')}; {int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
-        # A key that is barred to all is padding.
-        known = self.any_row.any(0)[None]
-        own = (self.distance == 0) & known & ~self.any_row
+        own = (self.distance == 0) & self.known & ~self.any_row
         if bool(own.any()) and self.shift == 0:
-            return (
+            return self.finding(
+                "causal",
                 "A position does not see itself: the mask bars the diagonal.",
                 f"Query {int(own.nonzero()[0][0])} gives no weight to its own key; {int(own.sum())} such of "
                 f"{self.queries}.",
                 "triu(diagonal=1), not diagonal=0.",
             )
         if window is None:
-            missing = (self.distance > 0) & known & ~self.any_row
+            missing = (self.distance > 0) & self.known & ~self.any_row
             if bool(missing.any()):
-                query, key = (int(n) for n in missing.nonzero()[0])
-                return (
-                    "A position does not see all of its past.",
-                    f"Query {query} gives no weight to key {key}; {int(missing.sum())} such pairs.",
-                    "",
-                )
+                query, key = missing.nonzero()[0].tolist()
+                evidence = f"Query {query} gives no weight to key {key}; {int(missing.sum())} such pairs."
+                return self.finding("causal", "A position does not see all of its past.", evidence)
         return None
 
-    def against_window(self, width: int, causal: bool | None) -> tuple[str, str] | None:
-        """What does not fit a window of this width, and the evidence; None where it fits."""
+    def against_window(self, width: int, causal: bool | None) -> Finding | None:
+        """What does not fit a window of this width; None where all fits."""
         if self.keys <= width or self.queries < 2:
             return None
         limit = width - 1
@@ -147,14 +153,12 @@ class Sight:
             beyond = self.any_row & (self.distance.abs() > limit)
         if bool(beyond.any()):
             far = int(self.distance[self.any_row].max()) + 1
-            return (
-                f"A position sees beyond its window of {width}: it sees {far} positions, its own included.",
-                f"{self._first(beyond, 'weight')}.",
-            )
-        known = self.any_row.any(0)[None]
-        missing = (self.distance >= 0) & (self.distance <= limit) & known & ~self.any_row
+            sentence = f"A position sees beyond its window of {width}: it sees {far} positions, its own included."
+            return self.finding("window", sentence, f"{self._first(beyond, 'weight')}.")
+        missing = (self.distance >= 0) & (self.distance <= limit) & self.known & ~self.any_row
         if bool(missing.any()) and causal is not False and not bool((self.any_row & (self.distance < 0)).any()):
-            return f"A position does not see all of its window of {width}.", f"{self._first(missing, 'no weight')}."
+            sentence = f"A position does not see all of its window of {width}."
+            return self.finding("window", sentence, f"{self._first(missing, 'no weight')}.")
         return None
 
     def _first(self, marks: Tensor, what: str) -> str:

@@ -10,14 +10,12 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...record.ops import Op
 from ...reports.check import Finding
-from .bench import Bench
+from .bench import Bench, each_kind
 from .evidence import between
-from .kinds import each_kind
 from .tokens import LostError, Tokens
 
 _WEAK = 1.0
 """A constant of this size or less, put where a mask bars, is no bar."""
-_OVER_KEYS = "softmax over the keys: dim=-1 of scores that are query by key."
 
 
 def softmax(bench: Bench) -> Iterator[Finding]:
@@ -39,7 +37,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     lowest, highest = sums
     through = [op for op in found.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
     evidence = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
-    sure, at, fix = True, found.softmax, _OVER_KEYS
+    sure, at, fix = True, found.softmax, "softmax over the keys: dim=-1 of scores that are query by key."
     if other is not None and _are_one(other) and (found.over_queries or not found.weights_changed):
         sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
         evidence += " Over the queries they sum to 1."
@@ -92,33 +90,22 @@ def _is_zero_one(value: Tensor) -> bool:
 
 
 def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
-    """Yield softmaxes between two products that make no attention: of another softmax, or over another axis."""
-    graph = bench.seen.graph
+    """Yield softmaxes of another softmax: they make no attention."""
     known = {branch.softmax.index for found, _ in bench.seen.attentions for branch in (found, *found.branches)}
     told: set[str] = set()
     for op in bench.seen.recording.ops:
         behind = _before(bench, op) if op.does("softmax") and op.index not in known and op.source not in told else None
-        if behind is None:
-            continue
-        if behind.does("softmax"):
-            sentence = "The softmax is taken twice: the weights are next to equal, whatever the scores are."
-            evidence = f"What the softmax at {op.source} is taken of was made by another one, at {behind.source}."
-            fix = "take one of them out."
-        elif graph.product(behind) is not None and _meets_values(bench, op):
-            dim, shape = int(op.args[1]) % len(op.output.shape), op.output.shape
-            sentence = (
-                f"The softmax runs over dimension {dim} of {list(shape)}, and the values are averaged over another: "
-                "the weights of a query do not sum to one over its keys."
-            )
-            evidence = (
-                f"It is taken of the product at {behind.source}, and meets the values in a product that sums over "
-                "another dimension."
-            )
-            fix = _OVER_KEYS
-        else:
+        if behind is None or not behind.does("softmax"):
             continue
         told.add(op.source)
-        yield Finding("softmax", sentence, evidence, source=op.source, module=op.module, fix=fix)
+        yield Finding(
+            "softmax",
+            "The softmax is taken twice: the weights are next to equal, whatever the scores are.",
+            f"What the softmax at {op.source} is taken of was made by another one, at {behind.source}.",
+            source=op.source,
+            module=op.module,
+            fix="take one of them out.",
+        )
 
 
 def _before(bench: Bench, op: Op) -> Op | None:
@@ -130,28 +117,15 @@ def _before(bench: Bench, op: Op) -> Op | None:
     return behind
 
 
-def _meets_values(bench: Bench, op: Op) -> bool:
-    """Whether what an operation gives meets something else in a product, moved, dropped or masked at most."""
-
-    def passes(reader: Op) -> bool:
-        return reader.pointwise or reader.kind != "compute" or reader.does("draws")
-
-    graph = bench.seen.graph
-    product = next((reader for reader, _ in graph.forward(op.output, passes) if reader.does("product")), None)
-    return product is not None and graph.product(product) is not None
-
-
 def masking(bench: Bench) -> Iterator[Finding]:
     """Yield masks that leave weight where they bar: scores multiplied by a mask, or filled with a small number."""
     for sight in bench.sights:
         if sight.masked and not bool(sight.seen.any()):
-            yield Finding(
+            yield sight.finding(
                 "masking",
                 "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
                 f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
-                source=sight.line,
-                module=sight.module,
-                fix="turn the mask round, or give it the other way round.",
+                "turn the mask round, or give it the other way round.",
             )
             return
     yield from each_kind(bench, _masking)

@@ -111,8 +111,7 @@ class Side:
 
     def differing(self, content: Tensor) -> set[Row]:
         """The rows of the target that another content has otherwise."""
-        apart = (content != self.base) & ~(content.isnan() & self.base.isnan())
-        by_row = apart.any(dim=-1 if self.rows == -2 else -2)
+        by_row = _differing(content, self.base).any(dim=-1 if self.rows == -2 else -2)
         by_row = by_row.reshape(-1, by_row.shape[-1])
         return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
 
@@ -181,5 +180,9 @@ class Tokens:
             flat[index] = flat[index] + 1 + flat[index].abs()
         base = self.flow.again({context.id: value}, target)
         made = self.flow.again({context.id: flat.reshape(shape)}, target)
-        apart = ((made != base) & ~(made.isnan() & base.isnan())).any(-1)
-        return {tuple(index) for index in apart.nonzero().tolist()}
+        return {tuple(index) for index in _differing(made, base).any(-1).nonzero().tolist()}
+
+
+def _differing(one: Tensor, other: Tensor) -> Tensor:
+    """Whether each number is another one; a NaN is like any other."""
+    return (one != other) & ~(one.isnan() & other.isnan())

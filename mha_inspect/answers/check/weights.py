@@ -12,10 +12,9 @@ from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
 from ...text import shortened, spans
-from .bench import Bench, NotPossibleError
+from .bench import Bench, NotPossibleError, each_kind
 from .evidence import kinds
 from .gradients import gradients_of, weight_of
-from .kinds import each_kind
 from .tokens import Tokens
 
 _SIDES = ("query", "key", "value")

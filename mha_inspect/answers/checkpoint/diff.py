@@ -252,7 +252,7 @@ def _part(module: str, other: str, part: str, left: Numbers, right: Numbers) -> 
             return PartPair(module, other, part, _verdict(whole), part, heads, "", ())
     found = matched(part, left, right)
     if found is not None:
-        return PartPair(module, other, part, "same, permuted", found.source, found.heads, found.rotary, ())
+        return PartPair(module, other, part, "same, permuted", *found, ())
     if ours.shape != theirs.shape:
         return PartPair(module, other, part, "other shape", part, (), "", ())
     each = tuple(distance(one, two).relative for one, two in zip(ours, theirs, strict=True))

@@ -184,20 +184,11 @@ def distance(left: Tensor, right: Tensor) -> Distance:
     return found
 
 
-@dataclass(frozen=True)
-class Match:
-    """A part of the left side that holds the numbers of one on the right."""
-
-    source: str
-    heads: tuple[int, ...]
-    """For each head on the right the one on the left."""
-    rotary: str
-
-
-def matched(part: str, left: Numbers, right: Numbers) -> Match | None:
+def matched(part: str, left: Numbers, right: Numbers) -> tuple[str, tuple[int, ...], str] | None:
     """Return which part of the left side holds the numbers of this one of the right, and in which order.
 
-    None where no order of heads, of q, k and v, or of the features that a rotary embedding turns makes them the same.
+    The part, for each head on the right the one on the left, and how the features that a rotary embedding turns lie.
+    None where no order of heads, of q, k and v, or of such features makes them the same.
     """
     kind, letter = part.split("_")
     others = [f"{kind}_{other}" for other in "qkv" if other != letter] if letter in "qkv" else []
@@ -212,7 +203,7 @@ def matched(part: str, left: Numbers, right: Numbers) -> Match | None:
             own = left[source] if order is None else left[source][:, order]
             heads = _heads_matched(own, right[part])
             if heads is not None and distance(own[list(heads)], right[part]).within_rounding:
-                return Match(source, heads, rotary)
+                return source, heads, rotary
     return None
 
 

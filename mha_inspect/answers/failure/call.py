@@ -7,10 +7,12 @@ to the call is worked out from that. Where an operation had been dispatched, its
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ...record.arguments import tensors_in
 from ...record.ops import Recording, TensorRef
@@ -18,7 +20,16 @@ from ...record.recorder import Recorder
 from ...record.site import place_of
 from .expression import Call, CannotTellError, Expression, NoCallError, Reading
 from .operand import Operand
-from .site import ATTENTION_FORWARDS, Entry, Site, entries_inside, entries_of, entries_of_calls, expression_of
+from .site import (
+    ATTENTION_FORWARDS,
+    MODULE_CALL,
+    Entry,
+    Site,
+    entries_inside,
+    entries_of,
+    entries_of_calls,
+    expression_of,
+)
 
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
@@ -38,7 +49,8 @@ def read_call(error: BaseException, recorder: Recorder, recording: Recording, *,
         recording: the operations up to the error.
         in_block: whether the run was the body of a `with` block, and not the forward of a module.
     """
-    reading = _read(error, recorder, recording, in_block=in_block)
+    entries = entries_inside(error, in_block=in_block)
+    reading = _of_layer(entries) or _read(error, recorder, recording, in_block=in_block)
     asked = _dispatched(error)
     if reading.told or asked is None:
         return reading
@@ -60,6 +72,28 @@ def _dispatched(error: BaseException) -> Call | None:
     code = Recorder.__torch_dispatch__.__code__
     found = [frame.f_locals for frame, _ in entries_of(error) if frame.f_code is code]
     return Call(str(found[-1]["func"]), tuple(found[-1]["args"]), found[-1]["kwargs"] or {}) if found else None
+
+
+def _of_layer(entries: list[Entry]) -> Reading | None:
+    """Return the call of torch's own multi-head attention, or transformer, that the error came out of, the inmost one.
+
+    Its weight is among what it was given, where that is on another device, or of another dtype.
+    """
+    for (before, _), (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
+        if frame.f_code in ATTENTION_FORWARDS and before.f_code is MODULE_CALL:
+            layer, called = frame.f_locals["self"], before.f_locals
+            try:
+                bound = inspect.signature(layer.forward).bind(*called["args"], **called["kwargs"])
+            except TypeError:
+                return None
+            given = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
+            weight = next(layer.parameters())
+            numbers = [value for value in given.values() if value.is_floating_point()]
+            if {v.device for v in given.values()} - {weight.device} or {v.dtype for v in numbers} - {weight.dtype}:
+                given["weight"] = weight
+            name = "nn.MultiheadAttention" if isinstance(layer, nn.MultiheadAttention) else "nn.Transformer"
+            return Reading(Call(name, kwargs=given), told=True, layer=layer)
+    return None
 
 
 def _read(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
@@ -100,16 +134,7 @@ def operands_of(
 
 def _given(site: Site, call: Call | None) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield role, text and tensor."""
-    layer = site.attention
-    if layer is not None:
-        yield from ((role, "", value) for role, value in layer.arguments.items())
-        weight = next(layer.module.parameters())
-        if any(
-            v.device != weight.device or (v.is_floating_point() and v.dtype != weight.dtype)
-            for v in layer.arguments.values()
-        ):
-            yield "weight", "", weight
-    elif call is None:
+    if call is None:
         yield from (("", name, value) for name, value in site.named_here() if site.by_user)
     else:
         roles = _ROLES.get(call.base, ())

@@ -102,6 +102,8 @@ class Reading:
     """Whether it is known which call raised, if any did, with all that it was given."""
     made: tuple[tuple[torch.Tensor, TensorRef], ...] = ()
     """The arguments that were made in the expression itself, and what the recording calls them."""
+    layer: nn.Module | None = None
+    """torch's own multi-head attention, or transformer, where the call is one of it."""
 
 
 class Expression:

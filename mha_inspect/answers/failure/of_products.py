@@ -9,7 +9,7 @@ from ...record.ops import TensorRef
 from ...reports.failure import Cause
 from .of_tensors import SAME_EXAMPLES, SAME_SEQUENCE
 from .operand import HEADS, SEQUENCES, Operand
-from .scene import Scene
+from .scene import VIEWS, Scene
 
 
 def not_split(scene: Scene) -> Cause | None:
@@ -126,7 +126,7 @@ def two_sizes(scene: Scene) -> Cause | None:
 def views(scene: Scene) -> Cause | None:
     """Judge a view that does not fit what it is of."""
     x, sizes = scene.operands[0] if scene.operands else None, scene.sizes_of_view
-    if x is None:
+    if x is None or scene.base not in VIEWS:
         return None
     if "stride" in scene.message and not x.value.is_contiguous():
         return _scattered(x)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ... import text
 from ...reports.failure import Cause
-from .operand import ATTENTION, HEADS, LAYERS, SDPA, Operand, shape_text
+from .operand import ATTENTION, HEADS, LAYERS, SDPA, Operand
 from .scene import Scene, first_clash
 
 
@@ -164,7 +165,8 @@ def _reading(scene: Scene) -> str:
 
 def sequences_of_layers(scene: Scene) -> Cause | None:
     """Judge batches and lengths; first the order of the two: what does not fit in this one, and fits in the other."""
-    if (given := _sequences(scene)) is None:
+    given = _sequences(scene)
+    if given is None or scene.base not in LAYERS:
         return None
     query, key = given
     (batch, length), (key_batch, key_length) = _lengths(scene, query), _lengths(scene, key)
@@ -178,7 +180,7 @@ def sequences_of_layers(scene: Scene) -> Cause | None:
         place = 0 if scene.batch_first else 1
         why = f"length {length}, batch {batch}; {mask.is_shape} and fits dimension {place}."
     elif both and mask is not None and length != batch and mask.shape == (length * scene.num_heads, batch, key_batch):
-        why = f"length {length}, batch {batch}; {mask.name} {shape_text(mask.shape)} fits the other."
+        why = f"length {length}, batch {batch}; {mask.name} {text.shape(mask.shape)} fits the other."
     elif both and padding is not None and padding.shape == (key_length, key_batch) and key_length != key_batch:
         way = "x.transpose(0, 1)" if scene.batch_first else "batch_first=True"
         return Cause(
@@ -211,13 +213,14 @@ def _padding(scene: Scene) -> tuple[Operand, tuple[int, int], str] | None:
         return None
     batch, length = _lengths(scene, given[1])
     expected = (batch, length) if batch else (length,)
-    why = f"{padding.is_shape}; key_padding_mask is batch key, {shape_text(expected)}."
+    why = f"{padding.is_shape}; key_padding_mask is batch key, {text.shape(expected)}."
     return None if padding.shape == expected else (padding, (batch, length), why)
 
 
 def masks_of_layers(scene: Scene) -> Cause | None:
     """Judge the masks of torch's attention that lack a dimension, or have one too many."""
-    found, mask, given = _padding(scene), scene.given("attn_mask"), _sequences(scene)
+    found, mask = _padding(scene), scene.given("attn_mask")
+    given = _sequences(scene) if scene.base == ATTENTION else None
     if found is not None and len(found[0].shape) != (2 if found[1][0] else 1):
         way = "A mask over pairs of positions is attn_mask; one over keys has no dimension for heads or queries."
         return Cause("mask_rank", found[2], way)
@@ -273,7 +276,7 @@ def masks_over_scores(scene: Scene) -> Cause | None:
     found, padding = _laid_over(scene), _padding(scene)
     if found is not None:
         mask, scores = found
-        (query, key), over = scores[-2:], f"and the scores are {shape_text(scores)}"
+        (query, key), over = scores[-2:], f"and the scores are {text.shape(scores)}"
         if (lacks := _lacking(mask.shape, scores)) is not None:
             return Cause("mask_rank", f"{mask.is_shape}, {lacks[0]}, {over}.", mask.primary + lacks[1])
         if len(mask.shape) >= 2 and mask.shape[-2:] == (key, query) and key != query:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ... import text
 from ...naming.pattern import dims_of
 from ...record.ops import TensorRef
 
 HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
-ATTENTION, SDPA = "multi_head_attention", "scaled_dot_product_attention"
-LAYERS = (ATTENTION, "transformer")
+ATTENTION, SDPA = "MultiheadAttention", "scaled_dot_product_attention"
+LAYERS = (ATTENTION, "Transformer")
 """Layers of torch that hold attention."""
 
 
@@ -65,7 +66,7 @@ class Operand:
     @property
     def is_shape(self) -> str:
         """`q is [2, 8, 5, 64]`."""
-        return f"{self.name} is {shape_text(self.shape)}"
+        return f"{self.name} is {text.shape(self.shape)}"
 
     @property
     def text(self) -> str:
@@ -102,8 +103,3 @@ class Operand:
         """Whether the heads stand behind the sequence."""
         heads, sequence = self.place(*HEADS), self.place(*SEQUENCES)
         return heads is not None and sequence is not None and len(self.shape) >= 4 and sequence < heads
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """`[2, 8, 5, 64]`."""
-    return str(list(shape))

@@ -15,11 +15,11 @@ from itertools import islice
 from math import prod
 from typing import Literal
 
-from ...graph.additive import joint_scores
-from ...graph.attention import Graph, Step
+from ...graph.attention import Graph
 from ...graph.axis import Axis, Dim, resolve
-from ...graph.pairing import as_written
+from ...graph.pairing import as_written, score_product
 from ...graph.products import Product
+from ...graph.projections import Projections
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.subject import Run
@@ -33,7 +33,6 @@ Side = Literal["", "query", "key", "scores"]
 PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
 """Calls that multiply two tensors, by their names without underscores."""
 
-_SPLITS = {"split", "split_with_sizes", "slice", "select", "unbind"}
 _FAR = 60
 """Tensors that are looked at for the nearest stage."""
 _PARTS = ("query", "key", "value")
@@ -212,14 +211,9 @@ class Reached:
 
     def is_of_scores(self, tensor: TensorRef) -> bool:
         """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
-        product = next(_products_behind(self.graph, (tensor,)), None)
-        if product is None:
-            return False
-        steps = (
-            step for factor in (product.left, product.right) for step in self.graph.back(factor, self.graph.carries)
-        )
-        makers = (self.graph.recording.producer(step.tensor) for step in steps)
-        return not any(maker is not None and self.graph.is_softmax(maker) for maker in makers)
+        scores = self.stages.get("scores")
+        steps = self.graph.back(tensor, self.graph.carries)
+        return scores is not None and any(step.tensor.id == scores.id for step in steps)
 
     def steps_back(self, tensor: TensorRef) -> Iterator[TensorRef]:
         """Yield a tensor, and what it was before it was moved and scaled."""
@@ -285,8 +279,7 @@ def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) 
             if operand.role in _PARTS:
                 reached.stages[operand.role] = operand.tensor
                 reached.sides.setdefault(operand.tensor.id, side_of_stage(operand.role))
-    for role, tensor in factors.items():
-        _name_side(reached, role, tensor)
+    _name_sides(reached, factors)
     for tensor in factors.values():
         reached.axes.learn_order(tensor)
     if "query" in factors:
@@ -297,21 +290,13 @@ def _walk(reached: Reached, start: int, base: str, operands: Sequence[Operand]) 
 def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Product | None:
     """Return the product of the scores: the one before the softmax, or where there is none yet, the last one."""
     if softmax is not None:
-        joint = joint_scores(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
-        return next(_products_behind(graph, (softmax.inputs[0],)), None if joint is None else joint[0])
+        meeting = score_product(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
+        return None if meeting is None else meeting.product
     last = next((product for op in reversed(tail) if (product := graph.product(op)) is not None), None)
-    behind = () if last is None else _products_behind(graph, (last.left, last.right))
+    factors = () if last is None else (last.left, last.right)
+    behind = {step.tensor.id for factor in factors for step in graph.back(factor, graph.carries)}
     # What another product goes into is no scores: a softmax was left out, or there is none to come.
-    return None if any(one.op.index >= tail[0].index for one in behind) else last
-
-
-def _products_behind(graph: Graph, tensors: Iterable[TensorRef]) -> Iterator[Product]:
-    """Yield the products that tensors come from, with nothing between but what is done to scores."""
-    for tensor in tensors:
-        for step in graph.back(tensor, graph.carries):
-            op = graph.recording.producer(step.tensor)
-            if op is not None and (product := graph.product(op)) is not None:
-                yield product
+    return None if any(graph.product(op) and op.output.id in behind for op in tail) else last
 
 
 def _name_scores(reached: Reached, product: Product, softmax: Op | None) -> None:
@@ -348,41 +333,25 @@ def _parts(
     return {}
 
 
-def _name_side(reached: Reached, role: str, operand: TensorRef) -> None:
-    """Walk from an operand of a product back to what came in, and name what is met."""
-    graph, letter, side = reached.graph, role[0], side_of_stage(role)
-    reached.sides[operand.id] = side
-    tensor = operand
-    while (op := graph.recording.producer(tensor)) is not None:
-        swaps = role == "key" and op.swaps_last_two and tensor.id == operand.id
-        if not (swaps or graph.is_scale(op)):
-            break
-        tensor = op.inputs[0]
+def _name_sides(reached: Reached, factors: dict[str, TensorRef]) -> None:
+    """Walk from the operands of products back to what came in, and name what is met."""
+    graph, stages = reached.graph, dict[str, TensorRef]()
+    for role, tensor in factors.items():
+        side = side_of_stage(role)
         reached.sides[tensor.id] = side
-    for step in graph.back(tensor, lambda op: not graph.operands(op)):
-        op = graph.recording.producer(step.tensor)
-        if op is None or not graph.is_projection(op):
-            continue
-        projected = graph.after_call(op)
-        source = graph.before_call(op, graph.projected(op))
-        reached.stages[role] = source
-        piece = _piece(step, tensor)
-        if piece is None or len(piece.shape) <= len(projected.shape):
-            reached.stages[f"{letter}_proj"] = piece or projected
+        swaps = role == "key"
+        while (op := graph.recording.producer(tensor)) is not None and (
+            (swaps and op.swaps_last_two) or graph.is_scale(op)
+        ):
+            tensor, swaps = op.inputs[0], False
+            reached.sides[tensor.id] = side
+        stages[f"{role[0]}_heads"] = tensor
+    projections = Projections(graph)
+    projections.put_before(stages, projections.behind(stages, "", {role: set() for role in ("query", *factors)}))
+    for name, tensor in stages.items():
+        projected = stages.get(f"{name[0]}_proj")
+        if not name.endswith("_heads") or projected is None or projected.id != tensor.id:
+            reached.stages[name] = tensor
         # One product may serve all three: then it is nobody's own.
-        for known in (projected.id, source.id):
-            reached.sides[known] = side if reached.sides.get(known) in (None, side) else ""
-        if tensor.id != projected.id:
-            reached.stages[f"{letter}_heads"] = tensor
-        return
-    reached.stages[f"{letter}_heads"] = tensor
-
-
-def _piece(step: Step, heads: TensorRef) -> TensorRef | None:
-    """Return what a shared projection was split into for one side alone; None where it was not split."""
-    for place in range(len(step.path) - 1, -1, -1):
-        if step.path[place].base_name in _SPLITS:
-            reads = step.path[place - 1].inputs if place else (heads,)
-            made = {tensor.id for tensor in step.path[place].outputs}
-            return next((tensor for tensor in reads if tensor.id in made), None)
-    return None
+        side = side_of_stage(name)
+        reached.sides[tensor.id] = side if reached.sides.get(tensor.id) in (None, side) else ""

@@ -7,10 +7,8 @@ to write instead. The judges are asked in order, and the first that answers is b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-
-from torch import nn
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
@@ -25,9 +23,8 @@ from ..run_report import environment_of, layer_of, report
 from .call import dispatched, operands_of, read_call
 from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
 from .of_tensors import devices, dtypes, mask_dtype, masks_of_layers, masks_over_scores, sequences_of_layers, widths
-from .operand import ATTENTION, LAYERS
 from .reached import Reached, reach
-from .scene import VIEWS, Scene, clash
+from .scene import Scene, clash
 from .site import Site, site_of
 
 CAUSES: dict[str, str] = {
@@ -54,28 +51,16 @@ CAUSES: dict[str, str] = {
     "wrong_head_dim": "heads times head_dim is not the width",
 }
 """Name of each cause, and what it is in a phrase."""
-_JUDGES: list[tuple[Callable[[Scene], Cause | None], Collection[str]]] = [
-    (devices, ()),
-    (mask_dtype, ()),
-    (dtypes, ()),
-    (widths, ()),
-    (sequences_of_layers, LAYERS),
-    (masks_of_layers, (ATTENTION,)),
-    (masks_over_scores, ()),
-    (not_split, ()),
-    (keys_not_transposed, ()),
-    (heads_not_transposed, ()),
-    (two_sizes, ()),
-    (views, VIEWS),
-    (einops_sizes, ()),
-]
-"""What judges a scene, and the calls that it is asked about; all where there are none."""
+_JUDGES: tuple[Callable[[Scene], Cause | None], ...] = (
+    *(devices, mask_dtype, dtypes, widths, sequences_of_layers, masks_of_layers, masks_over_scores, not_split),
+    *(keys_not_transposed, heads_not_transposed, two_sizes, views, einops_sizes),
+)
+"""What judges a scene, in the order in which they are asked."""
 
 
 def find_cause(scene: Scene) -> Cause | None:
     """Return the mistake that the evidence shows; None where it shows none."""
-    found = (judge(scene) for judge, calls in _JUDGES if not calls or scene.base in calls)
-    return next((cause for cause in found if cause is not None), None)
+    return next(filter(None, (judge(scene) for judge in _JUDGES)), None)
 
 
 LAST_OPS = 6
@@ -132,15 +117,10 @@ def describe_failure(
 
 def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in_block: bool) -> tuple[Failure, int]:
     reading = read_call(error, recorder, seen.recording, in_block=in_block)
-    call, layer = reading.call, site.attention
-    known = call is not None or layer is not None
-    base, name = ("", "") if call is None else (call.base, call.name)
-    if layer is not None:
-        attends = isinstance(layer.module, nn.MultiheadAttention)
-        base, name = (ATTENTION, "nn.MultiheadAttention") if attends else (LAYERS[-1], "nn.Transformer")
+    call, base = reading.call, "" if reading.call is None else reading.call.base
     operands = tuple(operands_of(site, reading, recorder.identify, seen.recording))
-    batch_first = layer is None or bool(getattr(layer.module, "batch_first", True))
-    reached = reach(seen, base, operands if known else (), batch_first=batch_first)
+    batch_first = bool(getattr(reading.layer, "batch_first", True))
+    reached = reach(seen, base, () if call is None else operands, batch_first=batch_first)
     scene = Scene(
         error=type(error).__name__,
         message=_message(error),
@@ -149,20 +129,20 @@ def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in
         reached=reached,
         batch_first=batch_first,
         settings=() if call is None else call.settings,
-        layer=None if layer is None else layer.module,
+        layer=reading.layer,
         variables={recorder.identify(value).id: name for name, value in reversed(site.variables)},
     )
     failure = Failure(
         error=scene.error,
         message=scene.message,
-        call=name,
+        call="" if call is None else call.name,
         op=dispatched(error),
         module=recorder.path_of(site.module),
         source=site.source,
         line=site.line,
         operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
-        clash=clash(scene) if known else "",
-        cause=find_cause(scene) if known or scene.error == "EinopsError" else None,
+        clash="" if call is None else clash(scene),
+        cause=find_cause(scene) if call is not None or scene.error == "EinopsError" else None,
         completed=tuple(_completed(scene.reached, scene.variables)),
         last_ops=tuple(
             ReachedOp(
@@ -190,18 +170,17 @@ def _message(error: Exception) -> str:
 def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedStage]:
     """Yield the stages that were reached, then what else has a name: variables, and what projections gave."""
     graph, recording = reached.graph, reached.graph.recording
-    inputs = {named.tensor.id: named.name for named in recording.inputs}
+    given = [(named.name, named.tensor.id) for named in recording.inputs]
+    inputs = {number: name for name, number in given}
     projected = {graph.after_call(op).id: op.module for op in recording.ops if graph.is_projection(op)}
 
     def row(stage: str, tensor: TensorRef, axes: str) -> ReachedStage:
         op = recording.producer(tensor)
         variable = variables.get(tensor.id) or inputs.get(tensor.id, "")
-        if any(named.name == stage and named.tensor.id == tensor.id for named in recording.inputs):
+        if (stage, tensor.id) in given:
             variable = stage
-        if not variable and op is not None and stage.endswith("_proj"):
-            variable = op.module
-        if not stage:
-            variable = variable or projected[tensor.id]
+        if not variable and (not stage or stage.endswith("_proj")):
+            variable = projected.get(tensor.id, "")
         made = ("", "") if op is None else (op.name, op.source)
         return ReachedStage(stage, variable, tensor.shape, axes, tensor.dtype, *made)
 

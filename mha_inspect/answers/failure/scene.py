@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from .operand import LAYERS, SDPA, Operand, shape_text
+from ... import text
+from .operand import LAYERS, SDPA, Operand
 from .reached import PRODUCTS, Reached
 
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
@@ -144,7 +145,7 @@ def clash(scene: Scene) -> str:
     if scene.base in BROADCASTS and (place := first_clash(x.shape, other.shape)) is not None:
         return f"{x.text}, {other.text}. {_clashes(x, other, place)}"
     if scene.base == "linear" and x.role == "input" and x.shape and x.shape[-1] != other.shape[-1]:
-        return f"{x.text}, and {other.name} {shape_text(other.shape)} takes {other.shape[-1]} features."
+        return f"{x.text}, and {other.name} {text.shape(other.shape)} takes {other.shape[-1]} features."
     return ""
 
 
@@ -180,7 +181,7 @@ def _of_view(scene: Scene) -> str:
     if not sizes or "stride" in scene.message:
         return f"{x.text}." if x.value.is_contiguous() else f"{x.text}, and not contiguous in memory."
     has, wanted = x.tensor.numel, prod(size for size in sizes if size != -1)
-    start = f"{x.text}, {has} elements; {shape_text(sizes)}"
+    start = f"{x.text}, {has} elements; {text.shape(sizes)}"
     if -1 in sizes:
         return f"{start} needs a multiple of {wanted}." if not wanted or has % wanted else ""
     return f"{start} has {wanted}." if has != wanted else ""

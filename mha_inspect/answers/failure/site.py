@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import inspect
 import linecache
 import os
 import sysconfig
@@ -31,14 +30,6 @@ Entry = tuple[FrameType, TracebackType]
 
 
 @dataclass(frozen=True)
-class LayerCall:
-    """A call of one of torch's own layers, by the names of its arguments."""
-
-    module: nn.Module
-    arguments: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
 class Site:
     """The line that failed. It holds tensors: it must not outlive the error that it was read from."""
 
@@ -48,8 +39,6 @@ class Site:
     """The tensors among the variables of the user's frame, with their names."""
     module: object
     """The innermost module whose forward was running; None without one."""
-    attention: LayerCall | None
-    """The call of torch's own multi-head attention, or transformer, that the error came out of, the innermost one."""
     by_user: bool
     """Whether the user's own code was the last to run."""
     tree: ast.expr | ast.stmt | None
@@ -94,7 +83,6 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         if own
         else (),
         module=modules[-1] if modules else None,
-        attention=_attention(entries),
         by_user=bool(own) and bodies[-1] is own[-1],
         tree=expression_of(frame, tb),
     )
@@ -137,19 +125,6 @@ def _file(frame: FrameType) -> tuple[str, bool]:
     place = place_of(frame.f_code)
     stdlib = frame.f_code.co_filename.startswith(_STDLIB) and "-packages" not in frame.f_code.co_filename
     return ("", True) if stdlib or place.file.startswith(_PASSES_ON) else (place.file, place.library)
-
-
-def _attention(entries: list[Entry]) -> LayerCall | None:
-    for (before, _), (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
-        if frame.f_code in ATTENTION_FORWARDS and before.f_code is MODULE_CALL:
-            module, called = frame.f_locals["self"], before.f_locals
-            try:
-                bound = inspect.signature(module.forward).bind(*called["args"], **called["kwargs"])
-            except TypeError:
-                return None
-            given = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
-            return LayerCall(module, given)
-    return None
 
 
 def expression_of(frame: FrameType, tb: TracebackType) -> ast.expr | ast.stmt | None:
