@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..measure.stage_difference import compare_stage
-from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
+from ..measure.weights import weights_of
 from ..naming.canonical import is_by_turn
 from ..naming.stage_facts import StageFacts, unlike_dot
 from ..naming.stages import STAGES
@@ -33,7 +33,6 @@ from .learning import Learner, compare_gradients, compare_training, in_the_same_
 from .look import Look
 from .run_report import environment_of, layer_of
 
-_ORDER = {part: number for number, part in enumerate(PARTS)}
 _GIVEN = ("query", "key", "value")
 _FROM_THE_SOFTMAX = frozenset(STAGES[STAGES.index("weights") :])
 
@@ -160,33 +159,27 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
 
 def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
-    mine, theirs = baseline.module, run.module
-    given, own = mine.state_dict(), theirs.state_dict()
+    given, own = baseline.module.state_dict(), run.module.state_dict()
     fitting = {name: tensor for name, tensor in given.items() if name in own and own[name].shape == tensor.shape}
-    theirs.load_state_dict(fitting, strict=False)
+    run.module.load_state_dict(fitting, strict=False)
     if fitting.keys() == given.keys() == own.keys():
         return Carried(True)
-    went: list[str] = []
-    left_out: list[str] = []
-    covered: set[str] = set()
-    pairs = [weights_of(one.nearest.run, one.module) for one in (baseline, run)]
+    pairs = list(zip(*(weights_of(one.nearest.run, one.module) for one in (baseline, run)), strict=False))
     run.forget()  # what it was before the weights went into it
-    for source, destination in zip(*pairs, strict=False):
-        carried = carry_by_head(source, destination)
-        went += carried.went
-        left_out += [f"{one.part} {one.reason}" for one in sorted(carried.left_out, key=lambda one: _ORDER[one.part])]
-        held = (*source.projections.values(), *destination.projections.values())
-        covered |= {name for projection in held for name in projection.parameters}
-    went += [name for name in fitting if name not in covered]
-    changes = left_out + [
+    carried = [carry_by_head(source, destination) for source, destination in pairs]
+    held = [projection for pair in pairs for one in pair for projection in one.projections.values()]
+    covered = {name for projection in held for name in projection.parameters}
+    went = [part for one in carried for part in one.went] + [name for name in fitting if name not in covered]
+    changes = [f"{out.part} {out.reason}" for one in carried for out in one.left_out]
+    changes += [
         f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new"
         for name, tensor in own.items()
         if name not in fitting and name not in covered
     ]
     changes += [f"{name} is gone" for name in given if name not in own and name not in covered]
-    numbers = [_numel(one) for one in (mine, theirs)]
-    if not changes and numbers[0] != numbers[1]:
-        changes = [f"{numbers[0]:,} parameters become {numbers[1]:,}"]
+    before, after = _numel(baseline.module), _numel(run.module)
+    if not changes and before != after:
+        changes = [f"{before:,} parameters become {after:,}"]
     return Carried(not changes, tuple(went), tuple(changes))
 
 

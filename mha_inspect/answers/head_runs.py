@@ -176,9 +176,9 @@ class Layout:
     """How many sequences there are."""
     lengths: frozenset[int]
     """How many positions the tensors have that are laid out as the first one."""
-    first: torch.Tensor
+    first: Tensor
 
-    def is_laid_out_so(self, tensor: torch.Tensor) -> bool:
+    def is_laid_out_so(self, tensor: Tensor) -> bool:
         """Whether a tensor has the same dimensions as the first one."""
         same = tensor.dim() == self.first.dim() and tensor.is_floating_point() == self.first.is_floating_point()
         return same and (self.batch is None or tensor.shape[self.batch] == self.rows)
@@ -206,38 +206,26 @@ def layouts_of(own: Subject) -> Iterator[Layout]:
 
 def cut(own: Subject, layout: Layout, row: int = 0, *, few: bool = False) -> Subject:
     """Return the subject with a few of its sequences, from about `row` on; with `few`, their first positions alone."""
-    start = max(0, min(row, layout.rows - ROWS))
-    cutter = _Cutter(layout, start, min(layout.rows, start + ROWS), few)
-    args, kwargs = changed((own.args, own.kwargs), cutter.cut)
-    return replace(own, args=args, kwargs=kwargs)
+    start, count = max(0, min(row, layout.rows - ROWS)), min(ROWS, layout.rows)
 
+    def short(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.narrow(dim, 0, min(POSITIONS, tensor.shape[dim])) if few else tensor
 
-class _Cutter:
-    def __init__(self, layout: Layout, start: int, stop: int, few: bool) -> None:
-        self._layout, self._rows, self._few = layout, slice(start, stop), few
-
-    def cut(self, tensor: Any) -> Any:
+    def part_of(value: Any) -> Any:
         """Cut a tensor; anything else stays."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        layout = self._layout
-        if layout.is_laid_out_so(tensor):
-            if layout.batch is not None:
-                tensor = self._narrowed(tensor, layout.batch, self._rows)
-            return self._short(tensor, layout.length).contiguous()
+        if not isinstance(value, Tensor):
+            return value
+        if layout.is_laid_out_so(value):
+            value = value if layout.batch is None else value.narrow(layout.batch, start, count)
+            return short(value, layout.length).contiguous()
         # A mask: its sizes tell its dimensions, for there are not as many sequences as positions.
-        for dim, size in enumerate(tensor.shape):
+        for dim, size in enumerate(value.shape):
             if size in layout.lengths:
-                tensor = self._short(tensor, dim)
-            elif dim == 0 and size % layout.rows == 0 and (size == layout.rows or tensor.dim() == 3):
+                value = short(value, dim)
+            elif dim == 0 and size % layout.rows == 0 and (size == layout.rows or value.dim() == 3):
                 each = size // layout.rows  # for every head of every sequence
-                tensor = self._narrowed(tensor, 0, slice(self._rows.start * each, self._rows.stop * each))
-        return tensor.contiguous()
+                value = value.narrow(0, start * each, count * each)
+        return value.contiguous()
 
-    def _short(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return self._narrowed(tensor, dim, slice(0, POSITIONS)) if self._few else tensor
-
-    def _narrowed(self, tensor: torch.Tensor, dim: int, kept: slice) -> torch.Tensor:
-        whole = [slice(None)] * tensor.dim()
-        whole[dim] = kept
-        return tensor[tuple(whole)]
+    args, kwargs = changed((own.args, own.kwargs), part_of)
+    return replace(own, args=args, kwargs=kwargs)

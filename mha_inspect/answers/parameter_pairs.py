@@ -10,7 +10,7 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from ..measure.weights import Weights, as_matrix
+from ..measure.weights import Weights, as_matrix, matrix_shape
 from ..naming.parameters import Projection, indices_of, runs_of
 from ..reports.diff import ParameterPair, ParameterPlace
 from .side import Side
@@ -90,7 +90,7 @@ def _extent(own: Projection, module: nn.Module) -> tuple[tuple[int, ...], str, b
     numel = sum(one.numel for one in own.parts if one.parameter.name == own.parameters[0])
     lengths = [stop - start for (start, stop), *_ in runs]
     if any(len(run) != 1 for run in runs) or math.prod(lengths) != numel:
-        return as_matrix(own.part, torch.empty(own.shape, device="meta")).shape, "", numel == tensor.numel()
+        return matrix_shape(own.part, own.shape), "", numel == tensor.numel()
     partly = [dim for dim, length in enumerate(lengths) if length < tensor.shape[dim]]
     shape = tuple(length for length in lengths if length > 1 or tensor.dim() < 3) or (1,)
     if not partly:
