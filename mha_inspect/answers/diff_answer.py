@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ class Blocked:
     """Whether both softmaxes make every one of them exactly 0."""
 
 
-def stage_note(stage: str, *sides: tuple[str, frozenset[str]]) -> str:
+def stage_note(stage: str, *sides: tuple[str, Collection[str]]) -> str:
     """Say why a stage was not compared, from what to call each side and the stages that it has."""
     for name, has in sides:
         if stage in has:

@@ -163,6 +163,10 @@ class Look:
             return None
         return weights.shape[0], weights.shape[2]
 
+    def has_row(self, batch: int, query: int) -> bool:
+        """Return whether the output has a row for a query."""
+        return self.rows is not None and batch < self.rows[0] and query < self.rows[1]
+
     # -- rounding -----------------------------------------------------------------------------------------------------
 
     @property
