@@ -232,22 +232,15 @@ def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
     kernels = one.path.plain != other.path.plain
     if one.layer.name != other.layer.name or not (dtypes or kernels) or report.verdict == "differs":
         return
-    what = " and ".join(
-        part
-        for part in (
-            f"dtype ({one.environment.dtype}, {other.environment.dtype})" if dtypes else "",
-            f"kernel ({_short(one.path.plain)}, {_short(other.path.plain)})" if kernels else "",
-        )
-        if part
-    )
-    errors = [side.rounding_error if side.measured_against == "float64" else None for side in (one, other)]
+    what = [f"dtype ({one.environment.dtype}, {other.environment.dtype})"] if dtypes else []
+    what += [f"kernel ({_short(one.path.plain)}, {_short(other.path.plain)})"] if kernels else []
     told = [
-        f"{name} is off the result in float64 by at most {small(error)}"
-        for name, error in zip(names, errors, strict=True)
-        if error is not None
+        f"{name} is off the result in float64 by at most {small(side.rounding_error)}"
+        for name, side in zip(names, (one, other), strict=True)
+        if side.rounding_error is not None and side.measured_against == "float64"
     ]
     if told:
-        yield f"What the {what} costs in accuracy: {', and '.join(told)}."
+        yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(told)}."
 
 
 def _short(kernel: str) -> str:
