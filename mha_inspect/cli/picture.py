@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -162,14 +162,27 @@ def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Dr
     None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
     of the kind that was asked for.
     """
+    from ..pictures.stages import for_viewer
+
     attended = attended_in(trace, run)
     in_page = export is not None and export.format == "html"
-    if in_page and not want.asked and not any(_shows(one) for one in attended):
-        return None
+    viewed: dict[str, Any] | None = None
+    if in_page:
+        viewed = for_viewer(
+            attended,
+            more=[want.stage],
+            batch_row=want.batch_row,
+            labels=want.tokens,
+            attention=(trace.chosen or (1,))[0] - 1,
+            stage=want.stage,
+            head=want.heads[0] if want.heads else 0,
+        )
+        if viewed is None and not want.asked and not want.batch_row:
+            return None
     if not attended:
         raise SpecError(f"{want.stage} cannot be drawn: no attention was found.")
     pictures = []
-    if want.asked or not in_page:
+    if want.asked or viewed is None:
         for number in trace.chosen or (1,):
             own = attended[number - 1]
             pictures.append(own.picture(want.stage, heads=want.heads, batch_row=want.batch_row, labels=want.tokens))
@@ -177,19 +190,7 @@ def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Dr
             others = "Attention 2 is" if len(attended) == 2 else f"Attentions 2 to {len(attended)} are"
             note = f"{others} drawn with --attention N or --module PATH."
             pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
-    from ..pictures.stages import for_viewer
-
-    viewer = partial(
-        for_viewer,
-        attended,
-        more=[want.stage],
-        batch_row=want.batch_row,
-        labels=want.tokens,
-        attention=(trace.chosen or (1,))[0] - 1,
-        stage=want.stage,
-        head=want.heads[0] if want.heads else 0,
-    )
-    return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
+    return Drawn(tuple(pictures), want.asked, viewed)
 
 
 def rehearse(trace: Trace, run: Run, want: Wanted) -> None:
@@ -221,12 +222,6 @@ def of_counts(seen: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, .
     return tuple(counts_picture([(count, pictures[place]) for count, pictures in seen]) for place in range(shared))
 
 
-def _shows(one: Attended) -> bool:
-    """Return whether a page has something to show of an attention."""
-    contents = one.contents()
-    return any(name in contents and not contents[name].is_meta for name in ("scores", "masked_scores", "weights"))
-
-
 @dataclass(frozen=True)
 class Drawn:
     """Pictures that go with a report."""
@@ -234,8 +229,8 @@ class Drawn:
     pictures: tuple[Picture, ...]
     printed: bool
     """Whether they follow the report on stdout; else they are in the file of --export alone."""
-    viewer: Callable[[], dict[str, Any]] | None = None
-    """Makes what a page shows of all there is; None where that is nothing but the pictures."""
+    viewed: dict[str, Any] | None = None
+    """What a page shows of all there is; None where that is nothing but the pictures."""
 
     def text(self, format: str, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file where there is none."""
@@ -256,10 +251,10 @@ class Drawn:
 
     def added(self, text: str, format: ExportFormat) -> str:
         """Return the report as a file has it, with the pictures in it."""
-        if format == "html" and self.viewer is not None:
+        if self.viewed is not None:
             from ..pictures.viewer import with_viewer
 
-            return with_viewer(text, self.viewer())
+            return with_viewer(text, self.viewed)
         if not self.printed or format not in ("plain", "html"):
             return text
         from ..render.html import with_pre

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import ExportError, SpecError
-from ..naming.canonical import contents_of
+from ..errors import ExportError
+from ..naming.canonical import canonical, contents_of, sizes_in
 from ..naming.stages import STAGES
 from ..naming.subject import Run, keep_stages
 from ..render.export import Destination, ExportFormat
@@ -42,16 +41,30 @@ class _Shows:
 class Kept:
     """What is held of an attention when its run is over."""
 
-    stages: dict[str, Tensor] = field(default_factory=dict)
-    turns: dict[str, Tensor] = field(default_factory=dict)
+    stages: Mapping[str, Tensor] = field(default_factory=dict)
+    turns: Mapping[str, Tensor] = field(default_factory=dict)
     """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
+    laid_out: Mapping[str, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
+    """The axes of each stage, and the sizes of those that share a dimension."""
+
+    def contents(self) -> dict[str, Tensor]:
+        """Return the stages in canonical axes, without those of which an axis has no name."""
+        if self.turns:
+            return dict(self.turns)
+        every = {stage: canonical(tensor, stage, *self.laid_out[stage]) for stage, tensor in self.stages.items()}
+        return {stage: content for stage, content in every.items() if content is not None}
 
 
 def keep_tensors(seen: Run) -> tuple[Kept, ...]:
     """Hold the tensors of each attention; the run has none of them any longer."""
     turns = [contents_of(seen, *found) if found[0].branches else {} for found in seen.attentions]
     own = [{stage: tensor.clone() for stage, tensor in contents.items()} for contents in turns]
-    return tuple(map(Kept, keep_stages(seen.recording, seen.attentions), own))
+    stages = keep_stages(seen.recording, seen.attentions)
+    laid_out = [
+        {stage: (names.of_stage(stage), sizes_in(found, names, stage)) for stage in found.stages}
+        for found, names in seen.attentions
+    ]
+    return tuple(map(Kept, stages, own, laid_out))
 
 
 class LiveStage(_Shows):
@@ -129,7 +142,7 @@ class LiveAttention(_Shows):
 
     def __init__(self, attention: Attention, kept: Kept, name: str = "") -> None:
         self.report = attention
-        self._name, self._turns = name, kept.turns
+        self._name, self._kept = name, kept
         self.stages = tuple(LiveStage(stage, kept.stages.get(stage.name), self.attended) for stage in attention.stages)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,12 +155,9 @@ class LiveAttention(_Shows):
 
     def attended(self) -> Attended:
         """Return it as pictures are drawn of it."""
-        from ..pictures.stages import Attended, canonical_contents
+        from ..pictures.stages import Attended
 
-        kept = {stage.name: (stage._tensor, stage.axes) for stage in self.stages if stage._tensor is not None}
-        sizes = {"heads": self.report.num_heads, "kv_heads": self.report.num_kv_heads, "head_dim": self.report.head_dim}
-        contents = (lambda: self._turns) if self._turns else partial(canonical_contents, kept, sizes)
-        return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, contents)
+        return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, self._kept.contents)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
@@ -216,15 +226,9 @@ class LiveTrace(LiveReport):
 
     def _viewed(self) -> dict[str, Any] | None:
         """Return what a viewer shows; None where no tensors were kept that it could."""
-        kept = [stage._tensor for one in self.attentions for stage in one.stages if stage._tensor is not None]
-        if not kept or not all(tensor.numel() for tensor in kept):  # there is nothing to see in sizes of zero
-            return None
         from ..pictures.stages import for_viewer
 
-        try:
-            return for_viewer([one.attended() for one in self.attentions])
-        except SpecError:
-            return None
+        return for_viewer([one.attended() for one in self.attentions])
 
     def _repr_html_(self) -> str:
         viewed = self._viewed()

@@ -99,24 +99,6 @@ class Attended:
         return picture
 
 
-def canonical_contents(kept: Mapping[str, tuple[Tensor, str]], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return stages, each a tensor and its axes, in `CANONICAL_AXES`; without those of which an axis has no name.
-
-    `sizes` are those of the axes that may share a dimension with others.
-    """
-    from ..naming.canonical import canonical
-
-    lengths = {
-        name: size
-        for tensor, axes in kept.values()
-        if "(" not in axes and len(axes.split()) == tensor.dim()
-        for name, size in zip(axes.split(), tensor.shape, strict=True)
-        if name in ("batch", "query", "key")
-    }
-    contents = {stage: canonical(tensor, stage, axes, {**lengths, **sizes}) for stage, (tensor, axes) in kept.items()}
-    return {stage: tensor for stage, tensor in contents.items() if tensor is not None}
-
-
 def for_viewer(
     attended: Sequence[Attended],
     *,
@@ -126,40 +108,35 @@ def for_viewer(
     attention: int = 0,
     stage: str = "weights",
     head: int = 0,
-) -> dict[str, Any]:
-    """Return what a page shows: scores and weights of every attention, and the stages `more`.
+) -> dict[str, Any] | None:
+    """Return what a page shows: scores and weights of every attention, and the stages `more`; None where none is there.
 
     The others say what it shows first. A row of the batch that is not there, and labels that fit no axis of a stage,
-    are passed over. Raises `SpecError` where there is nothing to show.
+    are passed over.
     """
-    from .viewer import Attention, held, storages
+    from .viewer import held, storages
 
-    stages = (*_IN_A_PAGE, *(name for name in more if name not in _IN_A_PAGE))
+    names = dict.fromkeys((*_IN_A_PAGE, *more))
 
-    def drawable(one: Attended) -> list[str]:
+    def drawable(one: Attended) -> dict[str, Tensor]:
         found = one.contents()
-        there = [name for name in stages if name in found and not found[name].is_meta]
-        return [name for name in there if batch_row < found[name].shape[0]]
+        there = {name: found[name] for name in names if name in found and not found[name].is_meta}
+        return {name: content for name, content in there.items() if batch_row < content.shape[0]}
 
     sizes: dict[str, tuple[int, int]] = {}
     for one in attended:
-        contents = one.contents()
-        for name in drawable(one):
+        for name, content in drawable(one).items():
             elements, panels = sizes.get(name, (0, 0))
-            shape = contents[name].shape
+            shape = content.shape
             sizes[name] = (elements + prod(shape[1:]), panels + (shape[1] if len(shape) == 4 else 1))
-    if not sizes:
-        raise SpecError(f"there is no {' or '.join(stages)} to show: no attention was found whose axes are all known.")
+    if not any(elements for elements, _ in sizes.values()):
+        return None
 
     def pictures(one: Attended) -> list[Picture]:
-        found = one.contents()
-        fitting = [labels if len(labels) in found[name].shape[-2:] else () for name in drawable(one)]
-        return [
-            one.picture(name, batch_row=batch_row, labels=own, title=name)
-            for name, own in zip(drawable(one), fitting, strict=True)
-        ]
+        fitting = {name: labels if len(labels) in own.shape[-2:] else () for name, own in drawable(one).items()}
+        return [one.picture(name, batch_row=batch_row, labels=own, title=name) for name, own in fitting.items()]
 
-    named = (Attention(one.name or "attention", pictures(one)) for one in attended)
+    named = ((one.name or "attention", pictures(one)) for one in attended)
     return held(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
 
 
