@@ -243,53 +243,42 @@ def _attention(
 
 
 def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    notes = list(filter(None, [without_dot(found)]))
-    if found.weighing:
-        beside = " … is made of all scores of the same query." if "…" in facts.formula("weights") else ""
-        notes.append(f"The weights are made of the scores without a softmax.{beside}")
-    if found.masks and "scores" not in found.stages:
-        notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
-    if names.mixes_positions:
-        notes.append(
-            "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
-            "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose."
-        )
-    if names.over_features:
-        notes.append(
-            "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
-            "the features of the keys."
-        )
-    if found.over_queries:
-        notes.append(
-            "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
-            "need not."
-        )
-    if found.divided is not None:
-        notes.append(
-            "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."
-        )
-    if found.sinks is not None and facts.has_other_keys():
-        notes.append(
-            "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
-            "shown is a part of the attention."
-        )
-    elif found.sinks is not None:
-        notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
-    if names.maps > 1:
-        notes.append(f"The weights of {names.maps} maps become those of one head before they meet the values.")
-    if found.branches:
-        turns = "rows and heads" if found.turned else "heads"
-        notes.append(
-            f"The {turns} are a loop: stages of a single head are those of the first of {len(found.branches)}, "
-            "and so are their bytes and FLOPs."
-        )
+    """The sentences that hold, of those that there are."""
+    beside = " … is made of all scores of the same query."
+    beside = beside if found.weighing and "…" in facts.formula("weights") else ""
+    parts = facts.has_other_keys()
+    turns, number = "rows and heads" if found.turned else "heads", len(found.branches)
     mixed = ["scores before the softmax"] if found.mixed_scores else []
     mixed += ["weights after it"] if found.mixed_weights else []
-    if mixed:
-        notes.append(f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).")
-    if facts.drops():
-        notes.append("Weights are shown as softmax gives them, before dropout.")
-    return tuple(notes)
+    said = {
+        without_dot(found): True,
+        f"The weights are made of the scores without a softmax.{beside}": found.weighing,
+        "The mask is added inside the product (baddbmm): the scores without it are never made.": (
+            found.masks and "scores" not in found.stages
+        ),
+        "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
+        "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose.": (
+            names.mixes_positions
+        ),
+        "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
+        "the features of the keys.": names.over_features,
+        "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
+        "need not.": found.over_queries,
+        "The weights are never formed: exponentials of the scores meet the values, and their sum divides that.": (
+            found.divided is not None
+        ),
+        "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
+        "shown is a part of the attention.": parts,
+        "Sinks stand beside the scores: they take a part of the weight and have no value.": (
+            found.sinks is not None and not parts
+        ),
+        f"The weights of {names.maps} maps become those of one head before they meet the values.": names.maps > 1,
+        f"The {turns} are a loop: stages of a single head are those of the first of {number}, and so are their bytes "
+        "and FLOPs.": found.branches,
+        f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
+        "Weights are shown as softmax gives them, before dropout.": facts.drops(),
+    }
+    return tuple(sentence for sentence, holds in said.items() if sentence and holds)
 
 
 def _returns(seen: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
