@@ -27,14 +27,13 @@ from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, Hea
 from ..text import percent, plural, times
 from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
-from .head_runs import HeadRun, Place, overall
+from .head_runs import HeadRun, overall
 from .head_sentences import Carried, Walk, answer, reason
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .look import Look
 from .run_report import environment_of, layer_of
 
 _GIVEN = ("query", "key", "value")
-_FROM_THE_SOFTMAX = frozenset(STAGES[STAGES.index("weights") :])
 
 
 def compare_heads(
@@ -89,9 +88,9 @@ def compare_heads(
         if gradients or steps:
             learners.append(Learner.of(run))
         if focus:
-            seen += focus_of_look(run.look(None), run.label)
+            seen += focus_of_look(run.look(), run.label)
         if see is not None:
-            see(run.num_heads, run.look(None))
+            see(run.num_heads, run.look())
         _ = run.by_query
         if run is not baseline:
             equalities.see(run)
@@ -220,47 +219,31 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
     """Compare stage by stage, by content, to see where two head counts part and where they meet again.
 
     Up to the scores, which are a number for each pair of a query and a key, a few positions show what all of them do.
-    Where nothing differs there, whole sequences are looked at: the first, and those where the outputs are apart.
+    Where nothing differs there, everything is looked at.
     """
-    if baseline.layout is None:
-        return _walk_at(None, baseline, run)
-    if verdict == "differs":
-        found = _walk_at(Place(few=True), baseline, run)
+    if baseline.layout is not None and verdict == "differs":
+        found = _walk_attention(0, baseline.nearest, run.nearest, STAGES[: STAGES.index("weights")])
         if found.first is not None:
-            return found
-    found = _walk_at(Place(), baseline, run)
-    mine, theirs = baseline.by_query, run.by_query
-    if found.first is not None or verdict == "same" or mine is None or theirs is None:
-        return found
-    apart = (mine - theirs).abs().amax(dim=(1, 2))
-    furthest = Place(int(apart.nan_to_num(nan=-1.0).argmax()))
-    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run)
-
-
-def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun) -> Walk:
-    mine, theirs = baseline.look(where), run.look(where)
+            return replace(found, turned=_turns(run))
+    mine, theirs = baseline.look(), run.look()
     found = Walk((), None)
     for place in range(min(len(mine.attentions), len(theirs.attentions))):
-        found = _walk_attention(place, where, mine, theirs)
-        if found.first is not None or (where is not None and where.few):
-            break
-    weights = mine.get(0, "weights")
-    few = weights.shape[2] if weights is not None and baseline.place_of(where) is not None else 0
-    unnamed = {*mine.unnamed, *theirs.unnamed} if found.first is None else set()
-    return replace(
-        found,
-        looked_at=few,
-        unnamed=tuple(stage for stage in STAGES if stage in unnamed),
-        turned=bool(run.own.made_with.get("rope")),
-    )
+        found = _walk_attention(place, mine, theirs, STAGES)
+        if found.first is not None:
+            return replace(found, turned=_turns(run))
+    unnamed = {*mine.unnamed, *theirs.unnamed}
+    return replace(found, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 
-def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look) -> Walk:
+def _turns(run: HeadRun) -> bool:
+    """Whether positions turn the features of each head."""
+    return bool(run.own.made_with.get("rope"))
+
+
+def _walk_attention(place: int, mine: Look, theirs: Look, stages: Sequence[str]) -> Walk:
     same: list[str] = []
     first, note, rejoined = None, "", None
-    for stage in STAGES:
-        if where is not None and where.few and stage in _FROM_THE_SOFTMAX:
-            break
+    for stage in stages:
         left, right = mine.get(place, stage), theirs.get(place, stage)
         if stage in _GIVEN or left is None or right is None:
             continue

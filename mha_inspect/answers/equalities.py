@@ -140,7 +140,7 @@ class Equalities:
         self._near = self._sight = sight_of(baseline.nearest)
         if baseline.layout is not None and self._near is not None:
             # What says nothing of a few queries says nothing of the others; a mask is seen whole.
-            self._sight = None if self._near.tells_nothing else sight_of(baseline.look(None))
+            self._sight = None if self._near.tells_nothing else sight_of(baseline.look())
         self._keys_hold = True
 
     def see(self, other: HeadRun) -> None:
@@ -242,7 +242,7 @@ def _confirmed(claim: Claim, rows: Tensor, outputs: Sequence[Tensor], noise_floo
 def masked_note(runs: Sequence[HeadRun]) -> str:
     """Return what is to be said of queries that no key is left to; empty where there is none, or it is not known."""
     baseline = runs[0]
-    rows = baseline.look(None).masked_queries(0) if baseline.nearest.attentions[0][0].masks else []
+    rows = baseline.look().masked_queries(0) if baseline.nearest.attentions[0][0].masks else []
     outputs = [run.by_query for run in runs]
     # One head of which every key is masked is enough: W_o mixes its context into the whole row.
     if not rows or any(one is None or one.shape[0] <= rows[-1][0] or one.shape[1] <= rows[-1][1] for one in outputs):

@@ -37,8 +37,6 @@ class Walk:
     """Why it could not be subtracted, where the shapes differ."""
     rejoined: str | None = None
     """The stage after it from which on everything is the same again."""
-    looked_at: int = 0
-    """Queries whose stages were looked at, where they are not all of them; else 0."""
     unnamed: tuple[str, ...] = ()
     """Stages that could not be compared, for an axis of them has no name."""
     turned: bool = False
@@ -62,8 +60,7 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, caus
     if walk.first is None:
         if count.verdict == "differs":
             return "No stage that can be compared differs before the output itself."
-        where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
-        return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
+        return f"Every stage holds the same numbers{f': {cause}' if cause else ''}."
     text = f"{_same(walk.same)}; " if walk.same else ""
     text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, count, walk, carried)}"
     if count.verdict != "differs":
