@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,6 @@ from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, optio
 from .output import give, prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..reports.diff import DiffReport, SideName
@@ -90,16 +88,10 @@ def diff(
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
     """
-    asked = (
-        _Asked("left", left, left_set or (), left_module),
-        _Asked("right", right, right_set or (), right_module),
-    )
-    compared: Callable[[], DiffReport | CheckpointDiffReport]
-    around = subject.running
-    if _are_checkpoints(left, right):
-        compared, around = _checkpoints(options, *asked), subject.waiting
-    else:
-        compared = _sides(options, *asked)
+    asked = _Asked("left", left, left_set or [], left_module), _Asked("right", right, right_set or [], right_module)
+    are_files = _are_checkpoints(left, right)
+    compared = (_checkpoints if are_files else _sides)(options, *asked)
+    around = subject.waiting if are_files else subject.running
     export = prepare(options)
     named = " with ".join(one.text for one in asked if one.text) or options.layer
     with around(options, f"comparing {named}"):
@@ -129,7 +121,7 @@ class _Asked:
 
     name: SideName
     text: str
-    settings: Sequence[str]
+    settings: list[str]
     path: str | None
     """The module of the target that is the side; None: the whole target."""
 
@@ -220,7 +212,7 @@ def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], 
     for one in sides:
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
-            parse_settings(list(one.settings), one.flag)
+            parse_settings(one.settings, one.flag)
             changed, _ = _options_of(options, one)
             subject.inputs(changed)
             require_numbers(changed.device, "compare", _SHAPES)
@@ -268,15 +260,12 @@ def _called(
     from ..answers.side import sizes_of
     from ..targets.pairing import part_of, with_arguments_of
 
-    if one.path is not None:
-        target, options = _loaded(options, one, other)
-        return part_of(target, subject.call_of(target, options, room), one.path)
-    if beside is None or other.path is None:
-        target, options = _loaded(options, one, other)
-    else:
-        target, options = _loaded(options, one, other, sizes_of(beside[1]))
+    beside = beside if other.path is not None and one.path is None else None
+    target, options = _loaded(options, one, other, None if beside is None else sizes_of(beside[1]))
+    if beside is not None:
         target = with_arguments_of(target, beside[0])
-    return target, subject.call_of(target, options, room)
+    call = subject.call_of(target, options, room)
+    return (target, call) if one.path is None else part_of(target, call, one.path)
 
 
 def _loaded(
@@ -345,7 +334,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
     changed, _ = _options_of(options, asked)
     own = subject_of(target, call, options.seed, changed.grad)
     finer = None if exact is None else replace(own, args=exact.args, kwargs=exact.kwargs)
-    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))), finer)
+    run = Side(asked.name, own, dict(parse_settings(asked.settings)), finer)
     with explaining(own):
         _ = run.run
     return run
@@ -374,15 +363,12 @@ def chosen_layers(options: Options, left: str, right: str, *, several_settings: 
 
     Raises `SpecError` when --layer asks for a third.
     """
-    first = left or options.layer
     if left and right and options.layer not in ("torch", left, right):
         raise SpecError(
             f"layer {options.layer} is a third one beside {left} and {right}: diff compares two. Drop --layer."
         )
-    if left and not right and "layer" in options.typed and options.layer != left:
+    first = left or options.layer
+    if not right and "layer" in options.typed and options.layer != first:
         right = options.layer
-    if right:
-        return first, right
-    if several_settings:
-        return first, first
-    return first, next(name for name in reversed(USUAL) if name != first)
+    otherwise = first if several_settings else next(name for name in reversed(USUAL) if name != first)
+    return first, right or otherwise
