@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from .. import text
 from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ..reports.params import StoredName
-from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, table
+from .page import Cell, Column, Page, Section, Table, Tone, facts, section, table
 from .params import alike, times
-from .parts import grouped, notes, number
+from .parts import answered, grouped, notes, number
 
 _TONES: dict[TensorVerdict, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
 _MOST = 8
@@ -18,22 +18,21 @@ _MOST = 8
 
 def checkpoint_diff_page(report: CheckpointDiffReport) -> Page:
     """Return the page: the two files, a row for tensors that are alike, the heads that are not, and the answer."""
-    return Page(
-        f"checkpoint {report.left.name} against {report.right.name}", "", "read, and not run", tuple(_sections(report))
-    )
+    title = f"checkpoint {report.left.name} against {report.right.name}"
+    return Page(title, "", "read, and not run", tuple(_sections(report)))
 
 
 def _sections(report: CheckpointDiffReport) -> Iterator[Section]:
-    yield Section((Facts((("left", _side(report.left)), ("right", _side(report.right)))),), "files")
+    yield section("files", facts(("left", _side(report.left)), ("right", _side(report.right))))
     if report.tensors:
-        yield Section((_tensors(report.tensors),), "tensors")
+        yield section("tensors", _tensors(report.tensors))
     for where, own in (("left", report.only_left), ("right", report.only_right)):
         if own:
-            yield Section((_only(own),), f"only in the {where}")
+            yield section(f"only in the {where}", _only(own))
     if report.parts:
-        yield Section((_parts(report.parts),), "heads", "of attentions in which a tensor is not the same")
-    yield Section(notes(report.notes))
-    yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
+        yield section("heads", _parts(report.parts), detail="of attentions in which a tensor is not the same")
+    yield section("", *notes(report.notes))
+    yield answered(report.answer)
 
 
 def _side(side: CheckpointSide) -> str:

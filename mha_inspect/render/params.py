@@ -18,7 +18,7 @@ from ..reports.params import (
     PerHeadProof,
     StoredAttention,
 )
-from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, labelled, table
+from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import VERDICT_TONES, contents, grouped, layer_page, notes, shape_cell, statistics
 
 
@@ -34,29 +34,27 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters = report.parameters
     if report.stored_attentions:
         by = "by the names of their tensors" if report.like is None else f"by the run of {report.like.module}"
-        yield Section((_attentions(report.stored_attentions),), "attentions", by)
+        yield section("attentions", _attentions(report.stored_attentions), detail=by)
     if report.like is not None:
-        yield Section(tuple(_fit(report.like)), "fit", f"against {report.like.module}")
+        yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
     rows = [(p.name, p) for p in parameters] if report.stored_attentions is None else _folded(parameters)
-    yield Section(
-        (
-            _parameters(rows, report.total),
-            *_formula(report.total),
-            *statistics((p.name, p.stats) for p in parameters),
-            *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
-        ),
+    yield section(
         "parameters",
+        _parameters(rows, report.total),
+        *_formula(report.total),
+        *statistics((p.name, p.stats) for p in parameters),
+        *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
     )
     if any(p.heads is not None for p in parameters):
         yield _per_head(parameters)
     if report.per_head_proof is not None:
-        yield Section((_proof(report.per_head_proof),))
-    changes = (labelled("what changes", report.changes),) if report.changes else ()
+        yield section("", _proof(report.per_head_proof))
+    changes = [facts(("what changes", report.changes))] if report.changes else []
     if report.side_by_side is not None:
-        yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
+        yield section("by head count", _side_by_side(report.side_by_side), *changes)
     else:
-        yield Section(changes)
-    yield Section(notes(report.notes))
+        yield section("", *changes)
+    yield section("", *notes(report.notes))
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:
@@ -69,10 +67,10 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     ]
     counts += [(str(len(like.wrong_shape)), "of another shape")] if like.wrong_shape else []
     fits = ", ".join(f"{number} {what}" for number, what in counts)
-    yield labelled("tensors", fits, "good" if len(counts) == 1 else "warn")
+    yield facts(("tensors", fits), tone="good" if len(counts) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
-        yield labelled("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.")
+        yield facts(("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}."))
     pieces: list[tuple[str, str, tuple[int, ...] | None, tuple[int, ...] | None]]
     pieces = [("missing", one.name, None, one.shape) for one in like.missing]
     pieces += [("unexpected", one.name, one.shape, None) for one in like.unexpected]
@@ -156,13 +154,11 @@ def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
         return ()
     counted = text.count(total.numel)
     if total.formula_numel is None:
-        return (labelled("formula", f"{total.formula} for {counted} parameters"),)
-    given = text.count(total.formula_numel)
+        return (facts(("formula", f"{total.formula} for {counted} parameters")),)
+    given = f"{total.formula} = {text.count(total.formula_numel)}"
     if total.formula_numel == total.numel:
-        return (labelled("formula", f"{total.formula} = {given}, as counted", "good"),)
-    return (
-        labelled("formula", f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad"),
-    )
+        return (facts(("formula", f"{given}, as counted"), tone="good"),)
+    return (facts(("formula", f"{given}, but {counted} were counted: one of the two is wrong"), tone="bad"),)
 
 
 def _bounds(piece: HeadSlice) -> tuple[str, str]:
@@ -182,7 +178,7 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         for own in (_every_head(pieces) if is_model else _each_head(pieces))
     ]
     if not rows:
-        return Section((Paragraph("No parameter has a part that is one head's alone."),), "by head")
+        return section("by head", Paragraph("No parameter has a part that is one head's alone."))
     found = table(
         grouped(rows, lambda row: (alike(row[0]) if is_model else row[0], *row[1:])),
         (Column("parameter"), lambda own: times([row[0] for row in own])),
@@ -192,7 +188,7 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         (Column("columns", "right", optional=True), lambda own: own[0][4]),
     )
     detail = "both ends included" + (", h the number of the head" if is_model else "")
-    return Section((found,), "by head", detail)
+    return section("by head", found, detail=detail)
 
 
 def _each_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
@@ -227,11 +223,11 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
 def _proof(proof: PerHeadProof) -> Facts:
     """Say how far apart they are where that is more than rounding, whose digits are others on each machine."""
     if proof.verdict == "same":
-        return labelled("same", proof.sentence, VERDICT_TONES["same"])
+        return facts(("same", proof.sentence), tone=VERDICT_TONES["same"])
     measured = f"largest difference {text.small(proof.max_abs_difference)}"
     floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
-    return labelled(proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone)
+    return facts((proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}"), tone=tone)
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
