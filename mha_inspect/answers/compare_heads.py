@@ -231,7 +231,7 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
         found = _walk_attention(place, mine, theirs, STAGES)
         if found.first is not None:
             return replace(found, turned=_turns(run))
-    unnamed = {*mine.unnamed, *theirs.unnamed}
+    unnamed = mine.unnamed | theirs.unnamed
     return replace(found, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 

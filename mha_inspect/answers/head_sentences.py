@@ -54,8 +54,8 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, caus
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
     """
     if walk.first is None and walk.unnamed:
-        text = "All that can be compared holds the same numbers; not compared, for an axis has no name: "
-        text += f"{', '.join(walk.unnamed)}."
+        names = ", ".join(walk.unnamed)
+        text = f"All that can be compared holds the same numbers; not compared, for an axis has no name: {names}."
         return f"{text} The outputs are the same because {cause}." if cause and count.verdict == "same" else text
     if walk.first is None:
         if count.verdict == "differs":
@@ -117,20 +117,19 @@ def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: 
 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
-    base, others = counts[0], counts[1:]
-    baseline = plural(base.num_heads, "head")
+    others, baseline = counts[1:], plural(counts[0].num_heads, "head")
     if not others:
         return f"It cannot be told: {baseline} alone were run, and there is nothing to compare with."
     given = "the same weights and the same input" if same_weights else "the same input and what weights can be the same"
-    differing = [count for count in others if count.verdict == "differs"]
-    unsure = [count for count in others if count.verdict == "inconclusive"]
+    differing, unsure, rest = (
+        [count for count in others if count.verdict == verdict] for verdict in ("differs", "inconclusive", "same")
+    )
     if not differing and not unsure:
         by = "to the bit" if all(count.max_abs_difference == 0 for count in others) else "within rounding"
         return f"No: with {given} the output is the same for {_heads_of(counts)}, {by}."
     if not differing:
-        return (
-            f"It cannot be told: with {given} the output of {_heads_of(unsure)} is within 10 times the rounding error."
-        )
+        within = f"the output of {_heads_of(unsure)} is within 10 times the rounding error"
+        return f"It cannot be told: with {given} {within}."
     furthest = max(differing, key=lambda count: count.relative_difference)
     if not isfinite(furthest.relative_difference):
         return f"Yes: with {given} the outputs of {_heads_of(counts)} are not finite in the same places."
@@ -139,7 +138,6 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
         f"by up to {percent(furthest.relative_difference)} and by up to "
         f"{multiple(max(c.times_noise for c in differing))} times the rounding error"
     )
-    rest = [count for count in others if count.verdict == "same"]
     if rest:
         text += f"; that of {_heads_of(rest)} is the same"
     if unsure:

@@ -15,7 +15,7 @@ from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
-from ..naming.stages import CANONICAL_AXES, STAGES
+from ..naming.stages import CANONICAL_AXES
 from ..naming.subject import Run, Subject
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
@@ -128,15 +128,10 @@ class Look:
         return self._contents[place, stage]
 
     @property
-    def unnamed(self) -> tuple[str, ...]:
+    def unnamed(self) -> set[str]:
         """The stages that there are, and that cannot be brought into canonical axes."""
-        missing = {
-            stage
-            for place, (found, _) in enumerate(self.attentions)
-            for stage in found.stages
-            if self.get(place, stage) is None
-        }
-        return tuple(stage for stage in STAGES if stage in missing)
+        every = [(place, stage) for place, (found, _) in enumerate(self.attentions) for stage in found.stages]
+        return {stage for place, stage in every if self.get(place, stage) is None}
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention to which no key is left in at least one head."""
@@ -218,10 +213,10 @@ class Look:
 
         A query whose every key is masked has no result that rounding could be measured against.
         """
-        found = [one.get(place, stage) for one in (self._measured, self.exact)]
-        if found[0] is None or found[1] is None:
+        content, exact = self._measured.get(place, stage), self.exact.get(place, stage)
+        if content is None or exact is None:
             return 0.0
-        content, exact = (without(stage, tensor, rows or []) for tensor in found if tensor is not None)
+        content, exact = (without(stage, tensor, rows or []) for tensor in (content, exact))
         return stage_noise(stage, content, exact, like) * self._unit
 
     def output_floor(self, rows: Rows | None = None) -> float:

@@ -81,10 +81,11 @@ def params(
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
     seen = _seen(own, per_head, bool(beside)) if called else None
     known = _known(own, seen, per_head)
-    counted = (
-        [_counted(own, seen), *(_counted(one, _seen(one, False, True)) for one in beside)] if seen and beside else []
-    )
-    columns, changes = side_by_side(counted) if counted else (None, "")
+    columns, changes = None, ""
+    if seen and beside:
+        columns, changes = side_by_side(
+            [_counted(own, seen), *(_counted(one, _seen(one, False, True)) for one in beside)]
+        )
     no_attention = seen is not None and not seen.attentions
     show = Show() if show is None else show
     rows = _parameters(own.module, known, show, per_head)
@@ -231,17 +232,14 @@ def side_by_side(counted: Sequence[Counted]) -> tuple[tuple[HeadCountColumn, ...
 
 
 def _column(one: Counted) -> HeadCountColumn:
-    first = {
-        name: tuple(piece for piece in role.heads if piece.head == 0)
-        for name, role in one.roles.items()
-        if name in one.parameters
-    }
+    roles = {name: one.roles[name] for name in one.parameters if name in one.roles}
+    first = {name: tuple(piece for piece in role.heads if piece.head == 0) for name, role in roles.items()}
     return HeadCountColumn(
         num_heads=one.num_heads,
         head_dim=one.head_dim,
         numel=sum(parameter.numel() for parameter in one.parameters.values()),
         shapes={name: tuple(parameter.shape) for name, parameter in one.parameters.items()},
-        first_head={name: first[name] for name in one.parameters if first.get(name)},
+        first_head={name: pieces for name, pieces in first.items() if pieces},
     )
 
 
@@ -260,18 +258,12 @@ def _change(baseline: Counted, own: Counted) -> str:
     ]
     gone, new = ([name for name in one.parameters if name not in pairs] for one in (baseline, own))
     said = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
-    parts = [what + first_few(names, 3) for what, names in said.items() if names]
-    return (
-        f"From {baseline.num_heads} to {own.num_heads} heads the parameters change: {'; '.join(parts)}."
-        if parts
-        else ""
-    )
+    parts = "; ".join(what + first_few(names, 3) for what, names in said.items() if names)
+    return f"From {baseline.num_heads} to {own.num_heads} heads the parameters change: {parts}." if parts else ""
 
 
 def _unchanged(counted: Sequence[Counted]) -> str:
-    heads, widths = (
-        [str(n) for n in sizes] for sizes in zip(*((o.num_heads, o.head_dim) for o in counted), strict=True)
-    )
+    heads, widths = [str(one.num_heads) for one in counted], [str(one.head_dim) for one in counted]
     on_meta = any(parameter.is_meta for parameter in counted[0].parameters.values())
     values = "(on meta they hold no values)" if on_meta else "and the same values, bit for bit,"
     return (

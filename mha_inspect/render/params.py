@@ -150,15 +150,14 @@ def _parameters(named: Sequence[tuple[str, Parameter]], total: ParametersTotal) 
 
 def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
     """Return the closed formula beside the count."""
-    if not total.formula:
-        return ()
-    counted = text.count(total.numel)
     if total.formula_numel is None:
-        return (facts(("formula", f"{total.formula} for {counted} parameters")),)
+        return ()
     given = f"{total.formula} = {text.count(total.formula_numel)}"
     if total.formula_numel == total.numel:
         return (facts(("formula", f"{given}, as counted"), tone="good"),)
-    return (facts(("formula", f"{given}, but {counted} were counted: one of the two is wrong"), tone="bad"),)
+    return (
+        facts(("formula", f"{given}, but {text.count(total.numel)} were counted: one of the two is wrong"), tone="bad"),
+    )
 
 
 def _bounds(piece: HeadSlice) -> tuple[str, str]:
