@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
+from ..targets.vocabulary import flag_of
 from ..text import listed, shown
 from . import subject
 from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
@@ -55,8 +56,8 @@ def compare_heads(
     """
     if steps is not None:
         require_steps(steps)
-    extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
-    extras |= {"time": time}
+    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0}
+    asked |= {"focus": focus, "time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
     picture = is_wanted(picture)
     if picture:
@@ -71,13 +72,13 @@ def compare_heads(
 
         if target is not None and not compared:
             compared = chosen_counts(_of_its_width(target, options), ())
-        few = {**extras, "steps": min(extras["steps"], 2), "time": False}  # more of them take no more memory
+        few = {**asked, "steps": min(asked["steps"], 2), "time": False}  # more of them take no more memory
         few |= {"see": partial(keep_weights, []) if picture else None}
         room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
         made = _made(target, options, compared, room)
         own = made[0][1]
         with explaining(own):
-            report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
+            report = report_of(made, **asked, tick=tick, see=partial(keep_weights, seen) if picture else None)
     drawn = Drawn(of_counts(seen), printed=True) if picture else None
     subject.tell(own.notes, options)
     give(report, options, export, drawn)
@@ -111,8 +112,6 @@ def _of_its_width(text: str, options: Options) -> Options:
 
     Raises `MhaInspectError` where it cannot be built, takes no number of heads, or has no argument for its width.
     """
-    from ..targets.vocabulary import flag_of
-
     target = subject.load_target(text, subject.with_heads(options, 1))
     subject.require_head_count(target, "compare-heads")
     widths = [value for name, value in target.arguments.items() if flag_of(name) == "embed_dim"]

@@ -271,6 +271,11 @@ class Options:
         """Whether the command has a picture to draw."""
         self.__dict__.update({name: declared.default for name, declared in _SHARED.items()} | values)
 
+    @property
+    def ending(self) -> str:
+        """How the name of the file of --export ends, as `.html`; empty where there is none."""
+        return "" if self.export is None else self.export.suffix.lower()
+
     @classmethod
     def parsed(cls, values: dict[str, Any]) -> "Options":
         """Return the options as they were parsed, with who has set them.

@@ -65,17 +65,16 @@ def wanted(
     Raises `SpecError` where an option has nothing to draw, or cannot be read, and `DeviceError` where there are no
     numbers.
     """
-    ending = "" if options.export is None else options.export.suffix.lower()
     heads = heads_of(head) if head else None
     names = () if tokens is None else tokens_of(tokens)
-    if stage is None and ending not in (".png", ".html"):
+    if stage is None and options.ending not in (".png", ".html"):
         for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
             if given:
                 raise SpecError(
                     f"{flag} {shown(given)} says what a picture shows, and none is drawn. Add --picture weights."
                 )
         return None
-    if options.device == "meta" and stage is None and ending == ".html":
+    if options.device == "meta" and stage is None and options.ending == ".html":
         return None
     require_drawable(options)
     return Wanted(stage or "weights", heads, batch_row, names, stage is not None)
@@ -86,8 +85,7 @@ def require_drawable(options: Options, *, in_json: bool = False) -> None:
 
     Raises `SpecError` or `DeviceError` otherwise.
     """
-    ending = "" if options.export is None else options.export.suffix.lower()
-    if options.format == "json" and ending not in _DRAWN and not in_json:
+    if options.format == "json" and options.ending not in _DRAWN and not in_json:
         raise SpecError(
             "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
         )

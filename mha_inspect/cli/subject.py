@@ -14,7 +14,7 @@ from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
-from ..targets.vocabulary import Flags, dashed
+from ..targets.vocabulary import Flags, dashed, flag_of
 from ..text import first_few, shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target, numbers_go_by_name
@@ -105,9 +105,7 @@ def show(options: Options) -> Show:
         raise SpecError(
             f"{dashed(flag)} {getattr(options, flag)} says how tensors are printed, and none is. Add --values."
         )
-    for_a_machine = options.format == "json" or (
-        options.export is not None and options.export.suffix.lower() == ".json"
-    )
+    for_a_machine = "json" in (options.format, options.ending[1:])
     return Show(**_same(Show, options), full_values=options.values and for_a_machine)
 
 
@@ -122,7 +120,6 @@ def with_heads(options: Options, count: int) -> Options:
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
     from ..targets.values import parse_settings
-    from ..targets.vocabulary import flag_of
 
     own = parse_settings(options.settings or [])
     fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
@@ -134,16 +131,12 @@ def require_open_head_count(options: Options, heads: Sequence[int], way: str) ->
 
 def require_head_count(target: Target, command: str) -> None:
     """Raise `SpecError` where no argument of the target is a number of heads."""
-    from ..targets.vocabulary import flag_of
-
-    if any(flag_of(name) == "num_heads" for name in target.arguments):
-        return
-    own = [name for name in target.arguments if not name.startswith("_")]
-    names = first_few(own, 12) or "none"
-    raise SpecError(
-        f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
-        "Name a class or a function that takes one, as num_heads, n_head or nhead."
-    )
+    if all(flag_of(name) != "num_heads" for name in target.arguments):
+        names = first_few([name for name in target.arguments if not name.startswith("_")], 12) or "none"
+        raise SpecError(
+            f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
+            "Name a class or a function that takes one, as num_heads, n_head or nhead."
+        )
 
 
 def flags(options: Options) -> Flags:

@@ -16,7 +16,8 @@ from ..errors import ExportError
 from ..naming.canonical import canonical, contents_of, sizes_in
 from ..naming.stages import STAGES
 from ..naming.subject import Run, keep_stages
-from ..render.export import Destination, ExportFormat
+from ..render import Format
+from ..render.export import Destination
 from ..reports.trace import Attention, Stage, Trace, attention_names
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class _Shows:
         if name == "report":  # asked for before it is there, as copying does
             raise AttributeError(name)
         return getattr(self.report, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *vars(self.report)]
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class LiveAttention(_Shows):
         return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, self._kept.contents)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
+        return [*super().__dir__(), *(stage.name for stage in self.stages)]
 
     def __repr__(self) -> str:
         head = f"attention {self.report.module}".rstrip() + f": num_heads {self.report.num_heads}"
@@ -172,9 +176,6 @@ class LiveReport(_Shows):
 
     def __init__(self, report: Any) -> None:
         self.report = report
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *vars(self.report)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LiveReport) and self.report == other.report
@@ -202,12 +203,9 @@ class LiveReport(_Shows):
         target = Destination.of(Path(path))
         if target.format == "png":
             raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
-        target.write(self._saved(target.format))
+        target.write(self._text(target.format))
 
-    def _saved(self, format: ExportFormat) -> str:
-        return self._text(format)
-
-    def _text(self, format: Any) -> str:
+    def _text(self, format: Format) -> str:
         from ..render import to_text
 
         return to_text(self.report, format)
@@ -238,10 +236,10 @@ class LiveTrace(LiveReport):
 
         return super()._repr_html_() + frame(viewed)
 
-    def _saved(self, format: ExportFormat) -> str:
+    def _text(self, format: Format) -> str:
         viewed = self._viewed() if format == "html" else None
         if viewed is None:
-            return super()._saved(format)
+            return super()._text(format)
         from ..pictures.viewer import with_viewer
 
-        return with_viewer(super()._saved(format), viewed)
+        return with_viewer(super()._text(format), viewed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -71,20 +72,16 @@ class Attended:
             raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
         count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
         drawn = _by_head(tensor[batch_row], stage, count)
-        names: tuple[str, ...] = ("",)
-        chosen = list(range(len(drawn)))
-        axes = CANONICAL_AXES[stage]
-        if "heads" in axes:
-            names = tuple(f"head {place}" for place in chosen)
-            chosen = list(chosen if heads is None else heads)
-            absent = next((head for head in chosen if head not in range(len(names))), None)
-            if absent is not None:
-                raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
-        rows = "query" if "query" in axes.split() else "key"
-        columns = "key" if axes.endswith("query key") else "embed" if axes.endswith("embed") else "head_dim"
+        axes = re.findall(r"\w+", CANONICAL_AXES[stage])
+        by_head = "heads" in axes or "kv_heads" in axes
+        chosen = list(heads) if by_head and heads is not None else list(range(len(drawn)))
+        absent = next((head for head in chosen if head not in range(len(drawn))), None)
+        if absent is not None:
+            raise SpecError(f"head {absent} is not there: {stage} has {len(drawn)}, counted from 0.")
+        rows, columns = "query" if "query" in axes else "key", axes[-1]
         picture = Picture(
             title,
-            tuple(names[head] or title for head in chosen),
+            tuple(f"head {head}" if by_head else title for head in chosen),
             _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
             _side(rows, drawn.shape[1], labels),
             _side(columns, drawn.shape[2], labels),

@@ -151,14 +151,15 @@ class _Page:
         if self.depth == "none":
             return ["".join(_inkless(step) * self._zoom for step in row) for row in rows]
         if self._zoom > 1:
-            return [self._pairs([step for step in row for _ in range(2)], None) for row in rows]
+            wide = [[step for step in row for _ in range(2)] for row in rows]
+            return [self._pairs(row, row) for row in wide]
         below = [*rows[1:], [_NONE] * found.shape[1]]
         return [self._pairs(rows[i], below[i]) for i in range(0, len(rows), 2)]
 
-    def _pairs(self, upper: Sequence[int], lower: Sequence[int] | None) -> str:
-        """Return one line of two rows, or of one row that is a line high."""
+    def _pairs(self, upper: Sequence[int], lower: Sequence[int]) -> str:
+        """Return one line of two rows, which are the same of one that is a line high."""
         parts, before = [], ""
-        for above, below in zip(upper, upper if lower is None else lower, strict=True):
+        for above, below in zip(upper, lower, strict=True):
             style, character = self._character(above, below)
             if style != before:
                 # What the style before has set and this one does not is taken back.
@@ -213,16 +214,14 @@ class _Page:
             if count:
                 shown = f"{self._swatch(step)} {colour}" if inked else sign
                 parts.append(f"{shown}: {name}, {plural(count, 'element')}")
-        lines = self._filled(parts)
-        notes = list(picture.notes)
+        notes = []
         if (height, width) != (1, 1):
             _, rows, columns = picture.shape
             sides = f"({picture.rows.name} × {picture.columns.name})"
-            notes.insert(
-                0,
-                f"Each cell is the largest of {height} × {width} elements {sides}: {rows:,} × {columns:,} do not fit.",
-            )
-        return [*lines, *(line for note in notes for line in pieces(printable(note), self.width))]
+            size = f"{height} × {width} elements {sides}"
+            notes.append(f"Each cell is the largest of {size}: {rows:,} × {columns:,} do not fit.")
+        lines = [line for note in (*notes, *picture.notes) for line in pieces(printable(note), self.width)]
+        return [*self._filled(parts), *lines]
 
     def _filled(self, parts: list[str]) -> list[str]:
         """Return the parts behind one another, on as many lines as that takes."""
@@ -240,14 +239,14 @@ class _Page:
             return RAMP
         size = max(min(BAR, room), 2)
         places = [place * self._count // size for place in range(size)]
-        return self._pairs(places, None)
+        return self._pairs(places, places)
 
     def _sample(self, value: float) -> str:
         found = int(steps(np.full((1, 1, 1), value, np.float32), self.picture.scale, self._count)[0, 0, 0])
         return _inkless(found) if self.depth == "none" else self._swatch(found)
 
     def _swatch(self, step: int) -> str:
-        return self._pairs([step, step], None)
+        return self._pairs([step, step], [step, step])
 
 
 def number(value: float) -> str:
