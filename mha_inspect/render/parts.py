@@ -37,12 +37,9 @@ def sizes(layer: LayerInfo) -> str:
     parts = [f"{name} {layer.spec[name]}" for name in first if layer.spec.get(name) is not None]
     for name in rest:
         value = layer.spec[name]
-        if name in SETTINGS_AS_USUAL:
-            if value != SETTINGS_AS_USUAL[name]:
-                parts.append(f"{name} {value}")
-        elif value is True:
+        if value is True and name not in SETTINGS_AS_USUAL:
             parts.append(name)
-        elif value is not None and value is not False and value != 0:
+        elif value != SETTINGS_AS_USUAL[name] if name in SETTINGS_AS_USUAL else value not in (None, False):
             parts.append(f"{name} {value}")
     return ", ".join(parts)
 

@@ -14,7 +14,6 @@ from ..reports.trace import (
     Operand,
     OpLine,
     Path,
-    Product,
     ProductPair,
     Proof,
     Returned,
@@ -146,14 +145,12 @@ def _path(path: Path) -> Facts:
     return facts(*(item for item in items if item[1]))
 
 
-def _stage(attention: Attention, name: str) -> Stage | None:
-    return next((stage for stage in attention.stages if stage.name == name), None)
-
-
 def _summary(attentions: tuple[Attention, ...]) -> Table:
     """Return a table with one row an attention."""
+    stages = [{stage.name: stage for stage in one.stages} for one in attentions]
+    scores = [own.get("scores") or own.get("weights") for own in stages]
     return table(
-        [(n, one, _stage(one, "scores") or _stage(one, "weights")) for n, one in enumerate(attentions, 1)],
+        [(n, *both) for n, both in enumerate(zip(attentions, scores, strict=True), 1)],
         (Column("#", "right", "muted"), lambda row: row[0]),
         (Column("module", tone="strong"), lambda row: _place(row[1]) or "(the layer itself)"),
         (Column("kind", drop=4, optional=True), lambda row: ", ".join(row[1].kind)),
@@ -318,35 +315,22 @@ def _product_pair(group: list[ProductPair]) -> Section:
     between = f"between them {', '.join(pair.between)}" if pair.between else "nothing is between them"
     reading = f"{_FORMS[pair.form]}; " if pair.form else ""
     text = f"Two products follow one another, as in attention, but with no softmax: {reading}{between}."
-    first = _factor_names(pair.first, "a", "b")
-    second = _factor_names(pair.second, "c")
+    first = [own.role or name for own, name in zip(pair.first.factors, "ab", strict=False)]
+    second = [own.role or name for own, name in zip(pair.second.factors, "c", strict=False)]
+    products = " · ".join(first), f"({' · '.join(first)}) · {second[0]}"
     rows = [
-        *_factors(pair.first, first),
-        _result(pair.first, " · ".join(first)),
-        *((step, Cell(""), "", "", "") for step in pair.between),
-        *_factors(pair.second, second),
-        _result(pair.second, f"({' · '.join(first)}) · {second[0]}"),
+        *((name, own.shape, own.axes, "", "") for name, own in zip(first, pair.first.factors, strict=True)),
+        (products[0], pair.first.shape, pair.first.axes, pair.first.name, pair.first.source),
+        *((step, None, "", "", "") for step in pair.between),
+        *((name, own.shape, own.axes, "", "") for name, own in zip(second, pair.second.factors, strict=True)),
+        (products[1], pair.second.shape, pair.second.axes, pair.second.name, pair.second.source),
     ]
     steps = table(
         rows,
         (Column("step", tone="strong"), lambda row: row[0]),
-        (Column("shape", tone="shape"), lambda row: row[1]),
+        (Column("shape", tone="shape"), lambda row: "" if row[1] is None else shape_cell(row[1], row[2])),
         (Column("axes", tone="axes", wrap=12), lambda row: row[2]),
         (Column("operation", tone="muted", into="axes"), lambda row: row[3]),
         (Column("source", tone="muted", into="axes"), lambda row: row[4]),
     )
     return section("products without a softmax", Paragraph(text), steps, detail=", ".join(where))
-
-
-def _factor_names(product: Product, *otherwise: str) -> list[str]:
-    """Return what the factors are called: by what they would be in attention, where that is known."""
-    return [factor.role or name for factor, name in zip(product.factors, otherwise, strict=False)]
-
-
-def _factors(product: Product, names: list[str]) -> Iterator[tuple[str, Cell, str, str, str]]:
-    for name, factor in zip(names, product.factors, strict=True):
-        yield name, shape_cell(factor.shape, factor.axes), factor.axes, "", ""
-
-
-def _result(product: Product, name: str) -> tuple[str, Cell, str, str, str]:
-    return name, shape_cell(product.shape, product.axes), product.axes, product.name, product.source
