@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -120,21 +121,20 @@ class _Page:
     def _band(self, first: int, found: npt.NDArray[np.int64], height: int, width: int) -> list[str]:
         room = (self.width - self._gutter + GAP) // self._beside - GAP
         across = max(found.shape[2] * self._zoom, min(self._widest_name, room))
-        cut = [_cut(printable(name), across) for name in self.picture.panels[first : first + len(found)]]
-        names = [name + " " * (across - cells(name)) for name in cut]
-        edge = self._gutter - 1
-        lines = [_right(f"{self.picture.rows.name} ↓", edge) + " " + (" " * GAP).join(names)]
+
+        def line(left: str, parts: Iterable[str]) -> str:
+            beside = (part + " " * (across - cells(_ESCAPE.sub("", part))) for part in parts)
+            return _right(left, self._gutter - 1) + " " + (" " * GAP).join(beside)
+
+        names = self.picture.panels[first : first + len(found)]
+        lines = [line(f"{self.picture.rows.name} ↓", (_cut(printable(name), across) for name in names))]
         panels = [self._panel(panel) for panel in found]
-        padding = " " * (across - found.shape[2] * self._zoom)
         for number in range(self._lines_high):
             row = number if self._tall else 2 * number
-            tick = _right(self._row_tick(number, row, height), edge)
-            lines.append(tick + " " + (" " * GAP).join(panel[number] + padding for panel in panels))
+            lines.append(line(self._row_tick(number, row, height), (panel[number] for panel in panels)))
         below = _across(self.picture.columns, found.shape[2], width, self._zoom)
-        for number, ticks in enumerate(below):
-            title = f"{self.picture.columns.name} →" if number == 0 else ""
-            lines.append(_right(title, edge) + " " + (" " * GAP).join([ticks.ljust(across)] * len(found)))
-        return lines
+        titles = [f"{self.picture.columns.name} →", *[""] * len(below)]
+        return [*lines, *(line(title, [ticks] * len(found)) for title, ticks in zip(titles, below, strict=False))]
 
     @cached_property
     def _widest_name(self) -> int:
@@ -284,12 +284,8 @@ def _across(side: Side, count: int, size: int, zoom: int) -> list[str]:
 def _downwards(names: list[str], zoom: int) -> list[str]:
     """Return labels written from top to bottom, a character a line; a dot stands for one that is too wide."""
     columns = [[c if cells(c) <= zoom else "·" for c in name if cells(c)][:LONGEST_LABEL] for name in names]
-    high = max(map(len, columns), default=0)
-    lines = []
-    for number in range(high):
-        shown = [column[number] if number < len(column) else " " for column in columns]
-        lines.append("".join(c + " " * (zoom - cells(c)) for c in shown))
-    return lines
+    rows = zip_longest(*columns, fillvalue=" ")
+    return ["".join(c + " " * (zoom - cells(c)) for c in row) for row in rows]
 
 
 def _cut(text: str, room: int) -> str:
