@@ -52,10 +52,7 @@ class Commands(GroupedGroup):
         return get_command(getattr(import_module(f"{__package__}.{name}"), name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that was asked for.
-
-        Raises `BadUsageError` with the nearest one when there is none of that name.
-        """
+        """Find the command that was asked for. Raises `BadUsageError` with the nearest one where there is none."""
         asked = args[0]
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
             from .options import is_target

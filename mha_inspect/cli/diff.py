@@ -322,10 +322,7 @@ def _taken_by(other: _Asked) -> frozenset[str]:
 
 
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exact: Call | None = None) -> Side:
-    """Run a target; `exact` has what it is called with as the other side has it.
-
-    Raises `TargetFailedError` where its forward raises.
-    """
+    """Run a target; `exact` are its arguments as the other side has them. Raises `TargetFailedError` as it does."""
     from ..answers.side import Side
     from ..targets.call import explaining
     from ..targets.load import subject_of

@@ -31,10 +31,7 @@ _SEEDS = range(0, 2**64)
 
 
 def head_counts(options: Options) -> tuple[int, ...]:
-    """Return the numbers of --num-heads, each once: one, or several.
-
-    Raises `SpecError` when there is none, or one that is not a whole number.
-    """
+    """Return the numbers of --num-heads, each once. Raises `SpecError` for none, and for what is no whole number."""
     typed = counts("num_heads", options.num_heads)
     if not typed:
         raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
@@ -42,10 +39,7 @@ def head_counts(options: Options) -> tuple[int, ...]:
 
 
 def single_head_count(options: Options, command: str) -> int:
-    """Return the one number of --num-heads.
-
-    Raises `SpecError` that names the commands which take a list, when it is a list.
-    """
+    """Return the one number of --num-heads. Raises `SpecError` with the commands that take a list, where it is one."""
     first, *more = head_counts(options)
     if more:
         raise SpecError(
@@ -57,10 +51,7 @@ def single_head_count(options: Options, command: str) -> int:
 
 
 def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """Return the layer that was asked for, with this head count.
-
-    Raises `SpecError` when its sizes contradict each other.
-    """
+    """Return the layer asked for, with this head count. Raises `SpecError` when its sizes contradict each other."""
     own = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train, "seed": seed(options)}
     return spec_for(LAYERS[options.layer], **own)
 
@@ -78,10 +69,7 @@ def seed(options: Options) -> int:
 
 
 def inputs(options: Options) -> InputSpec:
-    """Return what goes into the layer.
-
-    Raises `SpecError` when its sizes contradict each other.
-    """
+    """Return what goes into the layer. Raises `SpecError` when its sizes contradict each other."""
     return InputSpec(**_same(InputSpec, options) | {"padding": counts("padding", options.padding)})
 
 
@@ -91,10 +79,7 @@ def run(options: Options) -> RunSpec:
 
 
 def show(options: Options) -> Show:
-    """Return what the report holds beyond names, shapes and axes.
-
-    Raises `SpecError` for a precision or a number of edge items that cannot be.
-    """
+    """Return what the report holds beyond shapes and axes. Raises `SpecError` for a number of digits that cannot be."""
     if not 0 <= options.precision <= 17:
         raise SpecError(
             f"precision {options.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
