@@ -86,10 +86,7 @@ class Look:
 
     @cached_property
     def run(self) -> Run:
-        """The run, with every tensor kept.
-
-        Raises `DeviceError` or `InputError` where there are no numbers to compare.
-        """
+        """The run, with every tensor kept. Raises `DeviceError` or `InputError` where there is no number to compare."""
         with torch.no_grad(), self.own.apart() as own:
             seen = own.recorded(keep=True)
         returned = [dense(tensor) for _, tensor in tensors_in(seen.returned)]

@@ -125,10 +125,7 @@ def require_head_count(target: Target, command: str) -> None:
 
 
 def flags(options: Options) -> Flags:
-    """Return what is set, and by whom, for a target whose constructor may take some of it.
-
-    Raises `SpecError` when --num-heads is a list.
-    """
+    """Return what is set, and by whom, for the constructor of a target. Raises `SpecError` where heads are a list."""
     named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
     named |= {"causal", "seq_len", "need_weights", "average_weights"}
     values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
