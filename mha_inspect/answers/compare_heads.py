@@ -84,7 +84,7 @@ def compare_heads(
     for run, own in zip(runs, carried, strict=True):
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, own, size))
-        walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk((), None))
+        walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk())
         if gradients or steps:
             learners.append(Learner.of(run))
         if focus:
@@ -224,20 +224,15 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
     if baseline.layout is not None and verdict == "differs":
         found = _walk_attention(0, baseline.nearest, run.nearest, STAGES[: STAGES.index("weights")])
         if found.first is not None:
-            return replace(found, turned=_turns(run))
+            return found
     mine, theirs = baseline.look(), run.look()
-    found = Walk((), None)
+    found = Walk()
     for place in range(min(len(mine.attentions), len(theirs.attentions))):
         found = _walk_attention(place, mine, theirs, STAGES)
         if found.first is not None:
-            return replace(found, turned=_turns(run))
+            return found
     unnamed = mine.unnamed | theirs.unnamed
     return replace(found, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
-
-
-def _turns(run: HeadRun) -> bool:
-    """Whether positions turn the features of each head."""
-    return bool(run.own.made_with.get("rope"))
 
 
 def _walk_attention(place: int, mine: Look, theirs: Look, stages: Sequence[str]) -> Walk:
@@ -258,7 +253,7 @@ def _walk_attention(place: int, mine: Look, theirs: Look, stages: Sequence[str])
                 wider = left.shape[:-1] == right.shape[:-1]  # where few were looked at, the width alone is the whole's
                 note = f"{right.shape[-1]} features wide instead of {left.shape[-1]}" if wider else ""
                 note = note or f"{list(right.shape)} instead of {list(left.shape)}"
-    return Walk(tuple(same), first, note, rejoined)
+    return Walk(tuple(same), first, note, rejoined, turned=bool(theirs.own.made_with.get("rope")))
 
 
 _RUNS, _SECONDS = 11, 5.0

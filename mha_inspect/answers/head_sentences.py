@@ -29,9 +29,9 @@ class Carried:
 class Walk:
     """The stages of two head counts side by side, in order, in the first attention in which one differs."""
 
-    same: tuple[str, ...]
+    same: tuple[str, ...] = ()
     """Those before the first that differs whose content is the same."""
-    first: str | None
+    first: str | None = None
     """The first whose content differs."""
     note: str = ""
     """Why it could not be subtracted, where the shapes differ."""

@@ -16,8 +16,7 @@ def check_page(report: CheckReport) -> Page:
 
 
 def _sections(report: CheckReport) -> Iterator[Section]:
-    sure = [finding for finding in report.findings if finding.sure]
-    doubtful = [finding for finding in report.findings if not finding.sure]
+    sure, doubtful = ([one for one in report.findings if one.sure is kind] for kind in (True, False))
     declared = ", ".join(f"{name} {value}" for name, value in report.intent.items()) or "nothing"
     verdict = f"{text.plural(len(sure), 'finding')}" if sure else "nothing is wrong that these checks can see"
     yield section("check", facts(("declared", declared), ("runs", str(report.runs))), detail=verdict)

@@ -175,18 +175,13 @@ def _focus(focus: Focus) -> Section:
     spread = []
     for count in focus.counts:
         if count.num_heads > 1:
-            name = text.plural(count.num_heads, "head") + (
-                f", attention {_attention(count)}" if count.attention else ""
-            )
+            place = f", attention {_attention(count)}" if count.attention else ""
             said = f"Jensen-Shannon divergence {text.small(count.divergence)} "
             said += f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}"
-            pairs = [("most", count.most_alike), ("least", count.least_alike)]
-            said += "".join(
-                f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
-                for how, pair in pairs
-                if pair is not None and count.num_heads > 2
-            )
-            spread.append((name, said))
+            for how, pair in (("most", count.most_alike), ("least", count.least_alike)):
+                if pair is not None and count.num_heads > 2:
+                    said += f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
+            spread.append((text.plural(count.num_heads, "head") + place, said))
     between = [facts(*spread)] if spread else []
     detail = f"the weights {focus.weights}; averages over the queries; entropy and divergence in nats; strongest: query"
     detail += " → key, of queries that have a choice"

@@ -59,30 +59,25 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
 
 def _fit(like: LikeModule) -> Iterator[Block]:
     """Yield how a checkpoint fits a module: a line, and a row for all that does not."""
-    counts = [(str(like.matching), "of the same name and shape")]
-    counts += [
-        (str(len(own)), f"only in {where}")
-        for own, where in ((like.missing, like.module), (like.unexpected, "the file"))
-        if own
-    ]
-    counts += [(str(len(like.wrong_shape)), "of another shape")] if like.wrong_shape else []
-    fits = ", ".join(f"{number} {what}" for number, what in counts)
-    yield facts(("tensors", fits), tone="good" if len(counts) == 1 else "warn")
+    fits = [f"{like.matching} of the same name and shape"]
+    fits += [f"{len(like.missing)} only in {like.module}"] if like.missing else []
+    fits += [f"{len(like.unexpected)} only in the file"] if like.unexpected else []
+    fits += [f"{len(like.wrong_shape)} of another shape"] if like.wrong_shape else []
+    yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
         yield facts(("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}."))
-    pieces: list[tuple[str, str, tuple[int, ...] | None, tuple[int, ...] | None]]
-    pieces = [("missing", one.name, None, one.shape) for one in like.missing]
-    pieces += [("unexpected", one.name, one.shape, None) for one in like.unexpected]
-    pieces += [("wrong shape", one.name, one.shape, one.expected) for one in like.wrong_shape]
+    pieces = [("missing", one.name, "", text.shape(one.shape)) for one in like.missing]
+    pieces += [("unexpected", one.name, text.shape(one.shape), "") for one in like.unexpected]
+    pieces += [("wrong shape", one.name, text.shape(one.shape), text.shape(one.expected)) for one in like.wrong_shape]
     rows = grouped(pieces, lambda one: (one[0], alike(one[1]), *one[2:]))
     if rows:
         yield table(
             rows,
             (Column("what"), lambda own: own[0][0]),
             (Column("name", tone="strong"), lambda own: times([one[1] for one in own])),
-            (Column("in the file"), lambda own: "" if own[0][2] is None else text.shape(own[0][2])),
-            (Column(f"in {like.module}"), lambda own: "" if own[0][3] is None else text.shape(own[0][3])),
+            (Column("in the file"), lambda own: own[0][2]),
+            (Column(f"in {like.module}"), lambda own: own[0][3]),
         )
 
 
