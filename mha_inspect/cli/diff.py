@@ -89,13 +89,25 @@ def diff(
     paired in order.
     """
     asked = _Asked("left", left, left_set or [], left_module), _Asked("right", right, right_set or [], right_module)
-    are_files = _are_checkpoints(left, right)
-    compared = (_checkpoints if are_files else _sides)(options, *asked)
-    around = subject.waiting if are_files else subject.running
-    export = prepare(options)
-    named = " with ".join(one.text for one in asked if one.text) or options.layer
-    with around(options, f"comparing {named}"):
-        report = compared()
+    named = f"comparing {' with '.join(one.text for one in asked if one.text) or options.layer}"
+    report: DiffReport | CheckpointDiffReport
+    if _are_checkpoints(left, right):
+        count = _checked_files(options, *asked)
+        export = prepare(options)
+        with subject.waiting(options, named):
+            from ..answers.checkpoint.diff import diff_of_checkpoints
+
+            report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
+    else:
+        made = (_targets if is_target(left) or is_target(right) else _layers)(options, *asked)
+        export = prepare(options)
+        with subject.running(options, named):
+            from ..answers.diff import COPIES
+            from ..answers.diff import diff as report_of
+            from ..targets.room import Room
+
+            room = Room(lambda: report_of(*made(room)), copies=COPIES)
+            report = report_of(*made(room))
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
@@ -139,43 +151,18 @@ class _Asked:
             )
 
 
-def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], CheckpointDiffReport]:
-    """Return what diffs two files of tensors, once everything is judged as in `_sides`."""
+def _checked_files(options: Options, left: _Asked, right: _Asked) -> int | None:
+    """Return the number of heads of two files of tensors, if it was typed. Raises `SpecError` for what is of no use."""
     for one in (left, right):
         if one.settings or one.path is not None:
             flag = f"{one.name}-{'set' if one.settings else 'module'}"
             raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
     options.require_of_use_to_a_file(left.text, "num_heads")
-    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
-
-    def compared() -> CheckpointDiffReport:
-        from ..answers.checkpoint.diff import diff_of_checkpoints
-
-        return diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
-
-    return compared
-
-
-def _sides(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:
-    """Return what diffs two layers or targets, once everything is judged that can be before torch is imported.
-
-    Raises `MhaInspectError` when a side is none that there is, or options contradict it.
-    """
-    made = (_targets if is_target(left.text) or is_target(right.text) else _layers)(options, left, right)
-
-    def compared() -> DiffReport:
-        from ..answers.diff import COPIES
-        from ..answers.diff import diff as report_of
-        from ..targets.room import Room
-
-        room = Room(lambda: report_of(*made(room)), copies=COPIES)
-        return report_of(*made(room))
-
-    return compared
+    return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
 
 
 def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
-    """Return what builds two layers."""
+    """Return what builds two layers, once everything is judged that can be before torch is imported."""
     from ..targets.layer_sides import make_sides, parse_settings
 
     left.require_no_module()
@@ -199,7 +186,7 @@ def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], t
 
 
 def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
-    """Return what builds and runs two sides, at least one of them a target.
+    """Return what builds and runs two sides, at least one of them a target, once everything is judged as in `_layers`.
 
     A side that is not named is --layer, or the target under other settings.
     """

@@ -118,7 +118,7 @@ def for_viewer(
     def drawable(one: Attended) -> dict[str, Tensor]:
         found = one.contents()
         there = {name: found[name] for name in names if name in found and not found[name].is_meta}
-        return {name: content for name, content in there.items() if batch_row < content.shape[0]}
+        return {name: own for name, own in there.items() if batch_row < own.shape[0] and own.numel()}
 
     sizes: dict[str, tuple[int, int]] = {}
     for one in attended:
@@ -126,7 +126,7 @@ def for_viewer(
             elements, panels = sizes.get(name, (0, 0))
             shape = content.shape
             sizes[name] = (elements + prod(shape[1:]), panels + (shape[1] if len(shape) == 4 else 1))
-    if not any(elements for elements, _ in sizes.values()):
+    if not sizes:
         return None
 
     def pictures(one: Attended) -> list[Picture]:
