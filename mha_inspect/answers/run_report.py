@@ -57,6 +57,12 @@ def _in_one_phrase(seen: Run, outer: list[Kernel]) -> str:
     return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
 
 
+def maker_of(seen: Run, tensor: TensorRef) -> OpRef | None:
+    """Return the operation that made a tensor; None for an input."""
+    op = seen.recording.producer(tensor)
+    return None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source)
+
+
 def is_hidden(seen: Run, stage: str, tensor: TensorRef) -> bool:
     """Return whether a stage was hidden in a fused kernel, which was opened to show it."""
     op = seen.recording.producer(tensor)
@@ -212,7 +218,6 @@ def _attention(
         tensor = found.stages.get(name)
         if tensor is None:
             continue
-        op = seen.recording.producer(tensor)
         stages.append(
             Stage(
                 name=name,
@@ -224,7 +229,7 @@ def _attention(
                 flops=facts.flops(name),
                 memory=facts.memory(name),
                 opened=is_hidden(seen, name, tensor),
-                op=None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source),
+                op=maker_of(seen, tensor),
                 stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
                 values=content.values(tensor),
                 shape_only=has_shape_only(seen, tensor),
