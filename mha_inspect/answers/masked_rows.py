@@ -83,9 +83,7 @@ def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
         contents = contents_of(seen, found, names) if own else {}
         told = (stage for stage in _LOOKED_AT if stage in contents)
         stages = {stage: contents[stage] for stage in told if POSITIONS not in names.of_stage(stage)}
-        for batch, query in own:
-            if (batch, query) in made:
-                continue
+        for batch, query in set(own) - made.keys():
             content = {stage: row_content(_row(value, stage, batch, query)) for stage, value in stages.items()}
             first = next((stage for stage, found_in in content.items() if found_in != "finite"), "")
             inside = outputs is not None and batch < outputs.shape[0] and query < outputs.shape[1]
