@@ -132,7 +132,7 @@ def report(
 ) -> Trace:
     """A run as plain data; `proof` is given where there is none to read off it."""
     content = _Content(seen, show)
-    calls = _calls([found.module for found, _ in seen.attentions])
+    modules = [found.module for found, _ in seen.attentions]
     return Trace(
         environment=environment,
         layer=layer,
@@ -141,7 +141,7 @@ def report(
             replace(
                 _attention(seen, found, names, axes.stages[place], content),
                 kind=kinds[place] if place < len(kinds) else (),
-                call=calls[place],
+                call=modules[: place + 1].count(found.module) if modules.count(found.module) > 1 else None,
             )
             for place, (found, names) in enumerate(seen.attentions)
         ),
@@ -167,14 +167,6 @@ def _products(seen: Run) -> tuple[ProductPair, ...]:
     """Products without a softmax between them, named as in the wider run where there is one."""
     own = product_pairs(seen.graph, (found for found, _ in seen.attentions))
     return pairs_named_after(own, _products(seen.wider)) if own and seen.wider is not None else own
-
-
-def _calls(modules: Sequence[str]) -> list[int | None]:
-    """For each attention, which one of its module's it is; None where the module has but one."""
-    return [
-        modules[: place + 1].count(module) if modules.count(module) > 1 else None
-        for place, module in enumerate(modules)
-    ]
 
 
 class _Content:

@@ -13,7 +13,7 @@ from ..text import listed, shown
 from . import subject
 from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
 from .output import give, prepare
-from .picture import Drawn, is_wanted, keep_weights, of_counts, require_drawable
+from .picture import Drawn, is_wanted, keep_weights, require_drawable
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
@@ -79,7 +79,11 @@ def compare_heads(
         own = made[0][1]
         with explaining(own):
             report = report_of(made, **asked, tick=tick, see=partial(keep_weights, seen) if picture else None)
-    drawn = Drawn(of_counts(seen), printed=True) if picture else None
+    drawn = None
+    if picture:
+        from ..pictures.stages import counts_pictures
+
+        drawn = Drawn(counts_pictures(seen), printed=True)
     subject.tell(own.notes, options)
     give(report, options, export, drawn)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ..answers.look import Look
     from ..naming.subject import Run
     from ..pictures.grid import Picture
-    from ..pictures.stages import Attended
     from ..reports.trace import Trace
 
 _DRAWN = (".png", ".svg", ".html")
@@ -142,27 +140,20 @@ def tokens_of(typed: str) -> tuple[str, ...]:
         raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
 
 
-def attended_in(trace: Trace, run: Run) -> list[Attended]:
-    """Return each attention of a run whose tensors were kept."""
-    from ..naming.canonical import contents_of
-    from ..pictures.stages import Attended
-    from ..reports.trace import attention_names
-
-    return [
-        Attended(name, one.num_heads, one.num_kv_heads, partial(contents_of, run, *found))
-        for name, one, found in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
-    ]
-
-
 def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Drawn | None:
     """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
 
     None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
     of the kind that was asked for.
     """
-    from ..pictures.stages import for_viewer
+    from ..naming.canonical import contents_of
+    from ..pictures.stages import Attended, for_viewer
+    from ..reports.trace import attention_names
 
-    attended = attended_in(trace, run)
+    attended = [
+        Attended(name, one.num_heads, one.num_kv_heads, partial(contents_of, run, *found))
+        for name, one, found in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
+    ]
     in_page = export is not None and export.format == "html"
     viewed: dict[str, Any] | None = None
     if in_page:
@@ -210,14 +201,6 @@ def keep_weights(seen: list[tuple[int, list[Picture]]], count: int, look: Look) 
         name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
         pictures.append(averaged(Attended(name, count, count, partial(dict, held))))
     seen.append((count, pictures))
-
-
-def of_counts(seen: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
-    """Return for each attention the averaged weights of each head count."""
-    from ..pictures.stages import counts_picture
-
-    shared = min(len(pictures) for _, pictures in seen)
-    return tuple(counts_picture([(count, pictures[place]) for count, pictures in seen]) for place in range(shared))
 
 
 @dataclass(frozen=True)

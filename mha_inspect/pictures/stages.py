@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import SpecError
 from ..naming.stages import CANONICAL_AXES
 from ..reports.params import HeadNorms
+from ..text import plural
 from .grid import Floats, Picture, Side
 
 if TYPE_CHECKING:
@@ -222,7 +223,10 @@ def averaged(attended: Attended) -> Picture:
     return replace(picture, title=title, panels=(title,), values=mean[None], below=True)
 
 
-def counts_picture(counts: Sequence[tuple[int, Picture]]) -> Picture:
-    """Return the averaged weights of each head count, one below the other."""
-    names = tuple(f"{count} head{'' if count == 1 else 's'}" for count, _ in counts)
-    return replace(counts[0][1], panels=names, values=np.concatenate([picture.values for _, picture in counts]))
+def counts_pictures(counts: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
+    """Return for each attention that all head counts have the averaged weights of each, one below the other."""
+    names = tuple(plural(count, "head") for count, _ in counts)
+    attentions = zip(*(pictures for _, pictures in counts), strict=False)
+    return tuple(
+        replace(own[0], panels=names, values=np.concatenate([picture.values for picture in own])) for own in attentions
+    )

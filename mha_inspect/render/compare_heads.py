@@ -129,7 +129,7 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
         (Column("num_heads", "right", "strong"), lambda count: count.num_heads),
         (Column("loss", "right", drop=20), lambda count: text.statistic(count.loss)),
         *((column, partial(_apart, column.title)) for column in parts),
-        (Column("× noise", "right"), lambda count: multiple(max(_times_noise(count), default=None))),
+        (Column("× noise", "right"), _most_noise),
         (Column("verdict"), lambda count: verdict_cell(count.verdict, baseline=count.num_heads == baseline)),
     )
     tables = [counts, *([] if across else [_by_parameter(gradients, baseline)])]
@@ -137,8 +137,8 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
     return section("gradients", *tables, Paragraph(gradients.answer), detail=detail)
 
 
-def _times_noise(count: HeadGradients) -> list[float]:
-    return [part.times_noise for part in count.parts if part.times_noise is not None]
+def _most_noise(count: HeadGradients) -> str:
+    return multiple(max((part.times_noise for part in count.parts if part.times_noise is not None), default=None))
 
 
 def _by_parameter(gradients: Gradients, baseline: int) -> Table:
