@@ -166,7 +166,8 @@ def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Dr
             stage=want.stage,
             head=want.heads[0] if want.heads else 0,
         )
-        if viewed is None and not want.asked and not want.batch_row:
+        # A row that is not there is an error, as of any picture.
+        if viewed is None and not want.asked and (not want.batch_row or for_viewer(attended) is None):
             return None
     if not attended:
         raise SpecError(f"{want.stage} cannot be drawn: no attention was found.")
