@@ -268,27 +268,26 @@ def head_norms(content_of: Callable[[str], Tensor], parameters: Iterable[Paramet
     `content_of` gives a parameter by its name. The parameters come with their `heads`, in the order of the module:
     where a part of a head comes again, the matrices of the next attention begin.
     """
-    groups: list[dict[str, dict[int, torch.Tensor]]] = []
-    names: list[list[str]] = []
+    attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
     for parameter in parameters:
         slices = [one for one in parameter.heads or () if one.part.startswith("W_") and one.columns is not None]
         if not slices:
             continue
-        if not groups or any(one.head in groups[-1].get(one.part, {}) for one in slices):
-            groups.append({})
-            names.append([])
-        names[-1].append(parameter.name)
+        if not attentions or any((one.part, one.head) in attentions[-1][1] for one in slices):
+            attentions.append(([], {}))
+        names, squares = attentions[-1]
+        names.append(parameter.name)
         content = content_of(parameter.name).detach()
         for one in slices:
             assert one.columns is not None
             own = content[slice(*one.rows), slice(*one.columns)].double().square().sum()
-            of_part = groups[-1].setdefault(one.part, {})
-            of_part[one.head] = of_part.get(one.head, torch.zeros_like(own)) + own
-    return tuple(
-        HeadNorms(owner, part, tuple(float(squares[head].sqrt()) for head in sorted(squares)))
-        for owner, group in zip(map(_owner, names), groups, strict=True)
-        for part, squares in sorted(group.items(), key=lambda item: "qkvo".find(item[0][2:3]))
-    )
+            squares[one.part, one.head] = squares.get((one.part, one.head), torch.zeros_like(own)) + own
+    norms = []
+    for names, squares in attentions:
+        for part in sorted(dict.fromkeys(part for part, _ in squares), key=lambda part: "qkvo".find(part[2:3])):
+            heads = sorted(head for own, head in squares if own == part)
+            norms.append(HeadNorms(_owner(names), part, tuple(float(squares[part, head].sqrt()) for head in heads)))
+    return tuple(norms)
 
 
 def _owner(names: list[str]) -> str:

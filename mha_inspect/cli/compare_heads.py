@@ -160,18 +160,13 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     Raises `SpecError` when fewer than two are left.
     """
     named = subject.head_counts(options)
-    if named == subject.head_counts(Options(layer=options.layer)):
+    if named == subject.head_counts(Options(layer=options.layer)) or (heads and len(named) > 1):
         named = ()
-    if not heads and len(named) > 1:
-        heads = named
-    elif not heads:
+    if not heads and len(named) < 2:
         subject.attention(options, 1)
         usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
         heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
-        heads = (*named, *heads)
-    elif len(named) == 1:
-        heads = (*named, *heads)
-    compared = tuple(dict.fromkeys(heads))
+    compared = tuple(dict.fromkeys((*named, *heads)))
     if len(compared) < 2:
         raise SpecError(_nothing_to_compare(options.embed_dim, compared))
     return compared
