@@ -82,19 +82,15 @@ def _fit(like: LikeModule) -> Iterator[Block]:
 
 
 def times(names: Sequence[str]) -> str:
-    """Return names that differ in their numbers alone as one, with how many they are."""
-    return _spanned(names) + (f" ×{len(names)}" if len(names) > 1 else "")
-
-
-def _spanned(names: Sequence[str]) -> str:
-    """Return names that differ in their numbers alone as one: `layers.0–31.self_attn`."""
+    """Return names that differ in their numbers alone as one, with how many they are: `layers.0–31.self_attn ×32`."""
     if len(names) == 1:
         return names[0]
-    pieces = [re.split(r"(\d+)", name) for name in names]
-    return "".join(
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    spanned = [
         text.spans(map(int, dict.fromkeys(column))) if place % 2 and len(set(column)) > 1 else column[0]
-        for place, column in enumerate(zip(*pieces, strict=True))
-    )
+        for place, column in enumerate(columns)
+    ]
+    return f"{''.join(spanned)} ×{len(names)}"
 
 
 def alike(name: str) -> str:

@@ -125,18 +125,13 @@ def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
         attention = trace.attentions[number - 1]
         # Statistics and values are each attention's own.
         content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
-        return number if content or trace.chosen is not None else _form(attention)
+        if content or trace.chosen is not None:
+            return number
+        # All but where it stands; the scale, which may be no number, is in the formulas.
+        stages = tuple(replace(stage, op=None) for stage in attention.stages)
+        return replace(attention, module="", call=None, scale=0.0, stages=stages)
 
     return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in grouped(chosen, kind)]
-
-
-def _form(attention: Attention) -> object:
-    """Return what an attention is but for where it stands and what is in it."""
-    stages = tuple(
-        (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, _mark(stage))
-        for stage in attention.stages
-    )
-    return (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.kind, attention.notes, stages)
 
 
 def _path(path: Path) -> Facts:
