@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from .. import text
 from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
@@ -44,9 +45,10 @@ def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
 
     def kind(one: TensorPair) -> object:
-        apart = one.name if one.verdict == "differs" else ""
-        sides = (one.left_shape, one.right_shape, one.left_dtype, one.right_dtype)
-        return alike(one.name), alike(one.other), apart, *sides, one.verdict, one.note
+        if one.verdict == "differs":
+            return one.name
+        name, other = alike(one.name), alike(one.other)
+        return replace(one, name=name, other=other, max_abs_difference=None, relative_difference=None)
 
     return table(
         [(own[0], own) for own in grouped(pairs, kind)],
@@ -87,15 +89,11 @@ def _only(names: Iterable[StoredName]) -> Table:
 
 
 def _parts(parts: Sequence[PartPair]) -> Table:
-    def kind(one: PartPair) -> object:
-        changes = (one.part, one.verdict, one.source, one.order, one.rotary, one.differences)
-        return alike(one.left), alike(one.right), *changes
-
     def right(own: list[PartPair]) -> str:
         return "" if own[0].left == own[0].right else times([one.right for one in own]) or "the whole file"
 
     return table(
-        grouped(parts, kind),
+        grouped(parts, lambda one: replace(one, left=alike(one.left), right=alike(one.right))),
         (
             Column("module", tone="strong"),
             lambda own: times([one.left for one in own]) if own[0].left else "the whole file",

@@ -102,8 +102,8 @@ def _folded(parameters: Sequence[Parameter]) -> list[tuple[str, Parameter]]:
     """Return tensors that repeat from layer to layer as one row, whose sizes are those of all."""
 
     def kind(p: Parameter) -> object:
-        apart = p.name if p.stats is not None or p.heads is not None else ""
-        return alike(p.name), p.shape, p.axes, p.dtype, p.role, apart
+        apart = p.stats is not None or p.heads is not None
+        return p.name if apart else replace(p, name=alike(p.name), values=None)
 
     rows = []
     for own in grouped(parameters, kind):
