@@ -176,13 +176,11 @@ class _Content:
         self._values = seen.recording.values
         self._show = show
 
-    def stats(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> Stats | None:
-        value = self._values.get(tensor.id)
-        return stats_of(value, masked) if self._show.stats and value is not None else None
-
-    def values(self, tensor: TensorRef) -> Values | None:
-        value = self._values.get(tensor.id)
-        return values_of(value, self._show) if self._show.values and value is not None else None
+    def of(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> tuple[Stats | None, Values | None]:
+        value, show = self._values.get(tensor.id), self._show
+        if value is None:
+            return None, None
+        return stats_of(value, masked) if show.stats else None, values_of(value, show) if show.values else None
 
     def masked(self, found: Attention) -> torch.Tensor | None:
         """Where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
@@ -210,6 +208,7 @@ def _attention(
         tensor = found.stages.get(name)
         if tensor is None:
             continue
+        stats, values = content.of(tensor, content.masked(found) if name == "masked_scores" else None)
         stages.append(
             Stage(
                 name=name,
@@ -222,8 +221,8 @@ def _attention(
                 memory=facts.memory(name),
                 opened=is_hidden(seen, name, tensor),
                 op=maker_of(seen, tensor),
-                stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
-                values=content.values(tensor),
+                stats=stats,
+                values=values,
                 shape_only=has_shape_only(seen, tensor),
             )
         )
@@ -284,9 +283,7 @@ def _returns(seen: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, .
     for place, (named, pattern) in enumerate(zip(seen.recording.outputs, axes.returned, strict=True)):
         name = "output" if place == 0 else "weights" if pattern.endswith("query key") else named.name
         tensor = named.tensor
-        returned.append(
-            Returned(name, tensor.shape, pattern, tensor.dtype, content.stats(tensor), content.values(tensor))
-        )
+        returned.append(Returned(name, tensor.shape, pattern, tensor.dtype, *content.of(tensor)))
     return tuple(returned)
 
 
