@@ -102,10 +102,10 @@ class Look:
     def forget(self) -> None:
         """Let go of what was run: the weights are others now."""
         self._contents.clear()
-        for name in ("run", "attentions", "output", "exact", "_measured", "_named"):
+        for name in ("run", "output", "exact", "_measured", "_named"):
             vars(self).pop(name, None)
 
-    @cached_property
+    @property
     def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
         """Each attention with the names of its axes."""
         return self._named.attentions
