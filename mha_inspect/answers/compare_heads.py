@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..measure.stage_difference import compare_stage
-from ..measure.weights import PARTS, weights_of
 from ..measure.weights import carry as carry_by_head
+from ..measure.weights import weights_of
 from ..naming.canonical import is_by_turn
 from ..naming.stage_facts import StageFacts, unlike_dot
 from ..naming.stages import STAGES
@@ -27,15 +27,13 @@ from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, Hea
 from ..text import percent, plural, times
 from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
-from .head_runs import HeadRun, Place, overall
+from .head_runs import HeadRun, overall
 from .head_sentences import Carried, Walk, answer, reason
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .look import Look
 from .run_report import environment_of, layer_of
 
-_ORDER = {part: number for number, part in enumerate(PARTS)}
 _GIVEN = ("query", "key", "value")
-_FROM_THE_SOFTMAX = frozenset(STAGES[STAGES.index("weights") :])
 
 
 def compare_heads(
@@ -86,13 +84,13 @@ def compare_heads(
     for run, own in zip(runs, carried, strict=True):
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, own, size))
-        walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk((), None))
+        walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk())
         if gradients or steps:
             learners.append(Learner.of(run))
         if focus:
-            seen += focus_of_look(run.look(None), run.label)
+            seen += focus_of_look(run.look(), run.label)
         if see is not None:
-            see(run.num_heads, run.look(None))
+            see(run.num_heads, run.look())
         _ = run.by_query
         if run is not baseline:
             equalities.see(run)
@@ -160,33 +158,27 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
 
 def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
-    mine, theirs = baseline.module, run.module
-    given, own = mine.state_dict(), theirs.state_dict()
+    given, own = baseline.module.state_dict(), run.module.state_dict()
     fitting = {name: tensor for name, tensor in given.items() if name in own and own[name].shape == tensor.shape}
-    theirs.load_state_dict(fitting, strict=False)
+    run.module.load_state_dict(fitting, strict=False)
     if fitting.keys() == given.keys() == own.keys():
         return Carried(True)
-    went: list[str] = []
-    left_out: list[str] = []
-    covered: set[str] = set()
-    pairs = [weights_of(one.nearest.run, one.module) for one in (baseline, run)]
+    pairs = list(zip(*(weights_of(one.nearest.run, one.module) for one in (baseline, run)), strict=False))
     run.forget()  # what it was before the weights went into it
-    for source, destination in zip(*pairs, strict=False):
-        carried = carry_by_head(source, destination)
-        went += carried.went
-        left_out += [f"{one.part} {one.reason}" for one in sorted(carried.left_out, key=lambda one: _ORDER[one.part])]
-        held = (*source.projections.values(), *destination.projections.values())
-        covered |= {name for projection in held for name in projection.parameters}
-    went += [name for name in fitting if name not in covered]
-    changes = left_out + [
+    carried = [carry_by_head(source, destination) for source, destination in pairs]
+    held = [projection for pair in pairs for one in pair for projection in one.projections.values()]
+    covered = {name for projection in held for name in projection.parameters}
+    went = [part for one in carried for part in one.went] + [name for name in fitting if name not in covered]
+    changes = [f"{out.part} {out.reason}" for one in carried for out in one.left_out]
+    changes += [
         f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new"
         for name, tensor in own.items()
         if name not in fitting and name not in covered
     ]
     changes += [f"{name} is gone" for name in given if name not in own and name not in covered]
-    numbers = [_numel(one) for one in (mine, theirs)]
-    if not changes and numbers[0] != numbers[1]:
-        changes = [f"{numbers[0]:,} parameters become {numbers[1]:,}"]
+    before, after = _numel(baseline.module), _numel(run.module)
+    if not changes and before != after:
+        changes = [f"{before:,} parameters become {after:,}"]
     return Carried(not changes, tuple(went), tuple(changes))
 
 
@@ -227,47 +219,26 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
     """Compare stage by stage, by content, to see where two head counts part and where they meet again.
 
     Up to the scores, which are a number for each pair of a query and a key, a few positions show what all of them do.
-    Where nothing differs there, whole sequences are looked at: the first, and those where the outputs are apart.
+    Where nothing differs there, everything is looked at.
     """
-    if baseline.layout is None:
-        return _walk_at(None, baseline, run)
-    if verdict == "differs":
-        found = _walk_at(Place(few=True), baseline, run)
+    if baseline.layout is not None and verdict == "differs":
+        found = _walk_attention(0, baseline.nearest, run.nearest, STAGES[: STAGES.index("weights")])
         if found.first is not None:
             return found
-    found = _walk_at(Place(), baseline, run)
-    mine, theirs = baseline.by_query, run.by_query
-    if found.first is not None or verdict == "same" or mine is None or theirs is None:
-        return found
-    apart = (mine - theirs).abs().amax(dim=(1, 2))
-    furthest = Place(int(apart.nan_to_num(nan=-1.0).argmax()))
-    return found if baseline.place_of(furthest) is None else _walk_at(furthest, baseline, run)
-
-
-def _walk_at(where: Place | None, baseline: HeadRun, run: HeadRun) -> Walk:
-    mine, theirs = baseline.look(where), run.look(where)
-    found = Walk((), None)
+    mine, theirs = baseline.look(), run.look()
+    found = Walk()
     for place in range(min(len(mine.attentions), len(theirs.attentions))):
-        found = _walk_attention(place, where, mine, theirs)
-        if found.first is not None or (where is not None and where.few):
-            break
-    weights = mine.get(0, "weights")
-    few = weights.shape[2] if weights is not None and baseline.place_of(where) is not None else 0
-    unnamed = {*mine.unnamed, *theirs.unnamed} if found.first is None else set()
-    return replace(
-        found,
-        looked_at=few,
-        unnamed=tuple(stage for stage in STAGES if stage in unnamed),
-        turned=bool(run.own.made_with.get("rope")),
-    )
+        found = _walk_attention(place, mine, theirs, STAGES)
+        if found.first is not None:
+            return found
+    unnamed = mine.unnamed | theirs.unnamed
+    return replace(found, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 
-def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look) -> Walk:
+def _walk_attention(place: int, mine: Look, theirs: Look, stages: Sequence[str]) -> Walk:
     same: list[str] = []
     first, note, rejoined = None, "", None
-    for stage in STAGES:
-        if where is not None and where.few and stage in _FROM_THE_SOFTMAX:
-            break
+    for stage in stages:
         left, right = mine.get(place, stage), theirs.get(place, stage)
         if stage in _GIVEN or left is None or right is None:
             continue
@@ -282,7 +253,7 @@ def _walk_attention(place: int, where: Place | None, mine: Look, theirs: Look) -
                 wider = left.shape[:-1] == right.shape[:-1]  # where few were looked at, the width alone is the whole's
                 note = f"{right.shape[-1]} features wide instead of {left.shape[-1]}" if wider else ""
                 note = note or f"{list(right.shape)} instead of {list(left.shape)}"
-    return Walk(tuple(same), first, note, rejoined)
+    return Walk(tuple(same), first, note, rejoined, turned=bool(theirs.own.made_with.get("rope")))
 
 
 _RUNS, _SECONDS = 11, 5.0

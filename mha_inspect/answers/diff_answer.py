@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 from typing import TYPE_CHECKING
 
-from ..reports.diff import DiffReport, MaskedRowPair, ParameterPair
+from ..reports.diff import DiffReport, MaskedRowPair, ParameterPair, RowContent
 from ..text import multiple, percent, small
 
 if TYPE_CHECKING:
@@ -26,21 +26,22 @@ class Blocked:
     """Whether both softmaxes make every one of them exactly 0."""
 
 
-def stage_note(stage: str, *sides: tuple[str, frozenset[str]]) -> str:
+def stage_note(stage: str, *sides: tuple[str, Collection[str]]) -> str:
     """Say why a stage was not compared, from what to call each side and the stages that it has."""
     for name, has in sides:
-        if stage in has:
-            continue
-        if stage == "scores" and "masked_scores" in has:
+        if stage == "scores" and stage not in has and "masked_scores" in has:
             return f"{name} adds the mask inside the product: the scores without it are never made"
-        if stage == "masked_scores":
-            return f"{name} has no mask"
-        if stage == "output":
-            return f"{name} has no output projection: concat is what it returns"
-        if stage.endswith("_proj"):
-            return f"{name} has no such projection"
-        return f"{name} has no such stage"
+        if stage not in has:
+            return f"{name} has no {_LACKING.get(stage, 'such stage')}"
     return "an axis of it has no name on one side: not compared"
+
+
+_LACKING = {
+    "masked_scores": "mask",
+    "output": "output projection: concat is what it returns",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "such projection"),
+}
+"""What a side has not that lacks a stage."""
 
 
 def notes(report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int], blocked: Blocked | None) -> Iterator[str]:
@@ -196,7 +197,9 @@ def _places(pair: ParameterPair) -> tuple[int, int]:
 
 def _masked_rows(report: DiffReport, names: tuple[str, str]) -> str:
     rows, (left, right) = report.masked_rows, names
-    kinds = {_kind(row) for row in rows}
+    kinds = {
+        (_fate(row, row.left_weights, row.left_output), _fate(row, row.right_weights, row.right_output)) for row in rows
+    }
     where = f"batch {rows[0].batch} query {rows[0].query}"
     # Several attentions may each have the same query.
     number = len({(row.batch, row.query) for row in rows})
@@ -209,20 +212,16 @@ def _masked_rows(report: DiffReport, names: tuple[str, str]) -> str:
     return f"{left} returns {ours} and {right} {theirs} ({count})"
 
 
-def _kind(row: MaskedRowPair) -> tuple[str, str]:
-    if row.attention is not None:
-        # What comes out of a whole model hangs on more than one attention.
-        words = {"zero": "no weight at all", "uniform": "every key the same weight", "nan": "NaN", "finite": "weights"}
-        return words[row.left_weights], words[row.right_weights]
+_WEIGHTS = {"zero": "no weight at all", "uniform": "every key the same weight", "nan": "NaN", "finite": "weights"}
+_OUTPUTS = {"zero": "zeros", "uniform": "numbers", "nan": "NaN", "finite": "numbers"}
 
-    def said(weights: str, output: str) -> str:
-        if output == "nan":
-            return "NaN"
-        if weights == "uniform":
-            return "the mean of all values, each with the same weight"
-        return {"zero": "zeros", "finite": "numbers", "nan": "NaN", "uniform": "numbers"}[output]
 
-    return said(row.left_weights, row.left_output), said(row.right_weights, row.right_output)
+def _fate(row: MaskedRowPair, weights: RowContent, output: RowContent) -> str:
+    """What a side gives for a query without keys."""
+    if row.attention is not None:  # what comes out of a whole model hangs on more than one attention
+        return _WEIGHTS[weights]
+    mean = weights == "uniform" and output != "nan"
+    return "the mean of all values, each with the same weight" if mean else _OUTPUTS[output]
 
 
 def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
@@ -232,22 +231,15 @@ def of_accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
     kernels = one.path.plain != other.path.plain
     if one.layer.name != other.layer.name or not (dtypes or kernels) or report.verdict == "differs":
         return
-    what = " and ".join(
-        part
-        for part in (
-            f"dtype ({one.environment.dtype}, {other.environment.dtype})" if dtypes else "",
-            f"kernel ({_short(one.path.plain)}, {_short(other.path.plain)})" if kernels else "",
-        )
-        if part
-    )
-    errors = [side.rounding_error if side.measured_against == "float64" else None for side in (one, other)]
+    what = [f"dtype ({one.environment.dtype}, {other.environment.dtype})"] if dtypes else []
+    what += [f"kernel ({_short(one.path.plain)}, {_short(other.path.plain)})"] if kernels else []
     told = [
-        f"{name} is off the result in float64 by at most {small(error)}"
-        for name, error in zip(names, errors, strict=True)
-        if error is not None
+        f"{name} is off the result in float64 by at most {small(side.rounding_error)}"
+        for name, side in zip(names, (one, other), strict=True)
+        if side.rounding_error is not None and side.measured_against == "float64"
     ]
     if told:
-        yield f"What the {what} costs in accuracy: {', and '.join(told)}."
+        yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(told)}."
 
 
 def _short(kernel: str) -> str:

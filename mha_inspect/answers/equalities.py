@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,6 +132,13 @@ def sight_of(look: Look) -> Sight | None:
     return Sight(look, each) if len(each) == 1 or square else None
 
 
+_ALIKE = {
+    "values": "the weights sum to 1, so the context is that one value whatever they are",
+    "keys": "every score of a query is the same, so its weights are equal for every head count",
+}
+"""What may be the same wherever a query looks, and what follows."""
+
+
 class Equalities:
     """What must be equal of all head counts, as far as all of them see the same."""
 
@@ -140,7 +147,7 @@ class Equalities:
         self._near = self._sight = sight_of(baseline.nearest)
         if baseline.layout is not None and self._near is not None:
             # What says nothing of a few queries says nothing of the others; a mask is seen whole.
-            self._sight = None if self._near.tells_nothing else sight_of(baseline.look(None))
+            self._sight = None if self._near.tells_nothing else sight_of(baseline.look())
         self._keys_hold = True
 
     def see(self, other: HeadRun) -> None:
@@ -154,25 +161,18 @@ class Equalities:
     @cached_property
     def claims(self) -> list[Claim]:
         """The rows that must be equal, once every head count has been seen."""
-        return [] if self._sight is None else [claim for claim in self._claims(self._sight) if bool(claim.rows.any())]
-
-    def _claims(self, sight: Sight) -> Iterator[Claim]:
-        said = sight.one_key
-        if bool(said.any()):
-            yield Claim(said, _one_key(sight), "one key has weight 1")
-        for name, why in (
-            ("values", "the weights sum to 1, so the context is that one value whatever they are"),
-            ("keys", "every score of a query is the same, so its weights are equal for every head count"),
-        ):
-            same = (sight.left > 1) & ~said
-            if bool(same.any()) and (name == "values" or self._keys_hold):
-                same = same & (sight.values if name == "values" else sight.keys)
-                said = said | same
-                yield Claim(
-                    same,
-                    f"The {name} that {_rows(same)} can see are all the same: {why}.",
-                    f"its {name} are all the same",
-                )
+        sight = self._sight
+        if sight is None:
+            return []
+        claims = [Claim(sight.one_key, _one_key(sight), "one key has weight 1")]
+        others = (sight.left > 1) & ~sight.one_key
+        for name, why in _ALIKE.items():
+            if bool(others.any()) and (name == "values" or self._keys_hold):
+                same = others & (sight.values if name == "values" else sight.keys)
+                others = others & ~same
+                sentence = f"The {name} that {_rows(same)} can see are all the same: {why}."
+                claims.append(Claim(same, sentence, f"its {name} are all the same"))
+        return [claim for claim in claims if bool(claim.rows.any())]
 
     @property
     def cause(self) -> str:
@@ -242,17 +242,16 @@ def _confirmed(claim: Claim, rows: Tensor, outputs: Sequence[Tensor], noise_floo
 def masked_note(runs: Sequence[HeadRun]) -> str:
     """Return what is to be said of queries that no key is left to; empty where there is none, or it is not known."""
     baseline = runs[0]
-    rows = baseline.look(None).masked_queries(0) if baseline.nearest.attentions[0][0].masks else []
+    rows = baseline.look().masked_queries(0) if baseline.nearest.attentions[0][0].masks else []
     outputs = [run.by_query for run in runs]
     # One head of which every key is masked is enough: W_o mixes its context into the whole row.
     if not rows or any(one is None or one.shape[0] <= rows[-1][0] or one.shape[1] <= rows[-1][1] for one in outputs):
         return ""
-    batches, queries = zip(*rows, strict=True)
-    known = [output[list(batches), list(queries)] for output in outputs if output is not None]
-    nan = [bool(output.isnan().all()) for output in known]
-    number = "1 query" if len(rows) == 1 else f"{len(rows)} queries"
+    batches, queries = map(list, zip(*rows, strict=True))
+    nan = [bool(output[batches, queries].isnan().all()) for output in outputs if output is not None]
+    have = "1 query has" if len(rows) == 1 else f"{len(rows)} queries have"
     first = f"(the first: query {rows[0][1]} of batch row {rows[0][0]})"
-    text = f"{number} {'has' if len(rows) == 1 else 'have'} no key left to look at {first}: the output there is"
+    text = f"{have} no key left to look at {first}: the output there is"
     if all(nan):
         return f"{text} NaN for every head count. NaN beside NaN is no difference."
     if not any(nan):

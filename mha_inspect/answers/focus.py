@@ -61,20 +61,18 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
     rows = [head.cpu().double() for head in weights.detach().unbind(1)]
     known = torch.stack([row.isfinite().all(dim=-1) for row in rows]).all(dim=0)
     choosing = known & (torch.stack(rows).amax(dim=-1) < 1).any(dim=0)
-    mean = torch.zeros_like(rows[0])
-    heads, entropies = [], []
-    for head, row in enumerate(rows):
-        mean += row / num_heads
-        entropy = entropy_of(row)[known]
-        entropies.append(_mean(entropy))
+    entropies = [entropy_of(row)[known] for row in rows]
+    heads = []
+    for head, (row, entropy) in enumerate(zip(rows, entropies, strict=True)):
         placed = row[..., :key_len]
         share = placed.sum(dim=-1)
         reach = ((placed * away).sum(dim=-1) / share)[known & (share > 0)]
         strongest = _strongest(placed, choosing)
-        heads.append(HeadFocus(head, entropies[-1], _mean(entropy.exp()), _mean(reach), strongest))
-    # Rounding alone may bring equal heads a hair below 0.
-    divergence = max(0.0, _mean(entropy_of(mean)[known]) - sum(entropies) / num_heads) if known.any() else math.nan
-    alike = _alike(rows, known)
+        heads.append(HeadFocus(head, _mean(entropy), _mean(entropy.exp()), _mean(reach), strongest))
+    mean = sum((row / num_heads for row in rows), torch.zeros_like(rows[0]))
+    apart = _mean(entropy_of(mean)[known]) - sum(map(_mean, entropies)) / num_heads
+    divergence = max(0.0, apart) if known.any() else math.nan  # rounding may bring equal heads a hair below 0
+    alike = _alike(rows, entropies, known) if known.any() else []
     return HeadsFocus(
         num_heads,
         tuple(heads),
@@ -95,11 +93,8 @@ def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
     return tuple(Strongest(place // keys, place % keys, weight) for weight, place in pairs if weight > 0)
 
 
-def _alike(rows: Sequence[Tensor], known: Tensor) -> list[Alike]:
-    """Every two heads, those first that are most alike; empty where no query's weights are numbers."""
-    if not bool(known.any()):
-        return []
-    entropies = [entropy_of(row)[known] for row in rows]
+def _alike(rows: Sequence[Tensor], entropies: Sequence[Tensor], known: Tensor) -> list[Alike]:
+    """Every two heads, those first that are most alike."""
     found = []
     for left, right in combinations(range(len(rows)), 2):
         apart = entropy_of((rows[left] + rows[right])[known] / 2) - (entropies[left] + entropies[right]) / 2

@@ -17,6 +17,7 @@ from ..record.ops import TensorRef
 from ..record.rounding import STEP, judge, max_difference
 from ..reports.common import Verdict
 from ..reports.params import PerHeadProof
+from ..text import plural
 
 _SAID: dict[Verdict, str] = {
     "same": "give the same output within rounding",
@@ -41,11 +42,11 @@ def prove(subject: Subject, run: Run) -> PerHeadProof | None:
     if not proofs:
         return None
     _, verdict, difference, floor, names = max(proofs, key=lambda proof: (proof[0], proof[2]))
-    heads = f"{names.num_heads} {'head' if names.num_heads == 1 else 'heads'}"
     several = f" in each of {len(proofs)} attentions" if len(proofs) > 1 else ""
+    heads, width = plural(names.num_heads, "head"), names.head_dim
     sentence = (
-        f"One projection to {names.num_heads * names.head_dim} features split into {heads} of {names.head_dim}, and "
-        f"one small matrix of {names.head_dim} rows per head, {_SAID[verdict]}{several}."
+        f"One projection to {names.num_heads * width} features split into {heads} of {width}, and one small matrix of "
+        f"{width} rows per head, {_SAID[verdict]}{several}."
     )
     return PerHeadProof(max_abs_difference=difference, noise_floor=floor, verdict=verdict, sentence=sentence)
 

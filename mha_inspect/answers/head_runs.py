@@ -22,21 +22,14 @@ from ..targets.load import Layer
 from .look import Look, WiderRun, in_dtype, run_in_dtype
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which part of the arguments is looked at: a few sequences, about `row`, and with `few` few of their positions."""
-
-    row: int = 0
-    few: bool = False
-
-
 class HeadRun:
     """One head count: what it returns, and looks inside as they are asked for."""
 
     def __init__(self, num_heads: int, own: Subject, like: HeadRun | None = None, *, whole: bool = False) -> None:
         """`like` is the baseline, which has found how to cut the arguments; with `whole` they are not cut."""
         self.num_heads, self.own = num_heads, own
-        self._looks: dict[Place | None, Look] = {}
+        self._looks: dict[bool, Look] = {}
+        """Of all there is, and of a part."""
         self._wider = WiderRun(own)
         self._copies: dict[torch.dtype, Subject] = {}
         self.layout: Layout | None = None
@@ -61,8 +54,8 @@ class HeadRun:
     @cached_property
     def output(self) -> Tensor:
         """What its one run returned first, as it lays that out."""
-        if self.layout is None or None in self._looks:
-            return first_tensor(self.look(None).run.returned).detach()
+        if self.layout is None or True in self._looks:
+            return first_tensor(self.look().run.returned).detach()
         with self._explaining():
             return self._plain(self.own)
 
@@ -70,7 +63,7 @@ class HeadRun:
     def output_floor(self) -> float:
         """The rounding error of the whole output, measured against the same computation in another dtype."""
         if self.layout is None:
-            return self.look(None).output_floor()
+            return self.look().output_floor()
         dtype, unit = beside(getattr(torch, self.nearest.dtype))
         try:
             other = run_in_dtype(self.label, dtype, lambda: self._plain(self._copy(dtype)))
@@ -89,23 +82,16 @@ class HeadRun:
             self._copies[dtype] = in_dtype(self.label, self.own.copied, dtype)
         return self._copies[dtype]
 
-    def place_of(self, place: Place | None) -> Place | None:
-        """Return None for a place that is all there is."""
-        whole = place is None or self.layout is None or (not place.few and self.layout.rows <= ROWS)
-        return None if whole else place
-
-    def look(self, place: Place | None) -> Look:
-        """Return the stages at a place, all of them where the arguments are not cut."""
-        place = self.place_of(place)
-        if place not in self._looks:
-            own = self.own
-            if place is not None and self.layout is not None:
-                own = cut(own, self.layout, place.row, few=place.few)
+    def look(self, *, whole: bool = True) -> Look:
+        """Return the stages; else those of a few positions of a few sequences, unless the arguments are not cut."""
+        layout = None if whole else self.layout
+        if (layout is None) not in self._looks:
+            own = self.own if layout is None else cut(self.own, layout)
             look = Look(own, wider=self._wider, copied=lambda dtype: self._copy(dtype).with_arguments_of(own, dtype))
             with self._explaining():
                 _ = look.run
-            self._looks[place] = look
-        return self._looks[place]
+            self._looks[layout is None] = look
+        return self._looks[layout is None]
 
     def _explaining(self) -> AbstractContextManager[None]:
         """Run it inside: a target's error is raised with how it was built."""
@@ -114,7 +100,7 @@ class HeadRun:
     @property
     def nearest(self) -> Look:
         """The look that costs least: what it was built of can be seen in any."""
-        return self.look(Place(few=True))
+        return self.look(whole=False)
 
     def forget(self) -> None:
         """Let go of what was looked at."""
@@ -140,7 +126,7 @@ class HeadRun:
         for layout in layouts_of(self.own):
             self.layout = layout
             try:
-                look = self.look(Place(few=True))
+                look = self.nearest
             except Exception:  # whatever somebody's forward may raise at sizes that nobody asked for
                 continue
             weights = look.get(0, "weights") if look.attentions else None
@@ -176,9 +162,9 @@ class Layout:
     """How many sequences there are."""
     lengths: frozenset[int]
     """How many positions the tensors have that are laid out as the first one."""
-    first: torch.Tensor
+    first: Tensor
 
-    def is_laid_out_so(self, tensor: torch.Tensor) -> bool:
+    def is_laid_out_so(self, tensor: Tensor) -> bool:
         """Whether a tensor has the same dimensions as the first one."""
         same = tensor.dim() == self.first.dim() and tensor.is_floating_point() == self.first.is_floating_point()
         return same and (self.batch is None or tensor.shape[self.batch] == self.rows)
@@ -204,40 +190,27 @@ def layouts_of(own: Subject) -> Iterator[Layout]:
             yield replace(layout, lengths=lengths)
 
 
-def cut(own: Subject, layout: Layout, row: int = 0, *, few: bool = False) -> Subject:
-    """Return the subject with a few of its sequences, from about `row` on; with `few`, their first positions alone."""
-    start = max(0, min(row, layout.rows - ROWS))
-    cutter = _Cutter(layout, start, min(layout.rows, start + ROWS), few)
-    args, kwargs = changed((own.args, own.kwargs), cutter.cut)
-    return replace(own, args=args, kwargs=kwargs)
+def cut(own: Subject, layout: Layout) -> Subject:
+    """Return the subject with the first positions of its first sequences alone."""
+    rows = min(ROWS, layout.rows)
 
+    def short(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.narrow(dim, 0, min(POSITIONS, tensor.shape[dim]))
 
-class _Cutter:
-    def __init__(self, layout: Layout, start: int, stop: int, few: bool) -> None:
-        self._layout, self._rows, self._few = layout, slice(start, stop), few
-
-    def cut(self, tensor: Any) -> Any:
+    def part_of(value: Any) -> Any:
         """Cut a tensor; anything else stays."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        layout = self._layout
-        if layout.is_laid_out_so(tensor):
-            if layout.batch is not None:
-                tensor = self._narrowed(tensor, layout.batch, self._rows)
-            return self._short(tensor, layout.length).contiguous()
+        if not isinstance(value, Tensor):
+            return value
+        if layout.is_laid_out_so(value):
+            value = value if layout.batch is None else value.narrow(layout.batch, 0, rows)
+            return short(value, layout.length).contiguous()
         # A mask: its sizes tell its dimensions, for there are not as many sequences as positions.
-        for dim, size in enumerate(tensor.shape):
+        for dim, size in enumerate(value.shape):
             if size in layout.lengths:
-                tensor = self._short(tensor, dim)
-            elif dim == 0 and size % layout.rows == 0 and (size == layout.rows or tensor.dim() == 3):
-                each = size // layout.rows  # for every head of every sequence
-                tensor = self._narrowed(tensor, 0, slice(self._rows.start * each, self._rows.stop * each))
-        return tensor.contiguous()
+                value = short(value, dim)
+            elif dim == 0 and size % layout.rows == 0 and (size == layout.rows or value.dim() == 3):
+                value = value.narrow(0, 0, size // layout.rows * rows)  # for every head of every sequence
+        return value.contiguous()
 
-    def _short(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return self._narrowed(tensor, dim, slice(0, POSITIONS)) if self._few else tensor
-
-    def _narrowed(self, tensor: torch.Tensor, dim: int, kept: slice) -> torch.Tensor:
-        whole = [slice(None)] * tensor.dim()
-        whole[dim] = kept
-        return tensor[tuple(whole)]
+    args, kwargs = changed((own.args, own.kwargs), part_of)
+    return replace(own, args=args, kwargs=kwargs)

@@ -29,16 +29,14 @@ class Carried:
 class Walk:
     """The stages of two head counts side by side, in order, in the first attention in which one differs."""
 
-    same: tuple[str, ...]
+    same: tuple[str, ...] = ()
     """Those before the first that differs whose content is the same."""
-    first: str | None
+    first: str | None = None
     """The first whose content differs."""
     note: str = ""
     """Why it could not be subtracted, where the shapes differ."""
     rejoined: str | None = None
     """The stage after it from which on everything is the same again."""
-    looked_at: int = 0
-    """Queries whose stages were looked at, where they are not all of them; else 0."""
     unnamed: tuple[str, ...] = ()
     """Stages that could not be compared, for an axis of them has no name."""
     turned: bool = False
@@ -56,14 +54,13 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, caus
         cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
     """
     if walk.first is None and walk.unnamed:
-        text = "All that can be compared holds the same numbers; not compared, for an axis has no name: "
-        text += f"{', '.join(walk.unnamed)}."
+        names = ", ".join(walk.unnamed)
+        text = f"All that can be compared holds the same numbers; not compared, for an axis has no name: {names}."
         return f"{text} The outputs are the same because {cause}." if cause and count.verdict == "same" else text
     if walk.first is None:
         if count.verdict == "differs":
             return "No stage that can be compared differs before the output itself."
-        where = f" in the {walk.looked_at} queries that were looked at" if walk.looked_at else ""
-        return f"Every stage holds the same numbers{where}{f': {cause}' if cause else ''}."
+        return f"Every stage holds the same numbers{f': {cause}' if cause else ''}."
     text = f"{_same(walk.same)}; " if walk.same else ""
     text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, count, walk, carried)}"
     if count.verdict != "differs":
@@ -120,20 +117,19 @@ def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: 
 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
-    base, others = counts[0], counts[1:]
-    baseline = plural(base.num_heads, "head")
+    others, baseline = counts[1:], plural(counts[0].num_heads, "head")
     if not others:
         return f"It cannot be told: {baseline} alone were run, and there is nothing to compare with."
     given = "the same weights and the same input" if same_weights else "the same input and what weights can be the same"
-    differing = [count for count in others if count.verdict == "differs"]
-    unsure = [count for count in others if count.verdict == "inconclusive"]
+    differing, unsure, rest = (
+        [count for count in others if count.verdict == verdict] for verdict in ("differs", "inconclusive", "same")
+    )
     if not differing and not unsure:
         by = "to the bit" if all(count.max_abs_difference == 0 for count in others) else "within rounding"
         return f"No: with {given} the output is the same for {_heads_of(counts)}, {by}."
     if not differing:
-        return (
-            f"It cannot be told: with {given} the output of {_heads_of(unsure)} is within 10 times the rounding error."
-        )
+        within = f"the output of {_heads_of(unsure)} is within 10 times the rounding error"
+        return f"It cannot be told: with {given} {within}."
     furthest = max(differing, key=lambda count: count.relative_difference)
     if not isfinite(furthest.relative_difference):
         return f"Yes: with {given} the outputs of {_heads_of(counts)} are not finite in the same places."
@@ -142,7 +138,6 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
         f"by up to {percent(furthest.relative_difference)} and by up to "
         f"{multiple(max(c.times_noise for c in differing))} times the rounding error"
     )
-    rest = [count for count in others if count.verdict == "same"]
     if rest:
         text += f"; that of {_heads_of(rest)} is the same"
     if unsure:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -48,6 +49,8 @@ class Learner:
     """Where its matrices and biases are; None: its parts are its parameters."""
     nan: str = ""
     """Why every gradient would be NaN; empty where none needs to be."""
+    said: str = ""
+    """` in float64`: what sets it apart, where it is a copy in another dtype."""
 
     @classmethod
     def of(cls, run: HeadRun) -> Learner:
@@ -62,22 +65,19 @@ class Learner:
         return cls(run.num_heads, run.own, attentions[0] if by_head else None, said)
 
     @property
-    def _beside(self) -> tuple[torch.dtype, float]:
+    def beside(self) -> tuple[torch.dtype, float]:
+        """The dtype that rounding is measured beside, and what an error that is measured so counts."""
         return beside(getattr(torch, environment_of(self.own).dtype or "float32"))
 
-    def exactly(self, measure: Callable[[Learner], T]) -> T:
-        """Return what is measured of the same in the dtype that rounding is measured beside.
+    def twice(self, measure: Callable[[Learner], T]) -> tuple[T, T]:
+        """Return what is measured of it, and of the same in the dtype that rounding is measured beside.
 
         Raises `InputError` where it does not run in that.
         """
-        dtype, label = self._beside[0], self.own.name
-        other = replace(self, own=in_dtype(label, self.own.copied, dtype))
-        return run_in_dtype(label, dtype, lambda: measure(other))
-
-    @property
-    def noise_scale(self) -> float:
-        """What a rounding error that was measured so counts."""
-        return self._beside[1]
+        measured, dtype, label = measure(self), self.beside[0], self.own.name
+        said = f" in {str(dtype).removeprefix('torch.')}"
+        other = replace(self, own=in_dtype(label, self.own.copied, dtype), said=said)
+        return measured, run_in_dtype(label, dtype, lambda: measure(other))
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return what it holds; with `numbers`, by the parameter's name, those stand for what the parameters hold."""
@@ -163,12 +163,11 @@ def compare_gradients(learners: Sequence[Learner], cause: str = "") -> Gradients
         InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
     """
     learners[0].require_finite("gradients")
-    scale = learners[0].noise_scale
     counts, base = [], None
     for learner in learners:
-        pair = gradient_of(learner), learner.exactly(gradient_of)
+        pair = learner.twice(gradient_of)
         base = base or pair
-        counts.append(_gradient_row(learner.num_heads, pair, base, scale))
+        counts.append(_gradient_row(learner, pair, base))
     return Gradients(LOSS, tuple(counts), _gradient_answer(counts, cause))
 
 
@@ -186,9 +185,7 @@ def gradient_of(learner: Learner) -> Gradient:
     return Gradient(float(loss.detach()), learner.parts(by_name))
 
 
-def _gradient_row(
-    num_heads: int, own: tuple[Gradient, Gradient], base: tuple[Gradient, Gradient], scale: float
-) -> HeadGradients:
+def _gradient_row(learner: Learner, own: tuple[Gradient, Gradient], base: tuple[Gradient, Gradient]) -> HeadGradients:
     """A row of the report, from gradients as they are and in float64."""
     parts = []
     for part, gradient in own[0].parts.items():
@@ -197,21 +194,21 @@ def _gradient_row(
             parts.append(PartGradient(part, norm, None, None, None, None, None))
             continue
         largest, relative = distances(theirs, gradient)
-        floor = _larger_error(part, base[0].parts, base[1].parts, own[0].parts, own[1].parts) * scale
+        floor = _larger_error(learner, part, own, base)
         times, verdict = judge(largest, floor)
         if verdict == "differs" and judge(max_difference(theirs, torch.zeros_like(theirs)), floor)[1] == "same":
             relative = math.inf  # the baseline's is rounding, and how often that goes into another says nothing
         parts.append(PartGradient(part, norm, largest, relative, floor, times, verdict))
-    return HeadGradients(num_heads, own[0].loss, tuple(parts), overall([part.verdict for part in parts]))
+    return HeadGradients(learner.num_heads, own[0].loss, tuple(parts), overall([part.verdict for part in parts]))
 
 
-def _larger_error(part: str, base: Parts, exact_base: Parts, own: Parts, exact: Parts) -> float:
+def _larger_error(learner: Learner, part: str, *pairs: tuple[Gradient, Gradient] | tuple[Trained, Trained]) -> float:
     """The larger rounding error of two results, each beside its exact one.
 
     Two results that are the same but for rounding are at most twice that apart: a gradient that is 0 but for rounding
     is no difference, however much more one head count rounds than another.
     """
-    return max(rounding_error(base[part], exact_base[part]), rounding_error(own[part], exact[part]))
+    return max(rounding_error(own.parts[part], exact.parts[part]) for own, exact in pairs) * learner.beside[1]
 
 
 def _gradient_answer(counts: Sequence[HeadGradients], cause: str) -> str:
@@ -240,7 +237,7 @@ class Trained:
     """The weights before and after, by part, and the loss at either end."""
 
     before: Parts
-    after: Parts
+    parts: Parts
     first_loss: float
     last_loss: float
     module: nn.Module
@@ -269,20 +266,12 @@ def compare_training(
     """
     require_steps(steps)
     learners[0].require_finite("training")
-    scale = learners[0].noise_scale
     counts, base = [], None
     for learner in learners:
-
-        def told(step: str, own: Learner = learner) -> None:
-            tick(f"{plural(own.num_heads, 'head')}, {step}")
-
-        def trained(exact: Learner, told: Callable[[str], None] = told) -> Trained:
-            return train(exact, steps, lambda step: told(f"{step} in float64"))
-
-        pair = train(learner, steps, told), learner.exactly(trained)
+        pair = learner.twice(partial(train, steps=steps, tick=tick))
         base = base or pair
         after(replace(learner, own=replace(learner.own, module=pair[0].module)))
-        counts.append(_training_row(learner.num_heads, pair, base, scale))
+        counts.append(_training_row(learner, pair, base))
     return Training(
         steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, cause)
     )
@@ -295,7 +284,7 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda wor
     losses = []
     with copied.undisturbed(), few_threads(copied.own):
         for step in range(steps):
-            tick(f"step {step + 1:,} of {steps:,}")
+            tick(f"{plural(learner.num_heads, 'head')}, step {step + 1:,} of {steps:,}{learner.said}")
             module.zero_grad()
             loss = copied.loss()
             with copied.backward():
@@ -327,28 +316,23 @@ def few_threads(own: Subject) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _training_row(
-    num_heads: int, own: tuple[Trained, Trained], base: tuple[Trained, Trained], scale: float
-) -> HeadTraining:
+def _training_row(learner: Learner, own: tuple[Trained, Trained], base: tuple[Trained, Trained]) -> HeadTraining:
     """A row of the report, from trainings as they are and in float64; nothing is compared that did not start alike."""
     mine, baseline = own[0], base[0]
-    losses = (mine.first_loss, mine.last_loss, _distance(mine.after, mine.before))
+    known = (learner.num_heads, mine.first_loss, mine.last_loss, _distance(mine.parts, mine.before))
     alike = mine.before.keys() == baseline.before.keys()
     if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in mine.before.items()):
-        return HeadTraining(num_heads, *losses, None, None, None, None, None)
+        return HeadTraining(*known, None, None, None, None, None)
     # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
     judged = [
-        (
-            float((mine.after[part].double() - baseline.after[part].double()).abs().max()),
-            _larger_error(part, baseline.after, base[1].after, mine.after, own[1].after) * scale,
-        )
-        for part in mine.after
+        (float((after.double() - baseline.parts[part].double()).abs().max()), _larger_error(learner, part, own, base))
+        for part, after in mine.parts.items()
     ]
     largest = max(difference for difference, _ in judged)
     difference, floor = max(judged, key=lambda pair: judge(*pair)[0])
-    movement = _distance(baseline.after, baseline.before)
-    apart = _distance(mine.after, baseline.after) / movement if movement else 0.0
-    return HeadTraining(num_heads, *losses, largest, apart, floor, *judge(difference, floor))
+    movement = _distance(baseline.parts, baseline.before)
+    apart = _distance(mine.parts, baseline.parts) / movement if movement else 0.0
+    return HeadTraining(*known, largest, apart, floor, *judge(difference, floor))
 
 
 def _distance(left: Parts, right: Parts) -> float:

@@ -15,7 +15,7 @@ from ..graph.attention import Attention
 from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
-from ..naming.stages import CANONICAL_AXES, STAGES
+from ..naming.stages import CANONICAL_AXES
 from ..naming.subject import Run, Subject
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
@@ -86,10 +86,7 @@ class Look:
 
     @cached_property
     def run(self) -> Run:
-        """The run, with every tensor kept.
-
-        Raises `DeviceError` or `InputError` where there are no numbers to compare.
-        """
+        """The run, with every tensor kept. Raises `DeviceError` or `InputError` where there is no number to compare."""
         with torch.no_grad(), self.own.apart() as own:
             seen = own.recorded(keep=True)
         returned = [dense(tensor) for _, tensor in tensors_in(seen.returned)]
@@ -105,10 +102,10 @@ class Look:
     def forget(self) -> None:
         """Let go of what was run: the weights are others now."""
         self._contents.clear()
-        for name in ("run", "attentions", "output", "exact", "_measured", "_named"):
+        for name in ("run", "output", "exact", "_measured", "_named"):
             vars(self).pop(name, None)
 
-    @cached_property
+    @property
     def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
         """Each attention with the names of its axes."""
         return self._named.attentions
@@ -128,15 +125,10 @@ class Look:
         return self._contents[place, stage]
 
     @property
-    def unnamed(self) -> tuple[str, ...]:
+    def unnamed(self) -> set[str]:
         """The stages that there are, and that cannot be brought into canonical axes."""
-        missing = {
-            stage
-            for place, (found, _) in enumerate(self.attentions)
-            for stage in found.stages
-            if self.get(place, stage) is None
-        }
-        return tuple(stage for stage in STAGES if stage in missing)
+        every = [(place, stage) for place, (found, _) in enumerate(self.attentions) for stage in found.stages]
+        return {stage for place, stage in every if self.get(place, stage) is None}
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention to which no key is left in at least one head."""
@@ -162,6 +154,10 @@ class Look:
         if weights is None or self.output.shape[:2] != (weights.shape[0], weights.shape[2]):
             return None
         return weights.shape[0], weights.shape[2]
+
+    def has_row(self, batch: int, query: int) -> bool:
+        """Return whether the output has a row for a query."""
+        return self.rows is not None and batch < self.rows[0] and query < self.rows[1]
 
     # -- rounding -----------------------------------------------------------------------------------------------------
 
@@ -214,10 +210,10 @@ class Look:
 
         A query whose every key is masked has no result that rounding could be measured against.
         """
-        found = [one.get(place, stage) for one in (self._measured, self.exact)]
-        if found[0] is None or found[1] is None:
+        content, exact = self._measured.get(place, stage), self.exact.get(place, stage)
+        if content is None or exact is None:
             return 0.0
-        content, exact = (without(stage, tensor, rows or []) for tensor in found if tensor is not None)
+        content, exact = (without(stage, tensor, rows or []) for tensor in (content, exact))
         return stage_noise(stage, content, exact, like) * self._unit
 
     def output_floor(self, rows: Rows | None = None) -> float:

@@ -45,18 +45,12 @@ def fully_masked_rows(seen: Run, replay: Replay) -> tuple[Rows, ...]:
 def _rows_of(seen: Run, found: Attention, names: AxisNames, replay: Replay) -> Rows:
     if "masked_scores" not in found.stages:
         return ()
-    empty: torch.Tensor | None = None
-    by_turn = is_by_turn(found, names, "masked_scores")
-    for turn in (found.branches or (found,)) if by_turn else (found,):
-        barred = _barred(seen, turn, replay)
-        content = None
-        if barred is not None:
-            sizes = sizes_in(found, names, "masked_scores")
-            content = canonical(barred, "masked_scores", names.of_stage("masked_scores"), sizes)
-        if content is not None:
-            rows = content.all(dim=-1).any(dim=1)
-            empty = rows if empty is None else empty | rows
-    return () if empty is None else tuple((int(batch), int(query)) for batch, query in empty.nonzero().tolist())
+    axes, sizes = names.of_stage("masked_scores"), sizes_in(found, names, "masked_scores")
+    turns = found.branches if found.branches and is_by_turn(found, names, "masked_scores") else (found,)
+    every = [barred for turn in turns if (barred := _barred(seen, turn, replay)) is not None]
+    contents = [canonical(barred, "masked_scores", axes, sizes) for barred in every]
+    rows = [content.all(dim=-1).any(dim=1).nonzero().tolist() for content in contents if content is not None]
+    return tuple(sorted({(batch, query) for own in rows for batch, query in own}))
 
 
 def _barred(seen: Run, found: Attention, replay: Replay) -> torch.Tensor | None:
@@ -89,9 +83,7 @@ def masked_rows(rows: Sequence[Rows], seen: Run) -> tuple[MaskedRow, ...]:
         contents = contents_of(seen, found, names) if own else {}
         told = (stage for stage in _LOOKED_AT if stage in contents)
         stages = {stage: contents[stage] for stage in told if POSITIONS not in names.of_stage(stage)}
-        for batch, query in own:
-            if (batch, query) in made:
-                continue
+        for batch, query in set(own) - made.keys():
             content = {stage: row_content(_row(value, stage, batch, query)) for stage, value in stages.items()}
             first = next((stage for stage, found_in in content.items() if found_in != "finite"), "")
             inside = outputs is not None and batch < outputs.shape[0] and query < outputs.shape[1]
@@ -169,12 +161,12 @@ def _beginning(seen: Run) -> str:
         for number, (found, _) in reversed([*enumerate(seen.attentions, 1)])
         for stage, tensor in found.stages.items()
     }
-    for op in seen.recording.ops:
-        for tensor in op.outputs:
-            value = seen.recording.values.get(tensor.id)
-            if value is not None and _has_nan(value):
-                place = f" ({op.source})" if op.source else ""
-                return f"it first appears in {stages.get(tensor.id, f'what {seen.recording.name_of(op)} gives')}{place}"
+    values = seen.recording.values
+    made = ((op, tensor.id) for op in seen.recording.ops for tensor in op.outputs if tensor.id in values)
+    for op, number in made:
+        if _has_nan(values[number]):
+            place = f" ({op.source})" if op.source else ""
+            return f"it first appears in {stages.get(number, f'what {seen.recording.name_of(op)} gives')}{place}"
     return "where it begins is not seen"
 
 

@@ -10,7 +10,7 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from ..measure.weights import Weights, as_matrix
+from ..measure.weights import Weights, as_matrix, matrix_shape
 from ..naming.parameters import Projection, indices_of, runs_of
 from ..reports.diff import ParameterPair, ParameterPlace
 from .side import Side
@@ -30,7 +30,6 @@ class _Held:
     matrix: Tensor
     in_one_piece: bool
     """Whether the parameters hold it in rows and columns that follow each other."""
-    is_matrix: bool
 
 
 def parameter_pairs(left: Side, right: Side) -> tuple[ParameterPair, ...]:
@@ -42,16 +41,12 @@ def parameter_pairs(left: Side, right: Side) -> tuple[ParameterPair, ...]:
     if any(len(weights) != 1 or weights[0].missing for weights in both):
         return ()
     ours, theirs = (_held(weights[0]) for weights in both)
-    return tuple(
-        ParameterPair(
-            part,
-            None if part not in ours else ours[part].place,
-            None if part not in theirs else theirs[part].place,
-            _mapping(part, ours.get(part), theirs.get(part)),
-        )
-        for part in _IN_ORDER
-        if part in ours or part in theirs
-    )
+    return tuple(_pair(part, ours.get(part), theirs.get(part)) for part in _IN_ORDER if part in {**ours, **theirs})
+
+
+def _pair(part: str, left: _Held | None, right: _Held | None) -> ParameterPair:
+    ours, theirs = (None if held is None else held.place for held in (left, right))
+    return ParameterPair(part, ours, theirs, _mapping(part, left, right))
 
 
 def _held(weights: Weights) -> dict[str, _Held]:
@@ -62,19 +57,16 @@ def _held(weights: Weights) -> dict[str, _Held]:
         names = own.parameters
         where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         numel = sum(one.numel for one in own.parts)
-        place = ParameterPlace(
-            names, shape, f"{where} {which}".rstrip() if in_one_piece else f"a part of {where}", numel
-        )
-        heads = 1 if part == "b_o" else own.shape[0]
+        where = f"{where} {which}".rstrip() if in_one_piece else f"a part of {where}"
+        heads, rows = (1, own.shape[0]) if part == "b_o" else own.shape[:2]
         inner = own.parts[0].inner
         found[part] = _Held(
-            place,
-            heads,
-            1 if inner is None else inner[0],
-            own.shape[0] if part == "b_o" else own.shape[1],
-            as_matrix(part, numbers[part]),
-            in_one_piece,
-            part.startswith("W"),
+            place=ParameterPlace(names, shape, where, numel),
+            heads=heads,
+            inner=1 if inner is None else inner[0],
+            rows_of_head=rows,
+            matrix=as_matrix(part, numbers[part]),
+            in_one_piece=in_one_piece,
         )
     return found
 
@@ -90,7 +82,7 @@ def _extent(own: Projection, module: nn.Module) -> tuple[tuple[int, ...], str, b
     numel = sum(one.numel for one in own.parts if one.parameter.name == own.parameters[0])
     lengths = [stop - start for (start, stop), *_ in runs]
     if any(len(run) != 1 for run in runs) or math.prod(lengths) != numel:
-        return as_matrix(own.part, torch.empty(own.shape, device="meta")).shape, "", numel == tensor.numel()
+        return matrix_shape(own.part, own.shape), "", numel == tensor.numel()
     partly = [dim for dim, length in enumerate(lengths) if length < tensor.shape[dim]]
     shape = tuple(length for length in lengths if length > 1 or tensor.dim() < 3) or (1,)
     if not partly:
@@ -151,7 +143,7 @@ def _one_for_each_head(many: _Held, one: _Held) -> str:
     """How one tensor for all heads is made of one for each."""
     rows = _run(one.rows_of_head)
     each = re.sub(r"(?<![A-Za-z0-9])0(?![A-Za-z0-9])", "h", many.place.names[0])
-    unit = "rows" if one.is_matrix else "elements"
+    unit = "rows" if one.matrix.dim() == 2 else "elements"
     if one.place.numel == many.place.numel:
         return f"{unit} {rows} are all of {each}"
     return f"{unit} {rows}, columns {_run(many.inner)} are all of {each}; the other columns are not there"

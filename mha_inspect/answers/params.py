@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import InputError
 from ..layers import torch_mha
-from ..layers.catalog import LayerKind, find_layer
-from ..layers.spec import AttentionSpec, InputSpec, Show, evaluate, symbols
+from ..layers.catalog import find_layer
+from ..layers.spec import InputSpec, Show, evaluate, symbols
 from ..measure.statistics import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
@@ -34,22 +34,9 @@ _AXES = {
     nn.Embedding: {"weight": "num_embeddings embedding_dim"},
 }
 """What the axes of parameters are that belong to no attention, by the kind of module."""
+_Known = tuple[dict[str, ParameterRole], PerHeadProof | None]
+"""The roles of a module's parameters, those that are known, and the proof where it was asked for."""
 _NO_ATTENTION = "No attention was found in the forward: it tells what reads the parameters."
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What is known of a module beyond its parameters."""
-
-    roles: Mapping[str, ParameterRole]
-    formula: str = ""
-    formula_numel: int | None = None
-    proof: PerHeadProof | None = None
-
-    def of(self, name: str, parameter: torch.Tensor) -> ParameterRole:
-        """The role of one parameter. What nothing is known of keeps its sizes for axes."""
-        role = self.roles.get(name, ParameterRole("", ""))
-        return replace(role, axes=role.axes or " ".join(map(str, parameter.shape)))
 
 
 def params(
@@ -80,28 +67,27 @@ def params(
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
     seen = _seen(own, per_head, bool(beside)) if called else None
-    known = _known(own, seen, per_head)
-    counted = (
-        [_counted(own, seen), *(_counted(one, _seen(one, False, True)) for one in beside)] if seen and beside else []
-    )
-    columns, changes = side_by_side(counted) if counted else (None, "")
+    roles, proof = _known(own, seen, per_head)
+    columns, changes = None, ""
+    if seen and beside:
+        columns, changes = side_by_side(
+            [_counted(own, seen), *(_counted(one, _seen(one, False, True)) for one in beside)]
+        )
     no_attention = seen is not None and not seen.attentions
     show = Show() if show is None else show
-    rows = _parameters(own.module, known, show, per_head)
+    rows = _parameters(own.module, roles, show, per_head)
     environment = replace(environment_of(Subject(own.module, (), {})), seed=own.seed)
     found = () if seen is None else (_NO_ATTENTION,) if no_attention else unlike_dot(seen)
     return ParamsReport(
         environment=environment,
         layer=layer_of(own),
         parameters=rows,
-        total=ParametersTotal(
-            sum(row.numel for row in rows), sum(row.nbytes for row in rows), known.formula, known.formula_numel
-        ),
-        per_head_proof=known.proof,
+        total=ParametersTotal(sum(row.numel for row in rows), sum(row.nbytes for row in rows), *_formula(own)),
+        per_head_proof=proof,
         side_by_side=columns,
         changes=changes,
         notes=(*found, *show.without_numbers(environment.device)),
-        head_norms=head_norms(own.module.get_parameter, _parameters(own.module, known, Show(), per_head=True))
+        head_norms=head_norms(own.module.get_parameter, _parameters(own.module, roles, Show(), True))
         if norms
         else None,
     )
@@ -123,18 +109,56 @@ def _seen(own: Subject, per_head: bool, one_of_several: bool = False) -> Run:
 
 def _known(own: Subject, seen: Run | None, per_head: bool) -> _Known:
     """What a run shows, and where it says less, what the kinds of the module's parts tell."""
-    if isinstance(own, Layer) and seen is not None:
-        return _with_formula(_read_off(own, seen, per_head), find_layer(own.layer), own.spec)
-    by_kind = _by_kind(own.module, per_head and seen is None)
     if seen is None:
-        return by_kind
-    shown = _read_off(own, seen, per_head)
-    roles = {name: replace(r, axes=r.axes or by_kind.roles.get(name, r).axes) for name, r in shown.roles.items()}
-    return replace(by_kind, roles={**by_kind.roles, **roles}, proof=shown.proof)
+        return _by_kind(own.module, per_head)
+    shown, proof = _read_off(own, seen, per_head)
+    if isinstance(own, Layer):
+        return shown, proof
+    roles, _ = _by_kind(own.module, False)
+    roles |= {name: replace(role, axes=role.axes or roles.get(name, role).axes) for name, role in shown.items()}
+    return roles, proof
 
 
 def _read_off(own: Subject, seen: Run, per_head: bool) -> _Known:
-    return _Known(roles_of(seen), proof=prove(own, seen) if per_head else None)
+    return dict(roles_of(seen)), prove(own, seen) if per_head else None
+
+
+def _by_kind(module: nn.Module, per_head: bool) -> _Known:
+    """What the kinds of a module's parts tell: torch's attention layers are each run by themselves, to be read off."""
+    table: dict[str, ParameterRole] = {}
+    proof = None
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(part, nn.MultiheadAttention) and type(part).forward is nn.MultiheadAttention.forward:
+            roles, own_proof = _of_torchs_layer(part, per_head and part is module)
+            proof = proof or own_proof
+        else:
+            axes_of = next((axes for kind, axes in _AXES.items() if isinstance(part, kind)), {})
+            roles = {name: ParameterRole(axes, "") for name, axes in axes_of.items()}
+        for name, role in roles.items():
+            # named_modules goes from the outside in: what an attention layer says of its Linear stands.
+            table.setdefault(prefix + name, role)
+    return table, proof
+
+
+def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
+    """Read off a run of torch's own layer, whose arguments are known; nothing in a dtype that none is drawn in."""
+    if _dtype(module.out_proj.weight) != torch_mha.spec_of(module).dtype:
+        return {}, None
+    own = make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module)
+    return _read_off(own, _seen(own, per_head), per_head)
+
+
+def _formula(own: Subject) -> tuple[str, int | None]:
+    """Return the closed formula of a layer's parameter count, and what that gives; of any other module nothing."""
+    if isinstance(own, Layer):
+        kind, spec = find_layer(own.layer), own.spec
+    elif type(own.module) is nn.MultiheadAttention:
+        kind, spec = find_layer("torch"), torch_mha.spec_of(own.module)
+    else:
+        return "", None
+    text = kind.formula(spec)
+    return text, evaluate(text, symbols(spec))
 
 
 def _counted(own: Subject, seen: Run) -> Counted:
@@ -149,53 +173,20 @@ def _counted(own: Subject, seen: Run) -> Counted:
     return Counted(names.num_heads, names.head_dim, parameters, roles_of(seen))
 
 
-def _with_formula(known: _Known, kind: LayerKind, spec: AttentionSpec) -> _Known:
-    """With the layer's own formula."""
-    text = kind.formula(spec)
-    return replace(known, formula=text, formula_numel=evaluate(text, symbols(spec)))
-
-
-def _by_kind(module: nn.Module, per_head: bool) -> _Known:
-    """What the kinds of a module's parts tell: torch's attention layers are each run by themselves, to be read off."""
-    table: dict[str, ParameterRole] = {}
-    known = _Known(table)
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        if isinstance(part, nn.MultiheadAttention) and type(part).forward is nn.MultiheadAttention.forward:
-            seen = _of_torchs_layer(part, per_head and part is module)
-            roles = seen.roles
-            known = replace(known, proof=seen.proof) if part is module else known
-        else:
-            axes_of = next((axes for kind, axes in _AXES.items() if isinstance(part, kind)), {})
-            roles = {name: ParameterRole(axes, "") for name, axes in axes_of.items()}
-        for name, role in roles.items():
-            # named_modules goes from the outside in: what an attention layer says of its Linear stands.
-            table.setdefault(prefix + name, role)
-    if type(module) is nn.MultiheadAttention:
-        known = _with_formula(known, find_layer("torch"), torch_mha.spec_of(module))
-    return known
-
-
-def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
-    """Read off a run of torch's own layer, whose arguments are known; nothing in a dtype that none is drawn in."""
-    spec, weight = torch_mha.spec_of(module), module.out_proj.weight
-    if _dtype(weight) != spec.dtype:
-        return _Known({})
-    own = make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module)
-    return _read_off(own, _seen(own, per_head), per_head)
-
-
-def _parameters(module: nn.Module, known: _Known, show: Show, per_head: bool) -> tuple[Parameter, ...]:
+def _parameters(
+    module: nn.Module, roles: Mapping[str, ParameterRole], show: Show, per_head: bool
+) -> tuple[Parameter, ...]:
+    """A row for each parameter. One of which nothing is known has its sizes for axes."""
     named = dict(module.named_parameters())
     whole = sum(parameter.numel() for parameter in named.values())
     rows = []
     for name, parameter in named.items():
-        role = known.of(name, parameter)
+        role = roles.get(name, ParameterRole("", ""))
         rows.append(
             Parameter(
                 name=name,
                 shape=tuple(parameter.shape),
-                axes=role.axes,
+                axes=role.axes or " ".join(map(str, parameter.shape)),
                 dtype=_dtype(parameter),
                 numel=parameter.numel(),
                 nbytes=parameter.numel() * parameter.element_size(),
@@ -231,17 +222,14 @@ def side_by_side(counted: Sequence[Counted]) -> tuple[tuple[HeadCountColumn, ...
 
 
 def _column(one: Counted) -> HeadCountColumn:
-    first = {
-        name: tuple(piece for piece in role.heads if piece.head == 0)
-        for name, role in one.roles.items()
-        if name in one.parameters
-    }
+    roles = {name: one.roles[name] for name in one.parameters if name in one.roles}
+    first = {name: tuple(piece for piece in role.heads if piece.head == 0) for name, role in roles.items()}
     return HeadCountColumn(
         num_heads=one.num_heads,
         head_dim=one.head_dim,
         numel=sum(parameter.numel() for parameter in one.parameters.values()),
         shapes={name: tuple(parameter.shape) for name, parameter in one.parameters.items()},
-        first_head={name: first[name] for name in one.parameters if first.get(name)},
+        first_head={name: pieces for name, pieces in first.items() if pieces},
     )
 
 
@@ -260,18 +248,12 @@ def _change(baseline: Counted, own: Counted) -> str:
     ]
     gone, new = ([name for name in one.parameters if name not in pairs] for one in (baseline, own))
     said = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
-    parts = [what + first_few(names, 3) for what, names in said.items() if names]
-    return (
-        f"From {baseline.num_heads} to {own.num_heads} heads the parameters change: {'; '.join(parts)}."
-        if parts
-        else ""
-    )
+    parts = "; ".join(what + first_few(names, 3) for what, names in said.items() if names)
+    return f"From {baseline.num_heads} to {own.num_heads} heads the parameters change: {parts}." if parts else ""
 
 
 def _unchanged(counted: Sequence[Counted]) -> str:
-    heads, widths = (
-        [str(n) for n in sizes] for sizes in zip(*((o.num_heads, o.head_dim) for o in counted), strict=True)
-    )
+    heads, widths = [str(one.num_heads) for one in counted], [str(one.head_dim) for one in counted]
     on_meta = any(parameter.is_meta for parameter in counted[0].parameters.values())
     values = "(on meta they hold no values)" if on_meta else "and the same values, bit for bit,"
     return (
@@ -286,27 +268,26 @@ def head_norms(content_of: Callable[[str], Tensor], parameters: Iterable[Paramet
     `content_of` gives a parameter by its name. The parameters come with their `heads`, in the order of the module:
     where a part of a head comes again, the matrices of the next attention begin.
     """
-    groups: list[dict[str, dict[int, torch.Tensor]]] = []
-    names: list[list[str]] = []
+    attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
     for parameter in parameters:
         slices = [one for one in parameter.heads or () if one.part.startswith("W_") and one.columns is not None]
         if not slices:
             continue
-        if not groups or any(one.head in groups[-1].get(one.part, {}) for one in slices):
-            groups.append({})
-            names.append([])
-        names[-1].append(parameter.name)
+        if not attentions or any((one.part, one.head) in attentions[-1][1] for one in slices):
+            attentions.append(([], {}))
+        names, squares = attentions[-1]
+        names.append(parameter.name)
         content = content_of(parameter.name).detach()
         for one in slices:
             assert one.columns is not None
             own = content[slice(*one.rows), slice(*one.columns)].double().square().sum()
-            of_part = groups[-1].setdefault(one.part, {})
-            of_part[one.head] = of_part.get(one.head, torch.zeros_like(own)) + own
-    return tuple(
-        HeadNorms(owner, part, tuple(float(squares[head].sqrt()) for head in sorted(squares)))
-        for owner, group in zip(map(_owner, names), groups, strict=True)
-        for part, squares in sorted(group.items(), key=lambda item: "qkvo".find(item[0][2:3]))
-    )
+            squares[one.part, one.head] = squares.get((one.part, one.head), torch.zeros_like(own)) + own
+    norms = []
+    for names, squares in attentions:
+        for part in sorted(dict.fromkeys(part for part, _ in squares), key=lambda part: "qkvo".find(part[2:3])):
+            heads = sorted(head for own, head in squares if own == part)
+            norms.append(HeadNorms(_owner(names), part, tuple(float(squares[part, head].sqrt()) for head in heads)))
+    return tuple(norms)
 
 
 def _owner(names: list[str]) -> str:

@@ -57,6 +57,12 @@ def _in_one_phrase(seen: Run, outer: list[Kernel]) -> str:
     return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
 
 
+def maker_of(seen: Run, tensor: TensorRef) -> OpRef | None:
+    """Return the operation that made a tensor; None for an input."""
+    op = seen.recording.producer(tensor)
+    return None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source)
+
+
 def is_hidden(seen: Run, stage: str, tensor: TensorRef) -> bool:
     """Return whether a stage was hidden in a fused kernel, which was opened to show it."""
     op = seen.recording.producer(tensor)
@@ -126,7 +132,7 @@ def report(
 ) -> Trace:
     """A run as plain data; `proof` is given where there is none to read off it."""
     content = _Content(seen, show)
-    calls = _calls([found.module for found, _ in seen.attentions])
+    modules = [found.module for found, _ in seen.attentions]
     return Trace(
         environment=environment,
         layer=layer,
@@ -135,7 +141,7 @@ def report(
             replace(
                 _attention(seen, found, names, axes.stages[place], content),
                 kind=kinds[place] if place < len(kinds) else (),
-                call=calls[place],
+                call=modules[: place + 1].count(found.module) if modules.count(found.module) > 1 else None,
             )
             for place, (found, names) in enumerate(seen.attentions)
         ),
@@ -163,14 +169,6 @@ def _products(seen: Run) -> tuple[ProductPair, ...]:
     return pairs_named_after(own, _products(seen.wider)) if own and seen.wider is not None else own
 
 
-def _calls(modules: Sequence[str]) -> list[int | None]:
-    """For each attention, which one of its module's it is; None where the module has but one."""
-    return [
-        modules[: place + 1].count(module) if modules.count(module) > 1 else None
-        for place, module in enumerate(modules)
-    ]
-
-
 class _Content:
     """Statistics and elements of tensors, as far as they are asked for."""
 
@@ -178,13 +176,11 @@ class _Content:
         self._values = seen.recording.values
         self._show = show
 
-    def stats(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> Stats | None:
-        value = self._values.get(tensor.id)
-        return stats_of(value, masked) if self._show.stats and value is not None else None
-
-    def values(self, tensor: TensorRef) -> Values | None:
-        value = self._values.get(tensor.id)
-        return values_of(value, self._show) if self._show.values and value is not None else None
+    def of(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> tuple[Stats | None, Values | None]:
+        value, show = self._values.get(tensor.id), self._show
+        if value is None:
+            return None, None
+        return stats_of(value, masked) if show.stats else None, values_of(value, show) if show.values else None
 
     def masked(self, found: Attention) -> torch.Tensor | None:
         """Where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
@@ -212,7 +208,7 @@ def _attention(
         tensor = found.stages.get(name)
         if tensor is None:
             continue
-        op = seen.recording.producer(tensor)
+        stats, values = content.of(tensor, content.masked(found) if name == "masked_scores" else None)
         stages.append(
             Stage(
                 name=name,
@@ -224,9 +220,9 @@ def _attention(
                 flops=facts.flops(name),
                 memory=facts.memory(name),
                 opened=is_hidden(seen, name, tensor),
-                op=None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source),
-                stats=content.stats(tensor, content.masked(found) if name == "masked_scores" else None),
-                values=content.values(tensor),
+                op=maker_of(seen, tensor),
+                stats=stats,
+                values=values,
                 shape_only=has_shape_only(seen, tensor),
             )
         )
@@ -243,53 +239,42 @@ def _attention(
 
 
 def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    notes = list(filter(None, [without_dot(found)]))
-    if found.weighing:
-        beside = " … is made of all scores of the same query." if "…" in facts.formula("weights") else ""
-        notes.append(f"The weights are made of the scores without a softmax.{beside}")
-    if found.masks and "scores" not in found.stages:
-        notes.append("The mask is added inside the product (baddbmm): the scores without it are never made.")
-    if names.mixes_positions:
-        notes.append(
-            "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
-            "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose."
-        )
-    if names.over_features:
-        notes.append(
-            "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
-            "the features of the keys."
-        )
-    if found.over_queries:
-        notes.append(
-            "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
-            "need not."
-        )
-    if found.divided is not None:
-        notes.append(
-            "The weights are never formed: exponentials of the scores meet the values, and their sum divides that."
-        )
-    if found.sinks is not None and facts.has_other_keys():
-        notes.append(
-            "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
-            "shown is a part of the attention."
-        )
-    elif found.sinks is not None:
-        notes.append("Sinks stand beside the scores: they take a part of the weight and have no value.")
-    if names.maps > 1:
-        notes.append(f"The weights of {names.maps} maps become those of one head before they meet the values.")
-    if found.branches:
-        turns = "rows and heads" if found.turned else "heads"
-        notes.append(
-            f"The {turns} are a loop: stages of a single head are those of the first of {len(found.branches)}, "
-            "and so are their bytes and FLOPs."
-        )
+    """The sentences that hold, of those that there are."""
+    beside = " … is made of all scores of the same query."
+    beside = beside if found.weighing and "…" in facts.formula("weights") else ""
+    parts = facts.has_other_keys()
+    turns, number = "rows and heads" if found.turned else "heads", len(found.branches)
     mixed = ["scores before the softmax"] if found.mixed_scores else []
     mixed += ["weights after it"] if found.mixed_weights else []
-    if mixed:
-        notes.append(f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).")
-    if facts.drops():
-        notes.append("Weights are shown as softmax gives them, before dropout.")
-    return tuple(notes)
+    said = {
+        without_dot(found): True,
+        f"The weights are made of the scores without a softmax.{beside}": found.weighing,
+        "The mask is added inside the product (baddbmm): the scores without it are never made.": (
+            found.masks and "scores" not in found.stages
+        ),
+        "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
+        "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose.": (
+            names.mixes_positions
+        ),
+        "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
+        "the features of the keys.": names.over_features,
+        "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
+        "need not.": found.over_queries,
+        "The weights are never formed: exponentials of the scores meet the values, and their sum divides that.": (
+            found.divided is not None
+        ),
+        "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
+        "shown is a part of the attention.": parts,
+        "Sinks stand beside the scores: they take a part of the weight and have no value.": (
+            found.sinks is not None and not parts
+        ),
+        f"The weights of {names.maps} maps become those of one head before they meet the values.": names.maps > 1,
+        f"The {turns} are a loop: stages of a single head are those of the first of {number}, and so are their bytes "
+        "and FLOPs.": found.branches,
+        f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
+        "Weights are shown as softmax gives them, before dropout.": facts.drops(),
+    }
+    return tuple(sentence for sentence, holds in said.items() if sentence and holds)
 
 
 def _returns(seen: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
@@ -298,9 +283,7 @@ def _returns(seen: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, .
     for place, (named, pattern) in enumerate(zip(seen.recording.outputs, axes.returned, strict=True)):
         name = "output" if place == 0 else "weights" if pattern.endswith("query key") else named.name
         tensor = named.tensor
-        returned.append(
-            Returned(name, tensor.shape, pattern, tensor.dtype, content.stats(tensor), content.values(tensor))
-        )
+        returned.append(Returned(name, tensor.shape, pattern, tensor.dtype, *content.of(tensor)))
     return tuple(returned)
 
 

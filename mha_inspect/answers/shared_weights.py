@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,7 +68,8 @@ def share(left: Side, right: Side) -> Shared:
     if isinstance(left.own, Layer) and isinstance(right.own, Layer):
         return _drawn(left, right, left.own.spec, right.own.spec, getattr(torch, other.dtype))
     if _agree(source.own.module, other.own.module):
-        _write(other, lambda: other.own.module.load_state_dict(source.own.module.state_dict()))
+        with _changing(other):
+            other.own.module.load_state_dict(source.own.module.state_dict())
         return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", (), None))
     if isinstance(source.own, Layer):
         source, other = other, source
@@ -94,8 +96,8 @@ def _carried(source: Side, other: Side) -> Shared:
             return _told(other, source, back)
     if _has_other_sizes(own, whole):
         raise WeightsError(_why_not(whole, other.label, source.label))
-    found: list[Carried] = []
-    _write(other, lambda: found.extend(carry(one, into) for one, into in zip(given, own, strict=True)))
+    with _changing(other):
+        found = [carry(one, into) for one, into in zip(given, own, strict=True)]
     return _told(source, other, found)
 
 
@@ -114,15 +116,13 @@ def _readable(run: Side) -> tuple[Weights, ...]:
 
 def _all_or_none(given: Sequence[Weights], own: Sequence[Weights], run: Side) -> list[Carried] | LeftOut:
     """Carry all weights of all attentions into a side; where one has no place, none, and what that is."""
-    before = _copies(run.own.module)
     found: list[Carried] = []
-    for one, into in zip(given, own, strict=True):
-        found.append(carry(one, into, partly=False))
-        if not found[-1].whole:
-            run.own.module.load_state_dict(before)
-            return found[-1].left_out[0]
-    if _differ(run.own.module, before):
-        run.forget()
+    with _changing(run) as before:
+        for one, into in zip(given, own, strict=True):
+            found.append(carry(one, into, partly=False))
+            if not found[-1].whole:
+                run.own.module.load_state_dict(before)
+                return found[-1].left_out[0]
     return found
 
 
@@ -141,34 +141,26 @@ def _has_other_sizes(own: Sequence[Weights], left_out: LeftOut) -> bool:
     return not left_out.partly and any(left_out.part in one.projections for one in own)
 
 
-def _write(run: Side, write: Callable[[], object]) -> None:
-    """Change the weights of a side; what was run with the same ones before stays."""
-    before = _copies(run.own.module)
-    write()
-    if _differ(run.own.module, before):
+@contextmanager
+def _changing(run: Side) -> Iterator[dict[str, Tensor]]:
+    """Change the weights of a side in the body, which gets what they were; what was run with the same ones stays."""
+    before = {name: tensor.detach().clone() for name, tensor in run.own.module.state_dict().items()}
+    yield before
+    if any(not same_bits(tensor, before[name]) for name, tensor in run.own.module.state_dict().items()):
         run.forget()
 
 
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def _differ(module: nn.Module, before: Mapping[str, Tensor]) -> bool:
-    return any(not same_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
-
-
 def _agree(left: nn.Module, right: nn.Module) -> bool:
-    mine, theirs = left.state_dict(), right.state_dict()
-    return bool(mine) and {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in theirs.items()}
+    mine, theirs = ({name: tensor.shape for name, tensor in one.state_dict().items()} for one in (left, right))
+    return bool(mine) and mine == theirs
 
 
 def _told(source: Side, other: Side, found: Sequence[Carried]) -> Shared:
     """What was carried from one side into the other, in words."""
     is_layer = isinstance(other.own, Layer)
-    pairs_of_both = list(zip(other.weights, found, strict=True))
-    lacking = tuple(dict.fromkeys(said for own, one in pairs_of_both for said in _lacks(own, one, other, source.label)))
-    rest = (*_rest(source), *(() if is_layer else _rest(other)))
-    left_out, filled = (*lacking, *rest), {part for one in found for part in one.filled}
+    lacking, sliced = _without_place(other, found, source.label)
+    left_out = (*lacking, *_rest(source), *(() if is_layer else _rest(other)))
+    filled = {part for one in found for part in one.filled}
     where = f"loaded into {other.label}" if is_layer else f"written into the parameters of {other.label}"
     how = f"read off the products of {source.label} and {where}"
     how += ", the identity for W_o" if "W_o" in filled else ""
@@ -178,8 +170,14 @@ def _told(source: Side, other: Side, found: Sequence[Carried]) -> Shared:
     else:
         how += ", as far as they fit" if lacking else ""
     report = SharedWeights(not left_out, f"{how}.", left_out, None)
-    sliced = next((own for own in (_slices(*pair, other) for pair in pairs_of_both) if own), None)
     return Shared(report, poorer=(other.name,) if lacking else (), sliced=sliced)
+
+
+def _without_place(run: Side, found: Sequence[Carried], source: str) -> tuple[tuple[str, ...], Sliced | None]:
+    """A sentence for each thing that a side has no place for, and how it is sliced, if it is."""
+    pairs = list(zip(run.weights, found, strict=True))
+    lacking = dict.fromkeys(sentence for pair in pairs for sentence in _lacks(*pair, run, source))
+    return tuple(lacking), next(filter(None, (_slices(*pair, run) for pair in pairs)), None)
 
 
 def _lacks(own: Weights, found: Carried, run: Side, source: str) -> Iterator[str]:
@@ -257,30 +255,30 @@ def _drawn(left: Side, right: Side, spec: AttentionSpec, other: AttentionSpec, d
     if spec.add_bias_kv or other.add_bias_kv:
         shapes |= {"bias_k": heads, "bias_v": heads}
     numbers = draw(shapes, spec.seed, dtype)
-    left_out: list[str] = []
+    every: dict[str, None] = {}
     poorer: list[SideName] = []
-    sliced: list[Sliced] = []
+    slices: list[Sliced] = []
     for run in (left, right):
         found = _load(run, numbers, Weights(run.own.module, {}, heads[0], kv_heads))
-        lacking = tuple(_lacks(run.weights[0], found, run, "the drawn weights"))
-        left_out += [sentence for sentence in lacking if sentence not in left_out]
+        lacking, sliced = _without_place(run, [found], "the drawn weights")
+        every |= dict.fromkeys(lacking)
         poorer += [run.name] if lacking else []
-        sliced += filter(None, [_slices(run.weights[0], found, run)])
-    if not left_out:
+        slices += [sliced] if sliced else []
+    if not every:
         return Shared(SharedWeights(True, "every number of the one is in the other.", (), None), are_drawn=True)
     sentence = "as far as both have a place for them: each has all that it can hold of the same numbers."
-    report = SharedWeights(False, sentence, tuple(left_out), None)
-    return Shared(report, are_drawn=True, poorer=tuple(poorer), sliced=sliced[0] if len(sliced) == 1 else None)
+    report = SharedWeights(False, sentence, tuple(every), None)
+    return Shared(report, are_drawn=True, poorer=tuple(poorer), sliced=slices[0] if len(slices) == 1 else None)
 
 
 def _load(run: Side, numbers: Numbers, source: Weights) -> Carried:
     """Give a layer what it can hold of these numbers, in its own dtype and in the finer one of both."""
     (own,) = run.weights
-    found: list[Carried] = []
-    _write(run, lambda: found.append(carry(source, own, numbers)))
+    with _changing(run):
+        found = carry(source, own, numbers)
     if run.finer is not None:
         carry(source, replace(own, module=run.finer.module), numbers)
-    return found[0]
+    return found
 
 
 def in_the_fuller(shared: Shared, left: Side, right: Side) -> tuple[Side, Side, Side] | None:

@@ -18,9 +18,7 @@ from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..measure.weights import Weights, weights_of
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
-from ..reports.common import Environment
 from ..reports.diff import DiffSide, SideName, StageSide
-from ..reports.trace import OpRef
 from ..targets.call import Call
 from ..targets.layer_sides import LayerSide, layer_side, require_same_input, written
 from ..targets.load import Layer, load_layer
@@ -28,7 +26,7 @@ from ..targets.pairing import layer_inputs
 from ..targets.room import Room
 from ..targets.triple import Triple
 from .look import Look, Rows, WiderRun
-from .run_report import environment_of, is_hidden, layer_of, path_of
+from .run_report import environment_of, is_hidden, layer_of, maker_of, path_of
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads does not make again in each turn."""
@@ -109,13 +107,12 @@ class Side(Look):
             return None
         found, names = self.attentions[place]
         tensor = found.stages[stage]
-        op = self.run.recording.producer(tensor)
         return StageSide(
             shape=tensor.shape,
             axes=names.of_stage(stage),
             dtype=tensor.dtype,
             opened=is_hidden(self.run, stage, tensor),
-            op=None if op is None else OpRef(op.index, self.run.recording.name_of(op), op.source),
+            op=maker_of(self.run, tensor),
             count=len(found.branches) if found.branches and stage not in _OF_ALL_HEADS else 1,
         )
 
@@ -131,10 +128,9 @@ class Side(Look):
 
     def report(self, rows: Rows) -> DiffSide:
         """Return this side as the report has it; rows whose every key is masked have no rounding error."""
-        environment = environment_of(self.own)
         return DiffSide(
             label=self.label,
-            environment=Environment(environment.torch, environment.device, self.dtype, environment.seed),
+            environment=replace(environment_of(self.own), dtype=self.dtype),
             layer=layer_of(self.own),
             settings={name: _plain(value) for name, value in self.settings.items()},
             path=path_of(self.run),

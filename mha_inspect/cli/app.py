@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from ..errors import ExitCode, MhaInspectError
+from ..errors import ExitCode, SpecError
 from ..render import screen
 from ..text import did_you_mean, shown
 from .completion import improve_scripts
@@ -33,10 +33,6 @@ COMMANDS = {
 """Each command with its line in the help; its file in this folder bears its name."""
 
 
-class BadUsageError(MhaInspectError):
-    """The command line names something that is not there."""
-
-
 class Commands(GroupedGroup):
     """The commands, each loaded when it is used."""
 
@@ -52,10 +48,7 @@ class Commands(GroupedGroup):
         return get_command(getattr(import_module(f"{__package__}.{name}"), name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that was asked for.
-
-        Raises `BadUsageError` with the nearest one when there is none of that name.
-        """
+        """Find the command that was asked for. Raises `SpecError` with the nearest one where there is none."""
         asked = args[0]
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
             from .options import is_target
@@ -63,7 +56,7 @@ class Commands(GroupedGroup):
             near = did_you_mean(asked, COMMANDS)
             if not near and is_target(asked):
                 near = f" Did you mean {PROGRAM} trace {shown(asked)}?"
-            raise BadUsageError(
+            raise SpecError(
                 f"{shown(asked)} is not a command: {', '.join(COMMANDS)}.{near} `{PROGRAM} --help` says what each does."
             )
         return super().resolve_command(ctx, args)

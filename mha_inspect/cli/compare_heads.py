@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
+from ..targets.vocabulary import flag_of
 from ..text import listed, shown
 from . import subject
 from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
 from .output import give, prepare
-from .picture import Drawn, is_wanted, keep_weights, of_counts, require_drawable
+from .picture import Drawn, is_wanted, keep_weights, require_drawable
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
@@ -55,8 +56,8 @@ def compare_heads(
     """
     if steps is not None:
         require_steps(steps)
-    extras: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0, "focus": focus}
-    extras |= {"time": time}
+    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0}
+    asked |= {"focus": focus, "time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
     picture = is_wanted(picture)
     if picture:
@@ -71,14 +72,18 @@ def compare_heads(
 
         if target is not None and not compared:
             compared = chosen_counts(_of_its_width(target, options), ())
-        few = {**extras, "steps": min(extras["steps"], 2), "time": False}  # more of them take no more memory
+        few = {**asked, "steps": min(asked["steps"], 2), "time": False}  # more of them take no more memory
         few |= {"see": partial(keep_weights, []) if picture else None}
         room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
         made = _made(target, options, compared, room)
         own = made[0][1]
         with explaining(own):
-            report = report_of(made, **extras, tick=tick, see=partial(keep_weights, seen) if picture else None)
-    drawn = Drawn(of_counts(seen), printed=True) if picture else None
+            report = report_of(made, **asked, tick=tick, see=partial(keep_weights, seen) if picture else None)
+    drawn = None
+    if picture:
+        from ..pictures.stages import counts_pictures
+
+        drawn = Drawn(counts_pictures(seen), printed=True)
     subject.tell(own.notes, options)
     give(report, options, export, drawn)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
@@ -111,8 +116,6 @@ def _of_its_width(text: str, options: Options) -> Options:
 
     Raises `MhaInspectError` where it cannot be built, takes no number of heads, or has no argument for its width.
     """
-    from ..targets.vocabulary import flag_of
-
     target = subject.load_target(text, subject.with_heads(options, 1))
     subject.require_head_count(target, "compare-heads")
     widths = [value for name, value in target.arguments.items() if flag_of(name) == "embed_dim"]
@@ -157,18 +160,13 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     Raises `SpecError` when fewer than two are left.
     """
     named = subject.head_counts(options)
-    if named == subject.head_counts(Options(layer=options.layer)):
+    if named == subject.head_counts(Options(layer=options.layer)) or (heads and len(named) > 1):
         named = ()
-    if not heads and len(named) > 1:
-        heads = named
-    elif not heads:
+    if not heads and len(named) < 2:
         subject.attention(options, 1)
         usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
         heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
-        heads = (*named, *heads)
-    elif len(named) == 1:
-        heads = (*named, *heads)
-    compared = tuple(dict.fromkeys(heads))
+    compared = tuple(dict.fromkeys((*named, *heads)))
     if len(compared) < 2:
         raise SpecError(_nothing_to_compare(options.embed_dim, compared))
     return compared

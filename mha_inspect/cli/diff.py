@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,6 @@ from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, optio
 from .output import give, prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..answers.side import Side
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..reports.diff import DiffReport, SideName
@@ -90,20 +88,26 @@ def diff(
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
     """
-    asked = (
-        _Asked("left", left, left_set or (), left_module),
-        _Asked("right", right, right_set or (), right_module),
-    )
-    compared: Callable[[], DiffReport | CheckpointDiffReport]
-    around = subject.running
+    asked = _Asked("left", left, left_set or [], left_module), _Asked("right", right, right_set or [], right_module)
+    named = f"comparing {' with '.join(one.text for one in asked if one.text) or options.layer}"
+    report: DiffReport | CheckpointDiffReport
     if _are_checkpoints(left, right):
-        compared, around = _checkpoints(options, *asked), subject.waiting
+        count = _checked_files(options, *asked)
+        export = prepare(options)
+        with subject.waiting(options, named):
+            from ..answers.checkpoint.diff import diff_of_checkpoints
+
+            report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
     else:
-        compared = _sides(options, *asked)
-    export = prepare(options)
-    named = " with ".join(one.text for one in asked if one.text) or options.layer
-    with around(options, f"comparing {named}"):
-        report = compared()
+        made = (_targets if is_target(left) or is_target(right) else _layers)(options, *asked)
+        export = prepare(options)
+        with subject.running(options, named):
+            from ..answers.diff import COPIES
+            from ..answers.diff import diff as report_of
+            from ..targets.room import Room
+
+            room = Room(lambda: report_of(*made(room)), copies=COPIES)
+            report = report_of(*made(room))
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
@@ -129,7 +133,7 @@ class _Asked:
 
     name: SideName
     text: str
-    settings: Sequence[str]
+    settings: list[str]
     path: str | None
     """The module of the target that is the side; None: the whole target."""
 
@@ -147,43 +151,18 @@ class _Asked:
             )
 
 
-def _checkpoints(options: Options, left: _Asked, right: _Asked) -> Callable[[], CheckpointDiffReport]:
-    """Return what diffs two files of tensors, once everything is judged as in `_sides`."""
+def _checked_files(options: Options, left: _Asked, right: _Asked) -> int | None:
+    """Return the number of heads of two files of tensors, if it was typed. Raises `SpecError` for what is of no use."""
     for one in (left, right):
         if one.settings or one.path is not None:
             flag = f"{one.name}-{'set' if one.settings else 'module'}"
             raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
     options.require_of_use_to_a_file(left.text, "num_heads")
-    count = subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
-
-    def compared() -> CheckpointDiffReport:
-        from ..answers.checkpoint.diff import diff_of_checkpoints
-
-        return diff_of_checkpoints(Path(left.text), Path(right.text), num_heads=count)
-
-    return compared
-
-
-def _sides(options: Options, left: _Asked, right: _Asked) -> Callable[[], DiffReport]:
-    """Return what diffs two layers or targets, once everything is judged that can be before torch is imported.
-
-    Raises `MhaInspectError` when a side is none that there is, or options contradict it.
-    """
-    made = (_targets if is_target(left.text) or is_target(right.text) else _layers)(options, left, right)
-
-    def compared() -> DiffReport:
-        from ..answers.diff import COPIES
-        from ..answers.diff import diff as report_of
-        from ..targets.room import Room
-
-        room = Room(lambda: report_of(*made(room)), copies=COPIES)
-        return report_of(*made(room))
-
-    return compared
+    return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
 
 
 def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
-    """Return what builds two layers."""
+    """Return what builds two layers, once everything is judged that can be before torch is imported."""
     from ..targets.layer_sides import make_sides, parse_settings
 
     left.require_no_module()
@@ -207,7 +186,7 @@ def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], t
 
 
 def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
-    """Return what builds and runs two sides, at least one of them a target.
+    """Return what builds and runs two sides, at least one of them a target, once everything is judged as in `_layers`.
 
     A side that is not named is --layer, or the target under other settings.
     """
@@ -220,7 +199,7 @@ def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], 
     for one in sides:
         if is_target(one.text):
             subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
-            parse_settings(list(one.settings), one.flag)
+            parse_settings(one.settings, one.flag)
             changed, _ = _options_of(options, one)
             subject.inputs(changed)
             require_numbers(changed.device, "compare", _SHAPES)
@@ -268,15 +247,12 @@ def _called(
     from ..answers.side import sizes_of
     from ..targets.pairing import part_of, with_arguments_of
 
-    if one.path is not None:
-        target, options = _loaded(options, one, other)
-        return part_of(target, subject.call_of(target, options, room), one.path)
-    if beside is None or other.path is None:
-        target, options = _loaded(options, one, other)
-    else:
-        target, options = _loaded(options, one, other, sizes_of(beside[1]))
+    beside = beside if other.path is not None and one.path is None else None
+    target, options = _loaded(options, one, other, None if beside is None else sizes_of(beside[1]))
+    if beside is not None:
         target = with_arguments_of(target, beside[0])
-    return target, subject.call_of(target, options, room)
+    call = subject.call_of(target, options, room)
+    return (target, call) if one.path is None else part_of(target, call, one.path)
 
 
 def _loaded(
@@ -333,10 +309,7 @@ def _taken_by(other: _Asked) -> frozenset[str]:
 
 
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exact: Call | None = None) -> Side:
-    """Run a target; `exact` has what it is called with as the other side has it.
-
-    Raises `TargetFailedError` where its forward raises.
-    """
+    """Run a target; `exact` are its arguments as the other side has them. Raises `TargetFailedError` as it does."""
     from ..answers.side import Side
     from ..targets.call import explaining
     from ..targets.load import subject_of
@@ -345,7 +318,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
     changed, _ = _options_of(options, asked)
     own = subject_of(target, call, options.seed, changed.grad)
     finer = None if exact is None else replace(own, args=exact.args, kwargs=exact.kwargs)
-    run = Side(asked.name, own, dict(parse_settings(list(asked.settings))), finer)
+    run = Side(asked.name, own, dict(parse_settings(asked.settings)), finer)
     with explaining(own):
         _ = run.run
     return run
@@ -374,15 +347,12 @@ def chosen_layers(options: Options, left: str, right: str, *, several_settings: 
 
     Raises `SpecError` when --layer asks for a third.
     """
-    first = left or options.layer
     if left and right and options.layer not in ("torch", left, right):
         raise SpecError(
             f"layer {options.layer} is a third one beside {left} and {right}: diff compares two. Drop --layer."
         )
-    if left and not right and "layer" in options.typed and options.layer != left:
+    first = left or options.layer
+    if not right and "layer" in options.typed and options.layer != first:
         right = options.layer
-    if right:
-        return first, right
-    if several_settings:
-        return first, first
-    return first, next(name for name in reversed(USUAL) if name != first)
+    otherwise = first if several_settings else next(name for name in reversed(USUAL) if name != first)
+    return first, right or otherwise

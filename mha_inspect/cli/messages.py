@@ -76,17 +76,18 @@ def _allocation(error: BaseException) -> str:
 
 def usage_message(error: ClickException) -> str:
     """Return the message for a command line that cannot be understood."""
-    ctx = getattr(error, "ctx", None)
-    path = ctx.command_path if ctx is not None else "mha-inspect"
-    command = path.removeprefix("mha-inspect ")
     from .options import is_target, numbers_go_by_name
 
+    ctx: Any = getattr(error, "ctx", None)
+    if ctx is None:
+        return shown(" ".join(error.format_message().split()), MESSAGE)
+    path: str = ctx.command_path
+    command = path.removeprefix("mha-inspect ")
     if isinstance(error, NoSuchOption):
         return _no_such_option(error, ctx, command)
     if isinstance(error, BadOptionUsage):
         name = shown(error.option_name)
-        known = [] if ctx is None else ctx.command.params
-        own = next((one for one in known if name in (*one.opts, *one.secondary_opts)), None)
+        own = next((one for one in ctx.command.params if name in (*one.opts, *one.secondary_opts)), None)
         if "does not take" in error.message:
             others = [] if own is None else own.opts if name in own.secondary_opts else own.secondary_opts
             return f"{name} takes no value: write {name} alone" + (f", or {others[0]}." if others else ".")
@@ -95,25 +96,21 @@ def usage_message(error: ClickException) -> str:
     if isinstance(error, BadParameter) and error.param is not None:
         message = shown(" ".join(error.message.split()), MESSAGE)
         if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
-            message = (
-                f"{message.partition(' is not a valid boolean')[0]} is neither true nor false: write one of the two."
-            )
-        source = ctx.get_parameter_source(error.param.name) if ctx is not None else None
-        asked_by = error.param.envvar if source is not None and source.name == "ENVIRONMENT" else _flag(error.param)
-        return f"{asked_by} {message}"
+            value = message.partition(" is not a valid boolean")[0]
+            message = f"{value} is neither true nor false: write one of the two."
+        source = ctx.get_parameter_source(error.param.name)
+        names: list[str] = error.param.opts
+        flag = next((name for name in names if name.startswith("--")), names[0])
+        by_variable = source is not None and source.name == "ENVIRONMENT"
+        return f"{error.param.envvar if by_variable else flag} {message}"
     if error.message.startswith("Got unexpected extra argument"):
         extra = shown(error.message.partition(" (")[2].removesuffix(")"))
         if is_target(extra):
             return f"{command} has no use for {extra} beside another target. Two: mha-inspect diff LEFT RIGHT"
-        if ctx is None or any(option.name == "embed_dim" for option in ctx.command.params):
+        if any(option.name == "embed_dim" for option in ctx.command.params):
             return f"{command} has no use for {extra}: {numbers_go_by_name(command)}."
         return f"{command} has no use for {extra}. What it takes: {path} --help"
     return shown(" ".join(error.format_message().split()), MESSAGE)
-
-
-def _flag(parameter: Any) -> str:
-    """Return an option by its long name."""
-    return next((str(name) for name in parameter.opts if name.startswith("--")), str(parameter.opts[0]))
 
 
 def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
@@ -123,13 +120,13 @@ def _no_such_option(error: NoSuchOption, ctx: Any, command: str) -> str:
     name = shown(asked)
     word = asked.strip("-").replace("-", "_")
     flag = _ELSEWHERE.get(word) or flag_of(word)
-    options = [] if ctx is None else _options(ctx.command)
+    options = _options(ctx.command)
     same = flag is not None and dashed(flag) in options
     near = f" Did you mean {dashed(flag)}?" if flag is not None and same else did_you_mean(asked, options)
-    group: Any = None if ctx is None else (ctx.parent or ctx).command
-    others = [] if group is None else group.list_commands(ctx)
+    group = (ctx.parent or ctx).command
+    others = group.list_commands(ctx)
     homes = [f"`mha-inspect {one}`" for one in others if asked in _options(group.get_command(ctx, one))]
-    if ctx is not None and ctx.parent is None:
+    if ctx.parent is None:
         if homes:
             return f"{name} stands before the command: options come after it, as in {homes[0][1:-1]} {name}."
         return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"

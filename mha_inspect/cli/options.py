@@ -58,10 +58,7 @@ real_number = _number(float, "a number: write it as in 0.1.")
 
 
 def size_number(typed: object) -> int:
-    """Return a whole number that can be the size of something.
-
-    Raises `typer.BadParameter` otherwise.
-    """
+    """Return a whole number that can be the size of something. Raises `typer.BadParameter` otherwise."""
     number = whole_number(typed)
     if number > LARGEST_SIZE:
         raise typer.BadParameter(f"{shown(typed)} is more than a size can be: sizes go up to 2**40. Try 512.")
@@ -73,10 +70,7 @@ _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 
 
 def one_of(known: Sequence[str]) -> Callable[[object], str]:
-    """Return a parser that takes one of these words and no other.
-
-    The parser raises `typer.BadParameter` with the nearest word.
-    """
+    """Return a parser of these words, which raises `typer.BadParameter` with the nearest one for any other."""
 
     def word(typed: object) -> str:
         if str(typed) in known:
@@ -271,12 +265,14 @@ class Options:
         """Whether the command has a picture to draw."""
         self.__dict__.update({name: declared.default for name, declared in _SHARED.items()} | values)
 
+    @property
+    def ending(self) -> str:
+        """How the name of the file of --export ends, as `.html`; empty where there is none."""
+        return "" if self.export is None else self.export.suffix.lower()
+
     @classmethod
     def parsed(cls, values: dict[str, Any]) -> "Options":
-        """Return the options as they were parsed, with who has set them.
-
-        Raises `SpecError` where two of them contradict each other.
-        """
+        """Return the options as parsed, with who has set them. Raises `SpecError` where two contradict each other."""
         options, context = cls(**values), get_current_context()
         sources = {name: context.get_parameter_source(name) for name in values}
         named = {name: source.name for name, source in sources.items() if source is not None}
@@ -292,10 +288,7 @@ class Options:
         return options
 
     def require_no_target_settings(self, command: str) -> None:
-        """Let it pass when nothing was set that only a target has a use for.
-
-        Raises `SpecError` otherwise.
-        """
+        """Let it pass when nothing was set that only a target has a use for. Raises `SpecError` otherwise."""
         for name, flag in (("settings", "--set"), ("input_shape", "--input-shape")):
             if getattr(self, name):
                 raise SpecError(
@@ -304,10 +297,7 @@ class Options:
                 )
 
     def require_of_use_to_a_file(self, text: str, *used: str) -> None:
-        """Let it pass when nothing was typed but what a file of tensors has a use for.
-
-        Raises `SpecError` otherwise.
-        """
+        """Let it pass when nothing was typed but what a file of tensors has a use for. Raises `SpecError` otherwise."""
         unused = sorted(self.typed - {*used, *OUTPUTS})
         if unused:
             flag = {"settings": "set", "batch_first": "seq-first"}.get(unused[0], unused[0].replace("_", "-"))

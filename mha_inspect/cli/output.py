@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
@@ -77,12 +78,10 @@ def give(report: object, options: Options, export: Destination | None, drawn: Dr
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
-    pieces = to_pieces(report, chosen, width=columns(out), color=in_color(out))
-    if chosen == "json":
-        write(pieces, chosen)
-    else:
-        text = _ended("".join(pieces))
-        write([text + drawn.text(chosen, out) if drawn is not None and drawn.printed else text], chosen)
+    pieces: Iterator[str] = to_pieces(report, chosen, width=columns(out), color=in_color(out))
+    if chosen != "json" and drawn is not None and drawn.printed:
+        pieces = chain(pieces, [drawn.text(chosen, out)])
+    write(pieces, chosen)
     if failure is not None:
         raise failure
 
@@ -134,14 +133,7 @@ def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> Iter
     from ..render import to_pieces
 
     pieces = to_pieces(report, format)
-    if format == "json" and drawn is None:
-        return pieces
-    text = _ended("".join(pieces))
-    return [text if drawn is None else drawn.added(text, format)]
-
-
-def _ended(text: str) -> str:
-    return text if text.endswith("\n") else text + "\n"
+    return pieces if drawn is None or format == "json" else [drawn.added("".join(pieces), format)]
 
 
 def _encodable(text: str, format: str, stream: TextIO) -> str:

@@ -114,13 +114,12 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
     """Look at what can be judged before a file is read. Raises `MhaInspectError` where an option is of no use."""
-    if like is not None:
-        if like in LAYERS:
-            subject.check(None, options, "params")
-        else:
-            subject.check_target(like, options, "params")
-        return
-    options.require_of_use_to_a_file(text, *_OF_CHECKPOINT)
+    if like is None:
+        options.require_of_use_to_a_file(text, *_OF_CHECKPOINT)
+    elif like in LAYERS:
+        subject.check(None, options, "params")
+    else:
+        subject.check_target(like, options, "params")
 
 
 def _of_checkpoint(text: str, options: Options, like: str | None, **asked: Any) -> ParamsReport:

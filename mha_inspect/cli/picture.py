@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ..answers.look import Look
     from ..naming.subject import Run
     from ..pictures.grid import Picture
-    from ..pictures.stages import Attended
     from ..reports.trace import Trace
 
 _DRAWN = (".png", ".svg", ".html")
@@ -65,17 +63,16 @@ def wanted(
     Raises `SpecError` where an option has nothing to draw, or cannot be read, and `DeviceError` where there are no
     numbers.
     """
-    ending = "" if options.export is None else options.export.suffix.lower()
     heads = heads_of(head) if head else None
     names = () if tokens is None else tokens_of(tokens)
-    if stage is None and ending not in (".png", ".html"):
+    if stage is None and options.ending not in (".png", ".html"):
         for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
             if given:
                 raise SpecError(
                     f"{flag} {shown(given)} says what a picture shows, and none is drawn. Add --picture weights."
                 )
         return None
-    if options.device == "meta" and stage is None and ending == ".html":
+    if options.device == "meta" and stage is None and options.ending == ".html":
         return None
     require_drawable(options)
     return Wanted(stage or "weights", heads, batch_row, names, stage is not None)
@@ -86,8 +83,7 @@ def require_drawable(options: Options, *, in_json: bool = False) -> None:
 
     Raises `SpecError` or `DeviceError` otherwise.
     """
-    ending = "" if options.export is None else options.export.suffix.lower()
-    if options.format == "json" and ending not in _DRAWN and not in_json:
+    if options.format == "json" and options.ending not in _DRAWN and not in_json:
         raise SpecError(
             "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
         )
@@ -144,32 +140,39 @@ def tokens_of(typed: str) -> tuple[str, ...]:
         raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
 
 
-def attended_in(trace: Trace, run: Run) -> list[Attended]:
-    """Return each attention of a run whose tensors were kept."""
-    from ..naming.canonical import contents_of
-    from ..pictures.stages import Attended
-    from ..reports.trace import attention_names
-
-    return [
-        Attended(name, one.num_heads, one.num_kv_heads, partial(contents_of, run, *found))
-        for name, one, found in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
-    ]
-
-
 def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Drawn | None:
     """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
 
     None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
     of the kind that was asked for.
     """
-    attended = attended_in(trace, run)
+    from ..naming.canonical import contents_of
+    from ..pictures.stages import Attended, for_viewer
+    from ..reports.trace import attention_names
+
+    attended = [
+        Attended(name, one.num_heads, one.num_kv_heads, partial(contents_of, run, *found))
+        for name, one, found in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
+    ]
     in_page = export is not None and export.format == "html"
-    if in_page and not want.asked and not any(_shows(one) for one in attended):
-        return None
+    viewed: dict[str, Any] | None = None
+    if in_page:
+        viewed = for_viewer(
+            attended,
+            more=[want.stage],
+            batch_row=want.batch_row,
+            labels=want.tokens,
+            attention=(trace.chosen or (1,))[0] - 1,
+            stage=want.stage,
+            head=want.heads[0] if want.heads else 0,
+        )
+        # A row that is not there is an error, as of any picture.
+        if viewed is None and not want.asked and (not want.batch_row or for_viewer(attended) is None):
+            return None
     if not attended:
         raise SpecError(f"{want.stage} cannot be drawn: no attention was found.")
     pictures = []
-    if want.asked or not in_page:
+    if want.asked or viewed is None:
         for number in trace.chosen or (1,):
             own = attended[number - 1]
             pictures.append(own.picture(want.stage, heads=want.heads, batch_row=want.batch_row, labels=want.tokens))
@@ -177,19 +180,7 @@ def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Dr
             others = "Attention 2 is" if len(attended) == 2 else f"Attentions 2 to {len(attended)} are"
             note = f"{others} drawn with --attention N or --module PATH."
             pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
-    from ..pictures.stages import for_viewer
-
-    viewer = partial(
-        for_viewer,
-        attended,
-        more=[want.stage],
-        batch_row=want.batch_row,
-        labels=want.tokens,
-        attention=(trace.chosen or (1,))[0] - 1,
-        stage=want.stage,
-        head=want.heads[0] if want.heads else 0,
-    )
-    return Drawn(tuple(pictures), want.asked, viewer if in_page else None)
+    return Drawn(tuple(pictures), want.asked, viewed)
 
 
 def rehearse(trace: Trace, run: Run, want: Wanted) -> None:
@@ -213,20 +204,6 @@ def keep_weights(seen: list[tuple[int, list[Picture]]], count: int, look: Look) 
     seen.append((count, pictures))
 
 
-def of_counts(seen: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
-    """Return for each attention the averaged weights of each head count."""
-    from ..pictures.stages import counts_picture
-
-    shared = min(len(pictures) for _, pictures in seen)
-    return tuple(counts_picture([(count, pictures[place]) for count, pictures in seen]) for place in range(shared))
-
-
-def _shows(one: Attended) -> bool:
-    """Return whether a page has something to show of an attention."""
-    contents = one.contents()
-    return any(name in contents and not contents[name].is_meta for name in ("scores", "masked_scores", "weights"))
-
-
 @dataclass(frozen=True)
 class Drawn:
     """Pictures that go with a report."""
@@ -234,8 +211,8 @@ class Drawn:
     pictures: tuple[Picture, ...]
     printed: bool
     """Whether they follow the report on stdout; else they are in the file of --export alone."""
-    viewer: Callable[[], dict[str, Any]] | None = None
-    """Makes what a page shows of all there is; None where that is nothing but the pictures."""
+    viewed: dict[str, Any] | None = None
+    """What a page shows of all there is; None where that is nothing but the pictures."""
 
     def text(self, format: str, stream: IO[str] | None = None) -> str:
         """Return the pictures as text for a stream, or for a file where there is none."""
@@ -256,10 +233,10 @@ class Drawn:
 
     def added(self, text: str, format: ExportFormat) -> str:
         """Return the report as a file has it, with the pictures in it."""
-        if format == "html" and self.viewer is not None:
+        if self.viewed is not None:
             from ..pictures.viewer import with_viewer
 
-            return with_viewer(text, self.viewer())
+            return with_viewer(text, self.viewed)
         if not self.printed or format not in ("plain", "html"):
             return text
         from ..render.html import with_pre

@@ -14,7 +14,7 @@ from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
-from ..targets.vocabulary import Flags, dashed
+from ..targets.vocabulary import Flags, dashed, flag_of
 from ..text import first_few, shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target, numbers_go_by_name
@@ -31,10 +31,7 @@ _SEEDS = range(0, 2**64)
 
 
 def head_counts(options: Options) -> tuple[int, ...]:
-    """Return the numbers of --num-heads, each once: one, or several.
-
-    Raises `SpecError` when there is none, or one that is not a whole number.
-    """
+    """Return the numbers of --num-heads, each once. Raises `SpecError` for none, and for what is no whole number."""
     typed = counts("num_heads", options.num_heads)
     if not typed:
         raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
@@ -42,10 +39,7 @@ def head_counts(options: Options) -> tuple[int, ...]:
 
 
 def single_head_count(options: Options, command: str) -> int:
-    """Return the one number of --num-heads.
-
-    Raises `SpecError` that names the commands which take a list, when it is a list.
-    """
+    """Return the one number of --num-heads. Raises `SpecError` with the commands that take a list, where it is one."""
     first, *more = head_counts(options)
     if more:
         raise SpecError(
@@ -57,10 +51,7 @@ def single_head_count(options: Options, command: str) -> int:
 
 
 def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """Return the layer that was asked for, with this head count.
-
-    Raises `SpecError` when its sizes contradict each other.
-    """
+    """Return the layer asked for, with this head count. Raises `SpecError` when its sizes contradict each other."""
     own = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train, "seed": seed(options)}
     return spec_for(LAYERS[options.layer], **own)
 
@@ -78,10 +69,7 @@ def seed(options: Options) -> int:
 
 
 def inputs(options: Options) -> InputSpec:
-    """Return what goes into the layer.
-
-    Raises `SpecError` when its sizes contradict each other.
-    """
+    """Return what goes into the layer. Raises `SpecError` when its sizes contradict each other."""
     return InputSpec(**_same(InputSpec, options) | {"padding": counts("padding", options.padding)})
 
 
@@ -91,10 +79,7 @@ def run(options: Options) -> RunSpec:
 
 
 def show(options: Options) -> Show:
-    """Return what the report holds beyond names, shapes and axes.
-
-    Raises `SpecError` for a precision or a number of edge items that cannot be.
-    """
+    """Return what the report holds beyond shapes and axes. Raises `SpecError` for a number of digits that cannot be."""
     if not 0 <= options.precision <= 17:
         raise SpecError(
             f"precision {options.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
@@ -105,9 +90,7 @@ def show(options: Options) -> Show:
         raise SpecError(
             f"{dashed(flag)} {getattr(options, flag)} says how tensors are printed, and none is. Add --values."
         )
-    for_a_machine = options.format == "json" or (
-        options.export is not None and options.export.suffix.lower() == ".json"
-    )
+    for_a_machine = "json" in (options.format, options.ending[1:])
     return Show(**_same(Show, options), full_values=options.values and for_a_machine)
 
 
@@ -122,7 +105,6 @@ def with_heads(options: Options, count: int) -> Options:
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
     from ..targets.values import parse_settings
-    from ..targets.vocabulary import flag_of
 
     own = parse_settings(options.settings or [])
     fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
@@ -134,23 +116,16 @@ def require_open_head_count(options: Options, heads: Sequence[int], way: str) ->
 
 def require_head_count(target: Target, command: str) -> None:
     """Raise `SpecError` where no argument of the target is a number of heads."""
-    from ..targets.vocabulary import flag_of
-
-    if any(flag_of(name) == "num_heads" for name in target.arguments):
-        return
-    own = [name for name in target.arguments if not name.startswith("_")]
-    names = first_few(own, 12) or "none"
-    raise SpecError(
-        f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
-        "Name a class or a function that takes one, as num_heads, n_head or nhead."
-    )
+    if all(flag_of(name) != "num_heads" for name in target.arguments):
+        names = first_few([name for name in target.arguments if not name.startswith("_")], 12) or "none"
+        raise SpecError(
+            f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
+            "Name a class or a function that takes one, as num_heads, n_head or nhead."
+        )
 
 
 def flags(options: Options) -> Flags:
-    """Return what is set, and by whom, for a target whose constructor may take some of it.
-
-    Raises `SpecError` when --num-heads is a list.
-    """
+    """Return what is set, and by whom, for the constructor of a target. Raises `SpecError` where heads are a list."""
     named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
     named |= {"causal", "seq_len", "need_weights", "average_weights"}
     values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}

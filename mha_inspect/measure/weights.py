@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..naming.axes import AxisNames
 from ..naming.parameters import Projection, projections
 from ..naming.subject import Run
 from ..record.rounding import same_bits
@@ -63,9 +64,9 @@ class Weights:
         shared = max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return [by_head.get(head, head // shared) for head in range(self.num_heads)]
 
-    def matrices(self, numbers: Mapping[str, Tensor] | None = None) -> Numbers:
+    def matrices(self) -> Numbers:
         """Return the parts as whole matrices: `(heads head_dim) embed`; W_o is `embed (heads head_dim)`."""
-        return {part: as_matrix(part, own) for part, own in (self.read() if numbers is None else numbers).items()}
+        return {part: as_matrix(part, own) for part, own in self.read().items()}
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,19 @@ class Carried:
 
 def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
     """Return the weights of each attention of a run of this module, in order."""
-    found: list[Weights] = [Weights(module, {}, names.num_heads, names.num_kv_heads) for _, names in run.attentions]
-    for own in projections(run):
-        weights = found[own.attention]
-        if own.is_whole:
-            weights.projections[own.part] = own
-        else:
-            where = ", ".join(own.parameters[:2]) + (" and others" if len(own.parameters) > 2 else "")
-            sentence = f"{own.part} ({where}) cannot be read by head: the forward does more with it than to move it."
-            found[own.attention] = Weights(
-                module, weights.projections, weights.num_heads, weights.num_kv_heads, (*weights.missing, sentence)
-            )
-    return tuple(found)
+    every = projections(run)
+
+    def unreadable(own: Projection) -> str:
+        where = ", ".join(own.parameters[:2]) + (" and others" if len(own.parameters) > 2 else "")
+        return f"{own.part} ({where}) cannot be read by head: the forward does more with it than to move it."
+
+    def of_attention(place: int, names: AxisNames) -> Weights:
+        held = [own for own in every if own.attention == place]
+        whole = {own.part: own for own in held if own.is_whole}
+        missing = tuple(unreadable(own) for own in held if not own.is_whole)
+        return Weights(module, whole, names.num_heads, names.num_kv_heads, missing)
+
+    return tuple(of_attention(place, names) for place, (_, names) in enumerate(run.attentions))
 
 
 def as_matrix(part: str, numbers: Tensor) -> Tensor:
@@ -136,38 +138,31 @@ def carry(
     """
     given = dict(source.read() if numbers is None else numbers)
     fitting: Numbers = {}
-    filled: list[str] = []
     left_out: list[LeftOut] = []
     for part in PARTS:
-        own = destination.projections.get(part)
         if part in given:
             fitted, reason = _fitted(part, given, source, destination)
-            if fitted is not None:
-                fitting[part] = fitted
-            elif reason:
-                left_out.append(LeftOut(part, reason))
-        elif own is not None:
-            fitted, reason = _filling(part, own.shape, given)
-            if fitted is None:
-                left_out.append(LeftOut(part, reason))
-            else:
-                fitting[part] = fitted
-                filled.append(part)
+        elif part in destination.projections:
+            fitted, reason = _filling(part, destination.projections[part].shape, given)
+        else:
+            continue
+        if fitted is not None:
+            fitting[part] = fitted
+        elif reason:
+            left_out.append(LeftOut(part, reason))
     if left_out and not partly:
         return Carried((), (), tuple(left_out))
     before = destination.read()
     destination.write(fitting)
     after = destination.read()
-    went = []
-    for part, wanted in fitting.items():
-        if same_bits(after[part], wanted.to(after[part].dtype)):
-            went += [part] if part not in filled else []
-        else:
-            left_out.append(LeftOut(part, _why_not(part, destination), partly=True))
+    lost = [part for part, wanted in fitting.items() if not same_bits(after[part], wanted.to(after[part].dtype))]
+    left_out += [LeftOut(part, _why_not(part, destination), partly=True) for part in lost]
     if left_out and not partly:
         destination.write(before)
         return Carried((), (), tuple(left_out))
-    return Carried(tuple(went), tuple(filled), tuple(left_out))
+    went = tuple(part for part in fitting if part in given and part not in lost)
+    filled = tuple(part for part in fitting if part not in given)
+    return Carried(went, filled, tuple(sorted(left_out, key=lambda one: PARTS.index(one.part))))
 
 
 def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) -> tuple[Tensor | None, str]:
@@ -181,14 +176,13 @@ def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) ->
         return numbers, ""
     if part in _OF_KEYS and source.num_heads == destination.num_heads and numbers.shape[1:] == wanted[1:]:
         return _shared_anew(numbers, source.users(), destination.users(), wanted[0])
-    mine, theirs = as_matrix(part, numbers), _matrix_shape(part, wanted)
-    recut = mine.shape == theirs and source.num_kv_heads == source.num_heads
-    if recut and destination.num_kv_heads == destination.num_heads:
-        return (numbers.reshape(wanted) if part != "b_o" else numbers), ""
-    return None, f"{list(mine.shape)} becomes {list(theirs)}"
+    mine, theirs = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, wanted)
+    one_each = all(side.num_kv_heads == side.num_heads for side in (source, destination))
+    return (numbers.reshape(wanted), "") if mine == theirs and one_each else (None, f"{[*mine]} becomes {[*theirs]}")
 
 
-def _matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of `as_matrix` of a part in the canonical form."""
     if part == "b_o":
         return shape
     flat = (shape[0] * shape[1], *shape[2:])
@@ -236,13 +230,12 @@ def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor 
 
 
 def _why_not(part: str, destination: Weights) -> str:
+    shape = destination.projections[part].shape
     first = destination.projections[part].parts[0]
     inner = first.inner
-    width = destination.projections[part].shape[-1]
-    if inner is not None and inner[0] < width and part != "W_o":
+    if inner is not None and inner[0] < shape[-1] and part != "W_o":
         features = len(next(iter(first.heads.values())))
-        heads = destination.projections[part].shape[0]
-        return f"keeps {heads} blocks of {[features, inner[0]]} and loses the rest"
+        return f"keeps {shape[0]} blocks of {[features, inner[0]]} and loses the rest"
     return "one parameter serves several of its projections"
 
 
@@ -256,7 +249,7 @@ def draw(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -
     for stream, part in enumerate(PARTS):
         if part not in shapes:
             continue
-        matrix = _matrix_shape(part, shapes[part])
+        matrix = matrix_shape(part, shapes[part])
         generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + stream) % 2**63)
         bound = math.sqrt(6 / sum(matrix)) if len(matrix) == 2 else 0.5
         uniform = torch.rand(matrix, generator=generator, dtype=torch.float64)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import ExportError, SpecError
-from ..naming.canonical import contents_of
+from ..errors import ExportError
+from ..naming.canonical import canonical, contents_of, sizes_in
 from ..naming.stages import STAGES
 from ..naming.subject import Run, keep_stages
-from ..render.export import Destination, ExportFormat
+from ..render import Format
+from ..render.export import Destination
 from ..reports.trace import Attention, Stage, Trace, attention_names
 
 if TYPE_CHECKING:
@@ -37,21 +37,38 @@ class _Shows:
             raise AttributeError(name)
         return getattr(self.report, name)
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *vars(self.report)]
+
 
 @dataclass(frozen=True)
 class Kept:
     """What is held of an attention when its run is over."""
 
-    stages: dict[str, Tensor] = field(default_factory=dict)
-    turns: dict[str, Tensor] = field(default_factory=dict)
+    stages: Mapping[str, Tensor] = field(default_factory=dict)
+    turns: Mapping[str, Tensor] = field(default_factory=dict)
     """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
+    laid_out: Mapping[str, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
+    """The axes of each stage, and the sizes of those that share a dimension."""
+
+    def contents(self) -> dict[str, Tensor]:
+        """Return the stages in canonical axes, without those of which an axis has no name."""
+        if self.turns:
+            return dict(self.turns)
+        every = {stage: canonical(tensor, stage, *self.laid_out[stage]) for stage, tensor in self.stages.items()}
+        return {stage: content for stage, content in every.items() if content is not None}
 
 
 def keep_tensors(seen: Run) -> tuple[Kept, ...]:
     """Hold the tensors of each attention; the run has none of them any longer."""
     turns = [contents_of(seen, *found) if found[0].branches else {} for found in seen.attentions]
     own = [{stage: tensor.clone() for stage, tensor in contents.items()} for contents in turns]
-    return tuple(map(Kept, keep_stages(seen.recording, seen.attentions), own))
+    stages = keep_stages(seen.recording, seen.attentions)
+    laid_out = [
+        {stage: (names.of_stage(stage), sizes_in(found, names, stage)) for stage in found.stages}
+        for found, names in seen.attentions
+    ]
+    return tuple(map(Kept, stages, own, laid_out))
 
 
 class LiveStage(_Shows):
@@ -129,7 +146,7 @@ class LiveAttention(_Shows):
 
     def __init__(self, attention: Attention, kept: Kept, name: str = "") -> None:
         self.report = attention
-        self._name, self._turns = name, kept.turns
+        self._name, self._kept = name, kept
         self.stages = tuple(LiveStage(stage, kept.stages.get(stage.name), self.attended) for stage in attention.stages)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,15 +159,12 @@ class LiveAttention(_Shows):
 
     def attended(self) -> Attended:
         """Return it as pictures are drawn of it."""
-        from ..pictures.stages import Attended, canonical_contents
+        from ..pictures.stages import Attended
 
-        kept = {stage.name: (stage._tensor, stage.axes) for stage in self.stages if stage._tensor is not None}
-        sizes = {"heads": self.report.num_heads, "kv_heads": self.report.num_kv_heads, "head_dim": self.report.head_dim}
-        contents = (lambda: self._turns) if self._turns else partial(canonical_contents, kept, sizes)
-        return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, contents)
+        return Attended(self._name, self.report.num_heads, self.report.num_kv_heads, self._kept.contents)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *vars(self.report), *(stage.name for stage in self.stages)]
+        return [*super().__dir__(), *(stage.name for stage in self.stages)]
 
     def __repr__(self) -> str:
         head = f"attention {self.report.module}".rstrip() + f": num_heads {self.report.num_heads}"
@@ -162,9 +176,6 @@ class LiveReport(_Shows):
 
     def __init__(self, report: Any) -> None:
         self.report = report
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *vars(self.report)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LiveReport) and self.report == other.report
@@ -192,12 +203,9 @@ class LiveReport(_Shows):
         target = Destination.of(Path(path))
         if target.format == "png":
             raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
-        target.write(self._saved(target.format))
+        target.write(self._text(target.format))
 
-    def _saved(self, format: ExportFormat) -> str:
-        return self._text(format)
-
-    def _text(self, format: Any) -> str:
+    def _text(self, format: Format) -> str:
         from ..render import to_text
 
         return to_text(self.report, format)
@@ -216,15 +224,9 @@ class LiveTrace(LiveReport):
 
     def _viewed(self) -> dict[str, Any] | None:
         """Return what a viewer shows; None where no tensors were kept that it could."""
-        kept = [stage._tensor for one in self.attentions for stage in one.stages if stage._tensor is not None]
-        if not kept or not all(tensor.numel() for tensor in kept):  # there is nothing to see in sizes of zero
-            return None
         from ..pictures.stages import for_viewer
 
-        try:
-            return for_viewer([one.attended() for one in self.attentions])
-        except SpecError:
-            return None
+        return for_viewer([one.attended() for one in self.attentions])
 
     def _repr_html_(self) -> str:
         viewed = self._viewed()
@@ -234,10 +236,10 @@ class LiveTrace(LiveReport):
 
         return super()._repr_html_() + frame(viewed)
 
-    def _saved(self, format: ExportFormat) -> str:
+    def _text(self, format: Format) -> str:
         viewed = self._viewed() if format == "html" else None
         if viewed is None:
-            return super()._saved(format)
+            return super()._text(format)
         from ..pictures.viewer import with_viewer
 
-        return with_viewer(super()._saved(format), viewed)
+        return with_viewer(super()._text(format), viewed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,6 +13,7 @@ import numpy as np
 from ..errors import SpecError
 from ..naming.stages import CANONICAL_AXES
 from ..reports.params import HeadNorms
+from ..text import plural
 from .grid import Floats, Picture, Side
 
 if TYPE_CHECKING:
@@ -71,20 +73,16 @@ class Attended:
             raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
         count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
         drawn = _by_head(tensor[batch_row], stage, count)
-        names: tuple[str, ...] = ("",)
-        chosen = list(range(len(drawn)))
-        axes = CANONICAL_AXES[stage]
-        if "heads" in axes:
-            names = tuple(f"head {place}" for place in chosen)
-            chosen = list(chosen if heads is None else heads)
-            absent = next((head for head in chosen if head not in range(len(names))), None)
-            if absent is not None:
-                raise SpecError(f"head {absent} is not there: {stage} has {len(names)}, counted from 0.")
-        rows = "query" if "query" in axes.split() else "key"
-        columns = "key" if axes.endswith("query key") else "embed" if axes.endswith("embed") else "head_dim"
+        axes = re.findall(r"\w+", CANONICAL_AXES[stage])
+        by_head = "heads" in axes or "kv_heads" in axes
+        chosen = list(heads) if by_head and heads is not None else list(range(len(drawn)))
+        absent = next((head for head in chosen if head not in range(len(drawn))), None)
+        if absent is not None:
+            raise SpecError(f"head {absent} is not there: {stage} has {len(drawn)}, counted from 0.")
+        rows, columns = "query" if "query" in axes else "key", axes[-1]
         picture = Picture(
             title,
-            tuple(names[head] or title for head in chosen),
+            tuple(f"head {head}" if by_head else title for head in chosen),
             _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
             _side(rows, drawn.shape[1], labels),
             _side(columns, drawn.shape[2], labels),
@@ -99,24 +97,6 @@ class Attended:
         return picture
 
 
-def canonical_contents(kept: Mapping[str, tuple[Tensor, str]], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return stages, each a tensor and its axes, in `CANONICAL_AXES`; without those of which an axis has no name.
-
-    `sizes` are those of the axes that may share a dimension with others.
-    """
-    from ..naming.canonical import canonical
-
-    lengths = {
-        name: size
-        for tensor, axes in kept.values()
-        if "(" not in axes and len(axes.split()) == tensor.dim()
-        for name, size in zip(axes.split(), tensor.shape, strict=True)
-        if name in ("batch", "query", "key")
-    }
-    contents = {stage: canonical(tensor, stage, axes, {**lengths, **sizes}) for stage, (tensor, axes) in kept.items()}
-    return {stage: tensor for stage, tensor in contents.items() if tensor is not None}
-
-
 def for_viewer(
     attended: Sequence[Attended],
     *,
@@ -126,40 +106,35 @@ def for_viewer(
     attention: int = 0,
     stage: str = "weights",
     head: int = 0,
-) -> dict[str, Any]:
-    """Return what a page shows: scores and weights of every attention, and the stages `more`.
+) -> dict[str, Any] | None:
+    """Return what a page shows: scores and weights of every attention, and the stages `more`; None where none is there.
 
     The others say what it shows first. A row of the batch that is not there, and labels that fit no axis of a stage,
-    are passed over. Raises `SpecError` where there is nothing to show.
+    are passed over.
     """
-    from .viewer import Attention, held, storages
+    from .viewer import held, storages
 
-    stages = (*_IN_A_PAGE, *(name for name in more if name not in _IN_A_PAGE))
+    names = dict.fromkeys((*_IN_A_PAGE, *more))
 
-    def drawable(one: Attended) -> list[str]:
+    def drawable(one: Attended) -> dict[str, Tensor]:
         found = one.contents()
-        there = [name for name in stages if name in found and not found[name].is_meta]
-        return [name for name in there if batch_row < found[name].shape[0]]
+        there = {name: found[name] for name in names if name in found and not found[name].is_meta}
+        return {name: own for name, own in there.items() if batch_row < own.shape[0] and own.numel()}
 
     sizes: dict[str, tuple[int, int]] = {}
     for one in attended:
-        contents = one.contents()
-        for name in drawable(one):
+        for name, content in drawable(one).items():
             elements, panels = sizes.get(name, (0, 0))
-            shape = contents[name].shape
+            shape = content.shape
             sizes[name] = (elements + prod(shape[1:]), panels + (shape[1] if len(shape) == 4 else 1))
     if not sizes:
-        raise SpecError(f"there is no {' or '.join(stages)} to show: no attention was found whose axes are all known.")
+        return None
 
     def pictures(one: Attended) -> list[Picture]:
-        found = one.contents()
-        fitting = [labels if len(labels) in found[name].shape[-2:] else () for name in drawable(one)]
-        return [
-            one.picture(name, batch_row=batch_row, labels=own, title=name)
-            for name, own in zip(drawable(one), fitting, strict=True)
-        ]
+        fitting = {name: labels if len(labels) in own.shape[-2:] else () for name, own in drawable(one).items()}
+        return [one.picture(name, batch_row=batch_row, labels=own, title=name) for name, own in fitting.items()]
 
-    named = (Attention(one.name or "attention", pictures(one)) for one in attended)
+    named = ((one.name or "attention", pictures(one)) for one in attended)
     return held(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
 
 
@@ -248,7 +223,10 @@ def averaged(attended: Attended) -> Picture:
     return replace(picture, title=title, panels=(title,), values=mean[None], below=True)
 
 
-def counts_picture(counts: Sequence[tuple[int, Picture]]) -> Picture:
-    """Return the averaged weights of each head count, one below the other."""
-    names = tuple(f"{count} head{'' if count == 1 else 's'}" for count, _ in counts)
-    return replace(counts[0][1], panels=names, values=np.concatenate([picture.values for _, picture in counts]))
+def counts_pictures(counts: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
+    """Return for each attention that all head counts have the averaged weights of each, one below the other."""
+    names = tuple(plural(count, "head") for count, _ in counts)
+    attentions = zip(*(pictures for _, pictures in counts), strict=False)
+    return tuple(
+        replace(own[0], panels=names, values=np.concatenate([picture.values for picture in own])) for own in attentions
+    )

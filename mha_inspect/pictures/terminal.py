@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -120,21 +121,20 @@ class _Page:
     def _band(self, first: int, found: npt.NDArray[np.int64], height: int, width: int) -> list[str]:
         room = (self.width - self._gutter + GAP) // self._beside - GAP
         across = max(found.shape[2] * self._zoom, min(self._widest_name, room))
-        cut = [_cut(printable(name), across) for name in self.picture.panels[first : first + len(found)]]
-        names = [name + " " * (across - cells(name)) for name in cut]
-        edge = self._gutter - 1
-        lines = [_right(f"{self.picture.rows.name} ↓", edge) + " " + (" " * GAP).join(names)]
+
+        def line(left: str, parts: Iterable[str]) -> str:
+            beside = (part + " " * (across - cells(_ESCAPE.sub("", part))) for part in parts)
+            return _right(left, self._gutter - 1) + " " + (" " * GAP).join(beside)
+
+        names = self.picture.panels[first : first + len(found)]
+        lines = [line(f"{self.picture.rows.name} ↓", (_cut(printable(name), across) for name in names))]
         panels = [self._panel(panel) for panel in found]
-        padding = " " * (across - found.shape[2] * self._zoom)
         for number in range(self._lines_high):
             row = number if self._tall else 2 * number
-            tick = _right(self._row_tick(number, row, height), edge)
-            lines.append(tick + " " + (" " * GAP).join(panel[number] + padding for panel in panels))
+            lines.append(line(self._row_tick(number, row, height), (panel[number] for panel in panels)))
         below = _across(self.picture.columns, found.shape[2], width, self._zoom)
-        for number, ticks in enumerate(below):
-            title = f"{self.picture.columns.name} →" if number == 0 else ""
-            lines.append(_right(title, edge) + " " + (" " * GAP).join([ticks.ljust(across)] * len(found)))
-        return lines
+        titles = [f"{self.picture.columns.name} →", *[""] * len(below)]
+        return [*lines, *(line(title, [ticks] * len(found)) for title, ticks in zip(titles, below, strict=False))]
 
     @cached_property
     def _widest_name(self) -> int:
@@ -151,14 +151,15 @@ class _Page:
         if self.depth == "none":
             return ["".join(_inkless(step) * self._zoom for step in row) for row in rows]
         if self._zoom > 1:
-            return [self._pairs([step for step in row for _ in range(2)], None) for row in rows]
+            wide = [[step for step in row for _ in range(2)] for row in rows]
+            return [self._pairs(row, row) for row in wide]
         below = [*rows[1:], [_NONE] * found.shape[1]]
         return [self._pairs(rows[i], below[i]) for i in range(0, len(rows), 2)]
 
-    def _pairs(self, upper: Sequence[int], lower: Sequence[int] | None) -> str:
-        """Return one line of two rows, or of one row that is a line high."""
+    def _pairs(self, upper: Sequence[int], lower: Sequence[int]) -> str:
+        """Return one line of two rows, which are the same of one that is a line high."""
         parts, before = [], ""
-        for above, below in zip(upper, upper if lower is None else lower, strict=True):
+        for above, below in zip(upper, lower, strict=True):
             style, character = self._character(above, below)
             if style != before:
                 # What the style before has set and this one does not is taken back.
@@ -213,16 +214,14 @@ class _Page:
             if count:
                 shown = f"{self._swatch(step)} {colour}" if inked else sign
                 parts.append(f"{shown}: {name}, {plural(count, 'element')}")
-        lines = self._filled(parts)
-        notes = list(picture.notes)
+        notes = []
         if (height, width) != (1, 1):
             _, rows, columns = picture.shape
             sides = f"({picture.rows.name} × {picture.columns.name})"
-            notes.insert(
-                0,
-                f"Each cell is the largest of {height} × {width} elements {sides}: {rows:,} × {columns:,} do not fit.",
-            )
-        return [*lines, *(line for note in notes for line in pieces(printable(note), self.width))]
+            size = f"{height} × {width} elements {sides}"
+            notes.append(f"Each cell is the largest of {size}: {rows:,} × {columns:,} do not fit.")
+        lines = [line for note in (*notes, *picture.notes) for line in pieces(printable(note), self.width)]
+        return [*self._filled(parts), *lines]
 
     def _filled(self, parts: list[str]) -> list[str]:
         """Return the parts behind one another, on as many lines as that takes."""
@@ -240,14 +239,14 @@ class _Page:
             return RAMP
         size = max(min(BAR, room), 2)
         places = [place * self._count // size for place in range(size)]
-        return self._pairs(places, None)
+        return self._pairs(places, places)
 
     def _sample(self, value: float) -> str:
         found = int(steps(np.full((1, 1, 1), value, np.float32), self.picture.scale, self._count)[0, 0, 0])
         return _inkless(found) if self.depth == "none" else self._swatch(found)
 
     def _swatch(self, step: int) -> str:
-        return self._pairs([step, step], None)
+        return self._pairs([step, step], [step, step])
 
 
 def number(value: float) -> str:
@@ -285,12 +284,8 @@ def _across(side: Side, count: int, size: int, zoom: int) -> list[str]:
 def _downwards(names: list[str], zoom: int) -> list[str]:
     """Return labels written from top to bottom, a character a line; a dot stands for one that is too wide."""
     columns = [[c if cells(c) <= zoom else "·" for c in name if cells(c)][:LONGEST_LABEL] for name in names]
-    high = max(map(len, columns), default=0)
-    lines = []
-    for number in range(high):
-        shown = [column[number] if number < len(column) else " " for column in columns]
-        lines.append("".join(c + " " * (zoom - cells(c)) for c in shown))
-    return lines
+    rows = zip_longest(*columns, fillvalue=" ")
+    return ["".join(c + " " * (zoom - cells(c)) for c in row) for row in rows]
 
 
 def _cut(text: str, room: int) -> str:

@@ -11,10 +11,9 @@ import hashlib
 import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,17 +25,7 @@ ROOM = 12_000_000
 """Bytes of elements in a page, before they are written as text, which takes a third more."""
 
 
-@dataclass(frozen=True)
-class Attention:
-    """The pictures of one attention."""
-
-    name: str
-    pictures: Sequence[Picture]
-    """One a stage, entitled with the stage's name."""
-
-
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """How the elements of a stage are stored."""
 
     bits: int
@@ -85,24 +74,18 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     codes[values == np.inf] = most + 1
     codes[np.isnan(values)] = most + 2
     held = picture.range
-    notes = [f"Stored in {how.bits} bits: within {number(float(width.max()) / (most - 1) / 2)} of the number."]
-    if block != (1, 1):
-        notes.insert(
-            0,
-            f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
-            f"{picture.columns.name}): with {rows:,} × {columns:,} for each head the page would be too large.",
-        )
+    notes = []
     if held.least < held.most:
-        notes.insert(0, f"All heads together: from {number(held.least)} to {number(held.most)}.")
-    signs = [
-        [kind, text]
-        for kind, text, count in (
-            ("masked", "masked", held.masked),
-            ("nan", f"NaN ({held.nan:,})", held.nan),
-            ("inf", f"inf ({held.infinite:,})", held.infinite),
+        notes.append(f"All heads together: from {number(held.least)} to {number(held.most)}.")
+    if block != (1, 1):
+        notes.append(
+            f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
+            f"{picture.columns.name}): with {rows:,} × {columns:,} for each head the page would be too large."
         )
-        if count
-    ]
+    notes.append(f"Stored in {how.bits} bits: within {number(float(width.max()) / (most - 1) / 2)} of the number.")
+    signs = [["masked", "masked"]] if held.masked else []
+    signs += [["nan", f"NaN ({held.nan:,})"]] if held.nan else []
+    signs += [["inf", f"inf ({held.infinite:,})"]] if held.infinite else []
     return {
         "stage": printable(picture.title),
         "axes": [printable(picture.rows.name), printable(picture.columns.name)],
@@ -121,21 +104,22 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     }
 
 
-def held(attentions: Iterable[Attention], how: Mapping[str, Storage], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that the viewer shows; each attention is let go before the next is asked for."""
+def held(
+    attentions: Iterable[tuple[str, Sequence[Picture]]], how: Mapping[str, Storage], first: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that the viewer shows: of each attention the name, and a picture a stage, entitled with it.
+
+    `first` says which attention, stage and head it begins with. Each attention is let go before the next is asked for.
+    """
     tokens: dict[str, list[str]] = {}
     shown = []
-    for attention in attentions:
-        for picture in attention.pictures:
-            for side in (picture.rows, picture.columns):
-                if side.labels:
-                    tokens[side.name] = list(side.labels)
-        stages = [encoded(picture, how[picture.title]) for picture in attention.pictures]
-        if stages:
-            shown.append({"name": printable(attention.name), "stages": stages})
-    start = {"attention": 0, "stage": "weights", "head": 0, **first}
+    for name, pictures in attentions:
+        sides = [side for picture in pictures for side in (picture.rows, picture.columns)]
+        tokens |= {side.name: list(side.labels) for side in sides if side.labels}
+        stages = [encoded(picture, how[picture.title]) for picture in pictures]
+        shown += [{"name": printable(name), "stages": stages}] if stages else []
     colours = ["".join(hex_table(signed)) for signed in (False, True)]
-    return {"attentions": shown, "tokens": tokens, "colours": colours, "first": start}
+    return {"attentions": shown, "tokens": tokens, "colours": colours, "first": dict(first)}
 
 
 def fragment(data: Mapping[str, Any]) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .page import Page
+if TYPE_CHECKING:
+    from .page import Page
 
 
 @dataclass(frozen=True)
@@ -62,36 +63,31 @@ def to_text(report: object, format: Format, *, width: int | None = None, color: 
     `width` (columns) matters to table and svg; None means the terminal's for a table, and 120 for the image.
     `color` matters to table. Raises `TypeError` for what is not a report, `ValueError` for an unknown format.
     """
-
-    if format not in FORMATS:
-        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    kind = kind_of(report)
-    if format == "json":
-        return "".join(to_pieces(report, format))
-    page = kind.page(report)
-    if format == "plain":
-        from .plain import to_plain
-
-        return to_plain(page)
-    if format == "html":
-        from .html import to_html
-
-        return to_html(page)
-    from . import terminal
-
-    if format == "svg":
-        return terminal.to_svg(page, width=width)
-    return terminal.to_table(page, width=width, color=color)
+    return "".join(to_pieces(report, format, width=width, color=color))
 
 
 def to_pieces(report: object, format: Format, *, width: int | None = None, color: bool = False) -> Iterator[str]:
     """Yield the text of `to_text`; JSON, which may hold every number of a tensor, a piece at a time."""
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    kind = kind_of(report)
     if format == "json":
         from ..reports.json import to_json
 
-        yield from to_json(report, kind_of(report).command)
+        yield from to_json(report, kind.command)
+    elif format == "plain":
+        from .plain import to_plain
+
+        yield to_plain(kind.page(report))
+    elif format == "html":
+        from .html import to_html
+
+        yield to_html(kind.page(report))
     else:
-        yield to_text(report, format, width=width, color=color)
+        from .terminal import to_svg, to_table
+
+        page = kind.page(report)
+        yield to_svg(page, width=width) if format == "svg" else to_table(page, width=width, color=color)
 
 
 def to_cell(report: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.check import CheckReport, Fact, Finding, Head
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, labelled, table
+from .page import Block, Column, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
 from .parts import layer_page, notes
 
 
@@ -16,48 +16,41 @@ def check_page(report: CheckReport) -> Page:
 
 
 def _sections(report: CheckReport) -> Iterator[Section]:
-    sure = [finding for finding in report.findings if finding.sure]
-    doubtful = [finding for finding in report.findings if not finding.sure]
+    sure, doubtful = ([one for one in report.findings if one.sure is kind] for kind in (True, False))
     declared = ", ".join(f"{name} {value}" for name, value in report.intent.items()) or "nothing"
     verdict = f"{text.plural(len(sure), 'finding')}" if sure else "nothing is wrong that these checks can see"
-    yield Section((Facts((("declared", declared), ("runs", str(report.runs)))),), "check", verdict)
+    yield section("check", facts(("declared", declared), ("runs", str(report.runs))), detail=verdict)
     for number, finding in enumerate(sure, 1):
-        yield Section(_finding(finding, "bad"), f"{number}. {finding.check}", _where(finding))
+        yield _finding(finding, f"{number}. {finding.check}", "bad")
     for finding in doubtful:
-        yield Section(_finding(finding, "warn"), f"may be: {finding.check}", _where(finding))
+        yield _finding(finding, f"may be: {finding.check}", "warn")
     if report.facts:
-        yield Section(tuple(_facts(report.facts)), "facts")
+        yield section("facts", *_facts(report.facts))
     if report.heads:
-        yield Section((_heads(report.heads),), "heads", "what hangs on each")
+        yield section("heads", _heads(report.heads), detail="what hangs on each")
     if report.held:
-        held = table(
-            report.held,
-            (Column("held"), lambda own: Cell(own.check, "strong")),
-            (Column("which means", wrap=30), lambda own: own.sentence),
-        )
-        yield Section((held,))
+        held = [(own.check, own.sentence) for own in report.held]
+        yield section("", _each(held, Column("held", tone="strong"), Column("which means", wrap=30)))
     if report.left_out:
-        left_out = table(
-            report.left_out,
-            (Column("left out"), lambda own: Cell(own.check, "strong")),
-            (Column("why", wrap=30), lambda own: own.reason),
-        )
-        yield Section((left_out,))
-    yield Section(notes(report.notes))
+        left_out = [(own.check, own.reason) for own in report.left_out]
+        yield section("", _each(left_out, Column("left out", tone="strong"), Column("why", wrap=30)))
+    yield section("", *notes(report.notes))
 
 
-def _where(finding: Finding) -> str:
-    return ", ".join(filter(None, (finding.source, finding.module)))
+def _each(rows: list[tuple[str, str]], check: Column, said: Column) -> Table:
+    return table(rows, (check, lambda row: row[0]), (said, lambda row: row[1]))
 
 
-def _finding(finding: Finding, tone: Tone) -> tuple[Block, ...]:
-    fix = [labelled("fix", finding.fix)] if finding.fix else []
-    return (Paragraph(finding.sentence, tone), labelled("evidence", finding.evidence), *fix)
+def _finding(finding: Finding, title: str, tone: Tone) -> Section:
+    where = ", ".join(filter(None, (finding.source, finding.module)))
+    fix = [facts(("fix", finding.fix))] if finding.fix else []
+    evidence = facts(("evidence", finding.evidence))
+    return section(title, Paragraph(finding.sentence, tone), evidence, *fix, detail=where)
 
 
-def _facts(facts: tuple[Fact, ...]) -> Iterator[Block]:
-    for fact in facts:
-        yield labelled(fact.name, fact.sentence)
+def _facts(found: tuple[Fact, ...]) -> Iterator[Block]:
+    for fact in found:
+        yield facts((fact.name, fact.sentence))
         if len(set("".join(fact.picture))) > 1:  # where every place is alike the sentence says it
             yield Verbatim("\n".join(fact.picture), "query × key")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from .. import text
 from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ..reports.params import StoredName
-from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, table
+from .page import Cell, Column, Page, Section, Table, Tone, facts, section, table
 from .params import alike, times
-from .parts import grouped, notes, number
+from .parts import answered, grouped, notes, number
 
 _TONES: dict[TensorVerdict, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
 _MOST = 8
@@ -18,22 +19,21 @@ _MOST = 8
 
 def checkpoint_diff_page(report: CheckpointDiffReport) -> Page:
     """Return the page: the two files, a row for tensors that are alike, the heads that are not, and the answer."""
-    return Page(
-        f"checkpoint {report.left.name} against {report.right.name}", "", "read, and not run", tuple(_sections(report))
-    )
+    title = f"checkpoint {report.left.name} against {report.right.name}"
+    return Page(title, "", "read, and not run", tuple(_sections(report)))
 
 
 def _sections(report: CheckpointDiffReport) -> Iterator[Section]:
-    yield Section((Facts((("left", _side(report.left)), ("right", _side(report.right)))),), "files")
+    yield section("files", facts(("left", _side(report.left)), ("right", _side(report.right))))
     if report.tensors:
-        yield Section((_tensors(report.tensors),), "tensors")
+        yield section("tensors", _tensors(report.tensors))
     for where, own in (("left", report.only_left), ("right", report.only_right)):
         if own:
-            yield Section((_only(own),), f"only in the {where}")
+            yield section(f"only in the {where}", _only(own))
     if report.parts:
-        yield Section((_parts(report.parts),), "heads", "of attentions in which a tensor is not the same")
-    yield Section(notes(report.notes))
-    yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
+        yield section("heads", _parts(report.parts), detail="of attentions in which a tensor is not the same")
+    yield section("", *notes(report.notes))
+    yield answered(report.answer)
 
 
 def _side(side: CheckpointSide) -> str:
@@ -45,9 +45,10 @@ def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
 
     def kind(one: TensorPair) -> object:
-        apart = one.name if one.verdict == "differs" else ""
-        sides = (one.left_shape, one.right_shape, one.left_dtype, one.right_dtype)
-        return alike(one.name), alike(one.other), apart, *sides, one.verdict, one.note
+        if one.verdict == "differs":
+            return one.name
+        name, other = alike(one.name), alike(one.other)
+        return replace(one, name=name, other=other, max_abs_difference=None, relative_difference=None)
 
     return table(
         [(own[0], own) for own in grouped(pairs, kind)],
@@ -88,15 +89,11 @@ def _only(names: Iterable[StoredName]) -> Table:
 
 
 def _parts(parts: Sequence[PartPair]) -> Table:
-    def kind(one: PartPair) -> object:
-        changes = (one.part, one.verdict, one.source, one.order, one.rotary, one.differences)
-        return alike(one.left), alike(one.right), *changes
-
     def right(own: list[PartPair]) -> str:
         return "" if own[0].left == own[0].right else times([one.right for one in own]) or "the whole file"
 
     return table(
-        grouped(parts, kind),
+        grouped(parts, lambda one: replace(one, left=alike(one.left), right=alike(one.right))),
         (
             Column("module", tone="strong"),
             lambda own: times([one.left for one in own]) if own[0].left else "the whole file",

@@ -19,8 +19,8 @@ from ..reports.compare_heads import (
     Timing,
     Training,
 )
-from .page import Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import MEASURED, difference_columns, layer_page, multiple, number, shape_cell, verdict_cell
+from .page import Cell, Column, Page, Paragraph, Section, Table, facts, section, table
+from .parts import MEASURED, answered, difference_columns, layer_page, multiple, number, shape_cell, verdict_cell
 
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""
@@ -34,38 +34,30 @@ def compare_heads_page(report: CompareHeadsReport) -> Page:
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     floors = {count.noise_floor for count in report.counts}
     floor = f" of {text.small(floors.pop())}" if len(floors) == 1 else ""
-    yield Section(
-        (
-            _counts(report),
-            Paragraph(
-                f"× noise is how many times the rounding error{floor} ({MEASURED[report.measured_against]}) "
-                "the largest difference is: above 10 it is no rounding."
-            ),
-        ),
-        "head counts",
-        f"same weights, same input; baseline {text.plural(report.baseline, 'head')}",
+    noise = (
+        f"× noise is how many times the rounding error{floor} ({MEASURED[report.measured_against]}) the largest "
+        "difference is: above 10 it is no rounding."
     )
+    detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
+    yield section("head counts", _counts(report), Paragraph(noise), detail=detail)
     reasons = _reasons([count for count in report.counts if count.num_heads != report.baseline])
     if reasons:
-        yield Section((Facts(reasons),), "why")
+        yield section("why", facts(*reasons))
     if report.equalities:
-        yield Section(tuple(Paragraph(sentence) for sentence in report.equalities), "where outputs must be equal")
+        yield section("where outputs must be equal", *map(Paragraph, report.equalities))
     if report.pairs is not None:
-        yield Section((_pairs(report.pairs),), "every pair")
+        yield section("every pair", _pairs(report.pairs))
     yield from _learning(report)
-    yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
-    untold = [
-        f"{flag} {what}"
-        for flag, what, told in (
-            ("--gradients", "what a first step would change", report.gradients),
-            ("--steps 100", "what is learned", report.training),
-            ("--focus", "what each head looks at", report.focus),
-            ("--time", "which is faster", report.timing),
-        )
-        if told is None
-    ]
+    yield answered(report.answer)
+    ways = {
+        "--gradients what a first step would change": report.gradients,
+        "--steps 100 what is learned": report.training,
+        "--focus what each head looks at": report.focus,
+        "--time which is faster": report.timing,
+    }
+    untold = [way for way, told in ways.items() if told is None]
     if untold:
-        yield Section((Paragraph(f"{'; '.join(untold)}.", "muted"),), "what to ask next")
+        yield section("what to ask next", Paragraph(f"{'; '.join(untold)}.", "muted"))
 
 
 def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:
@@ -137,16 +129,16 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
         (Column("num_heads", "right", "strong"), lambda count: count.num_heads),
         (Column("loss", "right", drop=20), lambda count: text.statistic(count.loss)),
         *((column, partial(_apart, column.title)) for column in parts),
-        (Column("× noise", "right"), lambda count: multiple(max(_times_noise(count), default=None))),
+        (Column("× noise", "right"), _most_noise),
         (Column("verdict"), lambda count: verdict_cell(count.verdict, baseline=count.num_heads == baseline)),
     )
     tables = [counts, *([] if across else [_by_parameter(gradients, baseline)])]
     detail = f"relative difference from the baseline's; loss {gradients.loss}"
-    return Section((*tables, Paragraph(gradients.answer)), "gradients", detail)
+    return section("gradients", *tables, Paragraph(gradients.answer), detail=detail)
 
 
-def _times_noise(count: HeadGradients) -> list[float]:
-    return [part.times_noise for part in count.parts if part.times_noise is not None]
+def _most_noise(count: HeadGradients) -> str:
+    return multiple(max((part.times_noise for part in count.parts if part.times_noise is not None), default=None))
 
 
 def _by_parameter(gradients: Gradients, baseline: int) -> Table:
@@ -176,28 +168,24 @@ def _training(training: Training, baseline: int) -> Section:
         (Column("verdict"), lambda count: verdict_cell(count.verdict, baseline=count.num_heads == baseline)),
     )
     detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
-    return Section((counts, Paragraph(training.answer)), "training", detail)
+    return section("training", counts, Paragraph(training.answer), detail=detail)
 
 
 def _focus(focus: Focus) -> Section:
     spread = []
     for count in focus.counts:
         if count.num_heads > 1:
-            name = text.plural(count.num_heads, "head") + (
-                f", attention {_attention(count)}" if count.attention else ""
-            )
+            place = f", attention {_attention(count)}" if count.attention else ""
             said = f"Jensen-Shannon divergence {text.small(count.divergence)} "
             said += f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}"
-            pairs = [("most", count.most_alike), ("least", count.least_alike)]
-            said += "".join(
-                f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
-                for how, pair in pairs
-                if pair is not None and count.num_heads > 2
-            )
-            spread.append((name, said))
-    blocks = (_heads(focus), *((Facts(tuple(spread)),) if spread else ()), Paragraph(focus.answer))
+            for how, pair in (("most", count.most_alike), ("least", count.least_alike)):
+                if pair is not None and count.num_heads > 2:
+                    said += f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
+            spread.append((text.plural(count.num_heads, "head") + place, said))
+    between = [facts(*spread)] if spread else []
     detail = f"the weights {focus.weights}; averages over the queries; entropy and divergence in nats; strongest: query"
-    return Section(blocks, "focus", f"{detail} → key, of queries that have a choice")
+    detail += " → key, of queries that have a choice"
+    return section("focus", _heads(focus), *between, Paragraph(focus.answer), detail=detail)
 
 
 def _timing(timing: Timing) -> Section:
@@ -214,7 +202,7 @@ def _timing(timing: Timing) -> Section:
         *((Column(name, "right", drop=n + 1), partial(_flops, name)) for n, name in enumerate(names)),
     )
     detail = f"the forward alone, in {text.plural(timing.threads, 'thread')}; operations of each stage's products"
-    return Section((counts, Paragraph(timing.answer)), "time", detail)
+    return section("time", counts, Paragraph(timing.answer), detail=detail)
 
 
 def _flops(stage: str, count: HeadTime) -> str:

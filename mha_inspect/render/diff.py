@@ -9,8 +9,8 @@ from math import isinf
 
 from .. import text
 from ..reports.diff import DiffReport, DiffSide, ParameterPlace, RowContent, StageRow, StageSide
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
-from .parts import MEASURED, difference_columns, grouped, notes, shape_cell, sizes
+from .page import Block, Cell, Column, Page, Section, Table, facts, section, table
+from .parts import MEASURED, answered, difference_columns, grouped, notes, shape_cell, sizes
 
 OPENED_MARK = "*"
 
@@ -32,11 +32,9 @@ def diff_page(report: DiffReport) -> Page:
 
 
 def _sections(report: DiffReport) -> Iterator[Section]:
-    yield Section((Facts((("left", _run(report.left)), ("right", _run(report.right)))),), "how PyTorch runs them")
-    yield Section(
-        (Facts((("carried", report.weights.sentence), *(("left out", reason) for reason in report.weights.left_out))),),
-        "the same weights",
-    )
+    yield section("how PyTorch runs them", facts(("left", _run(report.left)), ("right", _run(report.right))))
+    left_out = (("left out", reason) for reason in report.weights.left_out)
+    yield section("the same weights", facts(("carried", report.weights.sentence), *left_out))
     floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
     measured = [getattr(report, side).measured_against for side in report.noise.sides]
     against = MEASURED["half a digit" if "half a digit" in measured else "float64"]
@@ -44,20 +42,16 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     blocks: list[Block] = []
     for rows in [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)] or [()]:
         blocks.append(_stages(rows))
-        if noted := tuple((row.name, row.note) for row in rows if row.note):
-            blocks.append(Facts(noted))
-    yield Section(
-        tuple(blocks),
-        "stages",
-        f"in canonical axes; noise floor: {floor}, {against}",
-    )
-    yield Section((Facts(tuple(_parting(report))),), "first stage that differs")
-    yield Section((_outputs(report),), "output of the plain forward")
+        if noted := [(row.name, row.note) for row in rows if row.note]:
+            blocks.append(facts(*noted))
+    yield section("stages", *blocks, detail=f"in canonical axes; noise floor: {floor}, {against}")
+    yield section("first stage that differs", facts(*_parting(report)))
+    yield section("output of the plain forward", _outputs(report))
     if report.masked_rows:
-        yield Section((_masked_rows(report),), "queries whose every key is masked")
-    yield Section((_parameters(report),), "parameters")
-    yield Section(notes(report.notes))
-    yield Section(tuple(Paragraph(sentence, "strong") for sentence in report.answer), "answer")
+        yield section("queries whose every key is masked", _masked_rows(report))
+    yield section("parameters", _parameters(report))
+    yield section("", *notes(report.notes))
+    yield answered(report.answer)
 
 
 def _run(side: DiffSide) -> str:

@@ -14,13 +14,8 @@ from ..errors import ExportError
 from ..text import printable
 
 ExportFormat = Literal["plain", "json", "svg", "html", "png"]
-FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {
-    ".txt": "plain",
-    ".json": "json",
-    ".svg": "svg",
-    ".html": "html",
-    ".png": "png",
-}
+FORMAT_OF_SUFFIX: dict[str, ExportFormat]
+FORMAT_OF_SUFFIX = {".txt": "plain", ".json": "json", ".svg": "svg", ".html": "html", ".png": "png"}
 
 unfinished: set[str] = set()
 """Temporary files that exist now. Whoever ends the process at once removes them first."""
@@ -71,9 +66,8 @@ class Destination:
             raise ExportError(
                 f"{name} is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
             )
-        writable = os.access(real, os.W_OK) if real.exists() else os.access(folder, os.W_OK)
-        if not writable:
-            place = real if real.exists() else folder
+        place = real if real.exists() else folder
+        if not os.access(place, os.W_OK):
             raise ExportError(f"{name} cannot be written: you may not write to {_name(place)}. Name another place.")
         return cls(asked, real, format)
 
@@ -83,9 +77,8 @@ class Destination:
         Raises `ExportError` when it cannot; an existing file is then as it was.
         """
         errors = "surrogateescape" if self.format != "json" else "strict"
-        content = [content] if isinstance(content, str) else content
-        text = () if isinstance(content, bytes) else (piece.encode("utf-8", errors) for piece in content)
-        data = [content] if isinstance(content, bytes) else text
+        pieces: Iterable[str | bytes] = [content] if isinstance(content, (str, bytes)) else content
+        data = (piece if isinstance(piece, bytes) else piece.encode("utf-8", errors) for piece in pieces)
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):

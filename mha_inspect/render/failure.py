@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.failure import Failure, ReachedOp, ReachedStage
-from .page import Block, Cell, Column, Facts, Paragraph, Section, Table, labelled, table
+from .page import Block, Cell, Column, Paragraph, Section, Table, facts, section, table
 from .parts import changes_only, shape_cell
 
 
 def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
     """Yield what was completed, the last operations, and the failure; the cause, where there is one, comes last."""
     if failure.completed:
-        yield Section((_completed(failure.completed, dtype),), "completed before the failure")
+        yield section("completed before the failure", _completed(failure.completed, dtype))
     if failure.last_ops:
         told = len(failure.last_ops)
         detail = "" if told == failure.num_ops else f"the last {told} of {text.count(failure.num_ops)}"
-        yield Section((_operations(failure.last_ops),), "operations", detail)
-    yield Section(tuple(_failed(failure, dtype)), "failed", f"{failure.error} at {failure.source}")
+        yield section("operations", _operations(failure.last_ops), detail=detail)
+    yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:
-        blocks = (Paragraph(failure.cause.explanation, "bad"), labelled("fix", failure.cause.fix))
-        yield Section(blocks, "cause", failure.cause.name.replace("_", " "))
+        explained, fix = Paragraph(failure.cause.explanation, "bad"), facts(("fix", failure.cause.fix))
+        yield section("cause", explained, fix, detail=failure.cause.name.replace("_", " "))
 
 
 def _completed(stages: tuple[ReachedStage, ...], dtype: str) -> Table:
@@ -53,7 +53,7 @@ def _operations(ops: tuple[ReachedOp, ...]) -> Table:
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     items = [("line", failure.line), ("call", failure.call), ("operation", failure.op), ("module", failure.module)]
     items += [("message", line) for line in failure.message.splitlines()]
-    yield Facts(tuple((label, text) for label, text in items if text))
+    yield facts(*((label, text) for label, text in items if text))
     if failure.operands:
         yield _operands(failure, dtype)
     if failure.clash:
@@ -61,7 +61,7 @@ def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     if failure.cause is None:
         yield Paragraph("No mistake is told by the evidence: these are the facts.", "muted")
     if failure.note:
-        yield labelled("note", failure.note)
+        yield facts(("note", failure.note))
 
 
 def _operands(failure: Failure, dtype: str) -> Table:

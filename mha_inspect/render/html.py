@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from html import escape
 
 from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
-from .templates import CELL, HTML
+from .templates import cell, html
 
 
 def to_html(page: Page) -> str:
     """Return the page as one html file: nothing is fetched, no script."""
-    return HTML.replace("@PAGE@", _page(page), 1).replace("@TITLE@", escape(f"mha-inspect: {page.title}"), 1)
+    return html().replace("@PAGE@", _page(page), 1).replace("@TITLE@", escape(f"mha-inspect: {page.title}"), 1)
 
 
 def to_cell(page: Page) -> str:
     """Return the page as a piece of html that can stand inside of another page, in the colours of which it is."""
-    return CELL.replace("@PAGE@", _page(page), 1)
+    return cell().replace("@PAGE@", _page(page), 1)
 
 
 def with_pre(page: str, text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import text
 from ..reports.layers import LayersReport
-from .page import Column, Facts, Page, Paragraph, Section, table
+from .page import Column, Page, Paragraph, facts, section, table
 
 
 def layers_page(report: LayersReport) -> Page:
@@ -16,23 +16,16 @@ def layers_page(report: LayersReport) -> Page:
         (Column("how it is written", wrap=30), lambda layer: layer.summary),
         (Column("parameters"), lambda layer: layer.formula),
     )
+    takes = [(layer.name, ", ".join(layer.takes) or "none") for layer in report.layers]
+    more = Paragraph("mha-inspect diff LEFT RIGHT shows where two of them part ways.", "muted")
     return Page(
         "layers",
         f"{text.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
         f"parameter counts with biases: {letters}",
         (
-            Section((layers,)),
-            Section((Facts(tuple((layer.name, layer.split) for layer in report.layers)),), "how the heads are split"),
-            Section(
-                (Facts(tuple((layer.name, ", ".join(layer.takes) or "none") for layer in report.layers)),),
-                "settings beyond those that every layer takes",
-            ),
-            Section(
-                (
-                    Facts(tuple((layer.name, layer.source) for layer in report.layers)),
-                    Paragraph("mha-inspect diff LEFT RIGHT shows where two of them part ways.", "muted"),
-                ),
-                "source of the style",
-            ),
+            section("", layers),
+            section("how the heads are split", facts(*((layer.name, layer.split) for layer in report.layers))),
+            section("settings beyond those that every layer takes", facts(*takes)),
+            section("source of the style", facts(*((layer.name, layer.source) for layer in report.layers)), more),
         ),
     )

@@ -126,9 +126,9 @@ class Facts:
         _set(self, "items", tuple(items))
 
 
-def labelled(label: str, text: str, tone: Tone = "") -> Facts:
-    """Return a sentence with what it is about set before it and apart from it."""
-    return Facts(((label, text),), tone)
+def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
+    """Return lines of a label and what it stands for; of one alone a sentence with what it is about before it."""
+    return Facts(items, tone)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,15 @@ def apart(before: Block | None, block: Block) -> bool:
 class Section(_Cleaned):
     """A part of the page under a title; without one it goes on from the part before."""
 
+    title: str
     blocks: tuple[Block, ...]
-    title: str = ""
     detail: str = ""
     """What is said behind the title on the same line."""
+
+
+def section(title: str, *blocks: Block, detail: str = "") -> Section:
+    """Return a part of the page; `title` may be empty."""
+    return Section(title, blocks, detail)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..reports.params import (
     PerHeadProof,
     StoredAttention,
 )
-from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, labelled, table
+from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import VERDICT_TONES, contents, grouped, layer_page, notes, shape_cell, statistics
 
 
@@ -34,74 +34,63 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters = report.parameters
     if report.stored_attentions:
         by = "by the names of their tensors" if report.like is None else f"by the run of {report.like.module}"
-        yield Section((_attentions(report.stored_attentions),), "attentions", by)
+        yield section("attentions", _attentions(report.stored_attentions), detail=by)
     if report.like is not None:
-        yield Section(tuple(_fit(report.like)), "fit", f"against {report.like.module}")
+        yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
     rows = [(p.name, p) for p in parameters] if report.stored_attentions is None else _folded(parameters)
-    yield Section(
-        (
-            _parameters(rows, report.total),
-            *_formula(report.total),
-            *statistics((p.name, p.stats) for p in parameters),
-            *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
-        ),
+    yield section(
         "parameters",
+        _parameters(rows, report.total),
+        *_formula(report.total),
+        *statistics((p.name, p.stats) for p in parameters),
+        *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
     )
     if any(p.heads is not None for p in parameters):
         yield _per_head(parameters)
     if report.per_head_proof is not None:
-        yield Section((_proof(report.per_head_proof),))
-    changes = (labelled("what changes", report.changes),) if report.changes else ()
+        yield section("", _proof(report.per_head_proof))
+    changes = [facts(("what changes", report.changes))] if report.changes else []
     if report.side_by_side is not None:
-        yield Section((_side_by_side(report.side_by_side), *changes), "by head count")
+        yield section("by head count", _side_by_side(report.side_by_side), *changes)
     else:
-        yield Section(changes)
-    yield Section(notes(report.notes))
+        yield section("", *changes)
+    yield section("", *notes(report.notes))
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:
     """Yield how a checkpoint fits a module: a line, and a row for all that does not."""
-    counts = [(str(like.matching), "of the same name and shape")]
-    counts += [
-        (str(len(own)), f"only in {where}")
-        for own, where in ((like.missing, like.module), (like.unexpected, "the file"))
-        if own
-    ]
-    counts += [(str(len(like.wrong_shape)), "of another shape")] if like.wrong_shape else []
-    fits = ", ".join(f"{number} {what}" for number, what in counts)
-    yield labelled("tensors", fits, "good" if len(counts) == 1 else "warn")
+    fits = [f"{like.matching} of the same name and shape"]
+    fits += [f"{len(like.missing)} only in {like.module}"] if like.missing else []
+    fits += [f"{len(like.unexpected)} only in the file"] if like.unexpected else []
+    fits += [f"{len(like.wrong_shape)} of another shape"] if like.wrong_shape else []
+    yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
-        yield labelled("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}.")
-    pieces: list[tuple[str, str, tuple[int, ...] | None, tuple[int, ...] | None]]
-    pieces = [("missing", one.name, None, one.shape) for one in like.missing]
-    pieces += [("unexpected", one.name, one.shape, None) for one in like.unexpected]
-    pieces += [("wrong shape", one.name, one.shape, one.expected) for one in like.wrong_shape]
+        yield facts(("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}."))
+    pieces = [("missing", one.name, "", text.shape(one.shape)) for one in like.missing]
+    pieces += [("unexpected", one.name, text.shape(one.shape), "") for one in like.unexpected]
+    pieces += [("wrong shape", one.name, text.shape(one.shape), text.shape(one.expected)) for one in like.wrong_shape]
     rows = grouped(pieces, lambda one: (one[0], alike(one[1]), *one[2:]))
     if rows:
         yield table(
             rows,
             (Column("what"), lambda own: own[0][0]),
             (Column("name", tone="strong"), lambda own: times([one[1] for one in own])),
-            (Column("in the file"), lambda own: "" if own[0][2] is None else text.shape(own[0][2])),
-            (Column(f"in {like.module}"), lambda own: "" if own[0][3] is None else text.shape(own[0][3])),
+            (Column("in the file"), lambda own: own[0][2]),
+            (Column(f"in {like.module}"), lambda own: own[0][3]),
         )
 
 
 def times(names: Sequence[str]) -> str:
-    """Return names that differ in their numbers alone as one, with how many they are."""
-    return _spanned(names) + (f" ×{len(names)}" if len(names) > 1 else "")
-
-
-def _spanned(names: Sequence[str]) -> str:
-    """Return names that differ in their numbers alone as one: `layers.0–31.self_attn`."""
+    """Return names that differ in their numbers alone as one, with how many they are: `layers.0–31.self_attn ×32`."""
     if len(names) == 1:
         return names[0]
-    pieces = [re.split(r"(\d+)", name) for name in names]
-    return "".join(
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    spanned = [
         text.spans(map(int, dict.fromkeys(column))) if place % 2 and len(set(column)) > 1 else column[0]
-        for place, column in enumerate(zip(*pieces, strict=True))
-    )
+        for place, column in enumerate(columns)
+    ]
+    return f"{''.join(spanned)} ×{len(names)}"
 
 
 def alike(name: str) -> str:
@@ -113,8 +102,8 @@ def _folded(parameters: Sequence[Parameter]) -> list[tuple[str, Parameter]]:
     """Return tensors that repeat from layer to layer as one row, whose sizes are those of all."""
 
     def kind(p: Parameter) -> object:
-        apart = p.name if p.stats is not None or p.heads is not None else ""
-        return alike(p.name), p.shape, p.axes, p.dtype, p.role, apart
+        apart = p.stats is not None or p.heads is not None
+        return p.name if apart else replace(p, name=alike(p.name), values=None)
 
     rows = []
     for own in grouped(parameters, kind):
@@ -152,16 +141,13 @@ def _parameters(named: Sequence[tuple[str, Parameter]], total: ParametersTotal) 
 
 def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
     """Return the closed formula beside the count."""
-    if not total.formula:
-        return ()
-    counted = text.count(total.numel)
     if total.formula_numel is None:
-        return (labelled("formula", f"{total.formula} for {counted} parameters"),)
-    given = text.count(total.formula_numel)
+        return ()
+    given = f"{total.formula} = {text.count(total.formula_numel)}"
     if total.formula_numel == total.numel:
-        return (labelled("formula", f"{total.formula} = {given}, as counted", "good"),)
+        return (facts(("formula", f"{given}, as counted"), tone="good"),)
     return (
-        labelled("formula", f"{total.formula} = {given}, but {counted} were counted: one of the two is wrong", "bad"),
+        facts(("formula", f"{given}, but {text.count(total.numel)} were counted: one of the two is wrong"), tone="bad"),
     )
 
 
@@ -182,7 +168,7 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         for own in (_every_head(pieces) if is_model else _each_head(pieces))
     ]
     if not rows:
-        return Section((Paragraph("No parameter has a part that is one head's alone."),), "by head")
+        return section("by head", Paragraph("No parameter has a part that is one head's alone."))
     found = table(
         grouped(rows, lambda row: (alike(row[0]) if is_model else row[0], *row[1:])),
         (Column("parameter"), lambda own: times([row[0] for row in own])),
@@ -192,7 +178,7 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         (Column("columns", "right", optional=True), lambda own: own[0][4]),
     )
     detail = "both ends included" + (", h the number of the head" if is_model else "")
-    return Section((found,), "by head", detail)
+    return section("by head", found, detail=detail)
 
 
 def _each_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
@@ -227,11 +213,11 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
 def _proof(proof: PerHeadProof) -> Facts:
     """Say how far apart they are where that is more than rounding, whose digits are others on each machine."""
     if proof.verdict == "same":
-        return labelled("same", proof.sentence, VERDICT_TONES["same"])
+        return facts(("same", proof.sentence), tone=VERDICT_TONES["same"])
     measured = f"largest difference {text.small(proof.max_abs_difference)}"
     floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
     tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
-    return labelled(proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}", tone)
+    return facts((proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}"), tone=tone)
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:

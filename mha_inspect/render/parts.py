@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import text
 from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Stats, Values, Verdict
-from .page import Block, Cell, Column, Field, Page, Section, Table, Tone, Verbatim, labelled, table
+from .page import Block, Cell, Column, Field, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
 
 if TYPE_CHECKING:
     from ..reports.compare_heads import HeadCount, HeadPair
@@ -37,12 +37,9 @@ def sizes(layer: LayerInfo) -> str:
     parts = [f"{name} {layer.spec[name]}" for name in first if layer.spec.get(name) is not None]
     for name in rest:
         value = layer.spec[name]
-        if name in SETTINGS_AS_USUAL:
-            if value != SETTINGS_AS_USUAL[name]:
-                parts.append(f"{name} {value}")
-        elif value is True:
+        if value is True and name not in SETTINGS_AS_USUAL:
             parts.append(name)
-        elif value is not None and value is not False and value != 0:
+        elif value != SETTINGS_AS_USUAL[name] if name in SETTINGS_AS_USUAL else value not in (None, False):
             parts.append(f"{name} {value}")
     return ", ".join(parts)
 
@@ -118,7 +115,12 @@ def changes_only(names: Iterable[str], before: str) -> Iterator[str]:
 
 def notes(sentences: Iterable[str]) -> tuple[Block, ...]:
     """Return a paragraph for each sentence that a reader should not miss."""
-    return tuple(labelled("note", sentence) for sentence in sentences)
+    return tuple(facts(("note", sentence)) for sentence in sentences)
+
+
+def answered(sentences: Iterable[str]) -> Section:
+    """Return the section that a page ends with."""
+    return section("answer", *(Paragraph(sentence, "strong") for sentence in sentences))
 
 
 def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:

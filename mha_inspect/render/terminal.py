@@ -94,7 +94,7 @@ def to_svg(page: Page, *, width: int | None) -> str:
         **_AS_IT_IS,
     )
     _print(console, page)
-    light = console.export_svg(theme=LIGHT_THEME, code_format=templates.SVG)
+    light = console.export_svg(theme=LIGHT_THEME, code_format=templates.svg())
     styles = [line for line in light.partition("@media")[0].split("\n") if _STYLE.match(line)]
     dark = _HEX.sub(lambda colour: _darker()[colour[0]], "\n".join(styles))
     title = escape(f"mha-inspect: {page.title}")

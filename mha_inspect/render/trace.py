@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
@@ -14,7 +14,6 @@ from ..reports.trace import (
     Operand,
     OpLine,
     Path,
-    Product,
     ProductPair,
     Proof,
     Returned,
@@ -22,7 +21,7 @@ from ..reports.trace import (
     Trace,
 )
 from .failure import failure_sections
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, table
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
 
 OPENED = "*"
@@ -42,25 +41,24 @@ def trace_page(trace: Trace) -> Page:
 
 def _sections(trace: Trace) -> Iterator[Section]:
     if len(trace.attentions) > 1:
-        yield Section((_summary(trace.attentions),), f"{len(trace.attentions)} attentions")
+        yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions))
     yield from _in_full(trace)
     if not trace.attentions and trace.failure is None:
-        yield Section(
-            (Paragraph("No attention was found: no softmax lies between two matrix products of activations.", "warn"),)
-        )
+        none = "No attention was found: no softmax lies between two matrix products of activations."
+        yield section("", Paragraph(none, "warn"))
     if trace.chosen is None:
         yield from _products(trace.products)
     if trace.returns:
-        yield Section(_returns(trace.returns, trace.environment.dtype), "returned by the module")
+        yield section("returned by the module", *_returns(trace.returns, trace.environment.dtype))
     if trace.failure is None or trace.attentions:
-        yield Section((_path(trace.path),), "kernels")
+        yield section("kernels", _path(trace.path))
     if trace.masked_rows:
-        yield Section(_masked(trace.masked_rows), "fully masked rows", "queries that may look at no key")
+        yield section("fully masked rows", _masked(trace.masked_rows), detail="queries that may look at no key")
     if trace.ops is not None:
-        yield Section((_ops(trace.ops),), "operations", text.count(len(trace.ops)))
-    yield Section(notes(trace.notes))
+        yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
+    yield section("", *notes(trace.notes))
     if trace.failure is None:
-        yield Section((_proof(trace.proof),))
+        yield section("", _proof(trace.proof))
     else:
         yield from failure_sections(trace.failure, trace.environment.dtype)
 
@@ -76,19 +74,16 @@ def _in_full(trace: Trace) -> Iterator[Section]:
     shown = groups[:MOST_SHOWN] if trace.chosen is None else groups
     for numbers_of, attention in shown:
         title = f"attention {numbers_of[0]}" if several else "attention"
-        section = _attention(attention, title, trace.environment.dtype)
-        if len(numbers_of) > 1:
-            those = "Attention {} is" if len(numbers_of) == 2 else "Attentions {} are"
-            others = f"{those.format(text.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
-            section = replace(section, blocks=(*section.blocks, *notes([others])))
-        yield section
+        those = "Attention {} is" if len(numbers_of) == 2 else "Attentions {} are"
+        others = f"{those.format(text.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
+        said = [*attention.notes, *([others] if len(numbers_of) > 1 else [])]
+        yield _attention(attention, title, trace.environment.dtype, said)
     explained = next(filter(None, (tuple(_layout(attention)) for _, attention in shown)), ())
-    yield Section(tuple(Paragraph(line, "muted") for line in explained))
+    yield section("", *(Paragraph(line, "muted") for line in explained))
     if trace.chosen is None and len(groups) > MOST_SHOWN:
         rest = ", ".join(str(numbers_of[0]) for numbers_of, _ in groups[MOST_SHOWN:])
-        yield Section(
-            (Paragraph(f"{len(groups) - MOST_SHOWN} more that differ: see them with --attention N, N one of {rest}."),)
-        )
+        more = f"{len(groups) - MOST_SHOWN} more that differ: see them with --attention N, N one of {rest}."
+        yield section("", Paragraph(more))
 
 
 _NAMES = re.compile(r"\([^)]*\)|\S+")
@@ -130,38 +125,27 @@ def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
         attention = trace.attentions[number - 1]
         # Statistics and values are each attention's own.
         content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
-        return number if content or trace.chosen is not None else _form(attention)
+        if content or trace.chosen is not None:
+            return number
+        # All but where it stands; the scale, which may be no number, is in the formulas.
+        stages = tuple(replace(stage, op=None) for stage in attention.stages)
+        return replace(attention, module="", call=None, scale=0.0, stages=stages)
 
     return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in grouped(chosen, kind)]
 
 
-def _form(attention: Attention) -> object:
-    """Return what an attention is but for where it stands and what is in it."""
-    stages = tuple(
-        (stage.name, stage.shape, stage.axes, stage.formula, stage.dtype, stage.memory, _mark(stage))
-        for stage in attention.stages
-    )
-    return (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.kind, attention.notes, stages)
-
-
 def _path(path: Path) -> Facts:
-    items = [("PyTorch runs", path.plain)]
-    if path.reason:
-        items.append(("reason", path.reason))
-    if path.opened:
-        items.append(("opened", ", ".join(path.opened)))
+    items = [("PyTorch runs", path.plain), ("reason", path.reason or ""), ("opened", ", ".join(path.opened))]
     items += [("not opened", kernel) for kernel in path.not_opened]
-    return Facts(tuple(items))
-
-
-def _stage(attention: Attention, name: str) -> Stage | None:
-    return next((stage for stage in attention.stages if stage.name == name), None)
+    return facts(*(item for item in items if item[1]))
 
 
 def _summary(attentions: tuple[Attention, ...]) -> Table:
     """Return a table with one row an attention."""
+    stages = [{stage.name: stage for stage in one.stages} for one in attentions]
+    scores = [own.get("scores") or own.get("weights") for own in stages]
     return table(
-        [(n, one, _stage(one, "scores") or _stage(one, "weights")) for n, one in enumerate(attentions, 1)],
+        [(n, *both) for n, both in enumerate(zip(attentions, scores, strict=True), 1)],
         (Column("#", "right", "muted"), lambda row: row[0]),
         (Column("module", tone="strong"), lambda row: _place(row[1]) or "(the layer itself)"),
         (Column("kind", drop=4, optional=True), lambda row: ", ".join(row[1].kind)),
@@ -185,20 +169,22 @@ def _heads(attention: Attention) -> str:
     return f"{attention.num_heads} over {attention.num_kv_heads}" if shared else str(attention.num_heads)
 
 
-def _attention(attention: Attention, title: str, dtype: str) -> Section:
-    """Return the sizes, the table of stages, and what was asked for beyond it."""
-    facts = [", ".join(attention.kind)] if attention.kind else []
-    facts.append(f"num_heads {attention.num_heads}")
+def _attention(attention: Attention, title: str, dtype: str, said: Iterable[str]) -> Section:
+    """Return the sizes, the table of stages, what was asked for beyond it, and what is `said` of it."""
+    sizes = [", ".join(attention.kind)] if attention.kind else []
+    sizes.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
-        facts.append(f"num_kv_heads {attention.num_kv_heads}")
-    facts += [f"head_dim {attention.head_dim}", f"scale {text.scale(attention.scale, attention.head_dim)}"]
+        sizes.append(f"num_kv_heads {attention.num_kv_heads}")
+    sizes += [f"head_dim {attention.head_dim}", f"scale {text.scale(attention.scale, attention.head_dim)}"]
     place = _place(attention)
-    named = f"{title} in {place}" if place else title
-    blocks: list[Block] = [_stages(attention.stages, dtype)]
-    blocks += statistics((stage.name, stage.stats) for stage in attention.stages)
-    blocks += contents((stage.name, stage.shape, stage.axes, stage.values) for stage in attention.stages)
-    blocks += notes(attention.notes)
-    return Section(tuple(blocks), named, ", ".join(facts))
+    return section(
+        f"{title} in {place}" if place else title,
+        _stages(attention.stages, dtype),
+        *statistics((stage.name, stage.stats) for stage in attention.stages),
+        *contents((stage.name, stage.shape, stage.axes, stage.values) for stage in attention.stages),
+        *notes(said),
+        detail=", ".join(sizes),
+    )
 
 
 def _mark(stage: Stage) -> str:
@@ -242,21 +228,19 @@ def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
     )
 
 
-def _masked(rows: tuple[MaskedRow, ...]) -> tuple[Block, ...]:
+def _masked(rows: tuple[MaskedRow, ...]) -> Table:
     """Return a table in which rows that fare alike stand in one line."""
 
     def fate(name: str) -> Cell:
         return Cell("NaN" if name == "nan" else name, "bad" if name == "nan" else "")
 
-    return (
-        table(
-            grouped(rows, lambda row: replace(row, query=0)),
-            (Column("batch", "right"), lambda own: own[0].batch),
-            (Column("query", "right", wrap=8), lambda own: text.spans(row.query for row in own)),
-            (Column("first seen in"), lambda own: own[0].stage or "no stage"),
-            (Column("opened run"), lambda own: fate(own[0].opened)),
-            (Column("plain run"), lambda own: fate(own[0].plain)),
-        ),
+    return table(
+        grouped(rows, lambda row: replace(row, query=0)),
+        (Column("batch", "right"), lambda own: own[0].batch),
+        (Column("query", "right", wrap=8), lambda own: text.spans(row.query for row in own)),
+        (Column("first seen in"), lambda own: own[0].stage or "no stage"),
+        (Column("opened run"), lambda own: fate(own[0].opened)),
+        (Column("plain run"), lambda own: fate(own[0].plain)),
     )
 
 
@@ -288,15 +272,14 @@ def _proof(proof: Proof) -> Paragraph:
     note = f"; {proof.note}" if proof.note else ""
     if proof.agrees is None:
         return Paragraph(f"the stages were not compared with a kernel's own result{note}", "muted")
-    facts = []
-    if proof.max_abs_difference is not None:
-        facts.append(f"largest difference {text.small(proof.max_abs_difference)}")
-    if proof.noise_floor is not None:
-        facts.append(f"noise floor {text.small(proof.noise_floor)} (measured against float64)")
     if proof.max_abs_difference == 0 and proof.noise_floor is None:
         return Paragraph(proof.note, "good")
+    measured = ""
+    if proof.max_abs_difference is not None:
+        measured += f": largest difference {text.small(proof.max_abs_difference)}"
+    if proof.noise_floor is not None:
+        measured += f"{',' if measured else ':'} noise floor {text.small(proof.noise_floor)} (measured against float64)"
     verdict = "agree" if proof.agrees else "DIFFER"
-    measured = f": {', '.join(facts)}" if facts else ""
     said = f"the opened stages and the kernels' own results {verdict}{measured}{note}"
     return Paragraph(said, "good" if proof.agrees else "bad")
 
@@ -314,7 +297,7 @@ def _products(pairs: tuple[ProductPair, ...]) -> Iterator[Section]:
         yield _product_pair(group)
     if len(alike) > MOST_SHOWN:
         rest = len(alike) - MOST_SHOWN
-        yield Section((Paragraph(f"{rest} more pairs of products that differ: they are all in --format json."),))
+        yield section("", Paragraph(f"{rest} more pairs of products that differ: they are all in --format json."))
 
 
 def _product_pair(group: list[ProductPair]) -> Section:
@@ -327,35 +310,22 @@ def _product_pair(group: list[ProductPair]) -> Section:
     between = f"between them {', '.join(pair.between)}" if pair.between else "nothing is between them"
     reading = f"{_FORMS[pair.form]}; " if pair.form else ""
     text = f"Two products follow one another, as in attention, but with no softmax: {reading}{between}."
-    first = _factor_names(pair.first, "a", "b")
-    second = _factor_names(pair.second, "c")
+    first = [own.role or name for own, name in zip(pair.first.factors, "ab", strict=False)]
+    second = [own.role or name for own, name in zip(pair.second.factors, "c", strict=False)]
+    products = " · ".join(first), f"({' · '.join(first)}) · {second[0]}"
     rows = [
-        *_factors(pair.first, first),
-        _result(pair.first, " · ".join(first)),
-        *((step, Cell(""), "", "", "") for step in pair.between),
-        *_factors(pair.second, second),
-        _result(pair.second, f"({' · '.join(first)}) · {second[0]}"),
+        *((name, own.shape, own.axes, "", "") for name, own in zip(first, pair.first.factors, strict=True)),
+        (products[0], pair.first.shape, pair.first.axes, pair.first.name, pair.first.source),
+        *((step, None, "", "", "") for step in pair.between),
+        *((name, own.shape, own.axes, "", "") for name, own in zip(second, pair.second.factors, strict=True)),
+        (products[1], pair.second.shape, pair.second.axes, pair.second.name, pair.second.source),
     ]
     steps = table(
         rows,
         (Column("step", tone="strong"), lambda row: row[0]),
-        (Column("shape", tone="shape"), lambda row: row[1]),
+        (Column("shape", tone="shape"), lambda row: "" if row[1] is None else shape_cell(row[1], row[2])),
         (Column("axes", tone="axes", wrap=12), lambda row: row[2]),
         (Column("operation", tone="muted", into="axes"), lambda row: row[3]),
         (Column("source", tone="muted", into="axes"), lambda row: row[4]),
     )
-    return Section((Paragraph(text), steps), "products without a softmax", ", ".join(where))
-
-
-def _factor_names(product: Product, *otherwise: str) -> list[str]:
-    """Return what the factors are called: by what they would be in attention, where that is known."""
-    return [factor.role or name for factor, name in zip(product.factors, otherwise, strict=False)]
-
-
-def _factors(product: Product, names: list[str]) -> Iterator[tuple[str, Cell, str, str, str]]:
-    for name, factor in zip(names, product.factors, strict=True):
-        yield name, shape_cell(factor.shape, factor.axes), factor.axes, "", ""
-
-
-def _result(product: Product, name: str) -> tuple[str, Cell, str, str, str]:
-    return name, shape_cell(product.shape, product.axes), product.axes, product.name, product.source
+    return section("products without a softmax", Paragraph(text), steps, detail=", ".join(where))

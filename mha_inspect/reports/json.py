@@ -75,14 +75,10 @@ def to_data(value: Any) -> Any:
 
     Raises `TypeError` for what JSON has no type for: a report holds plain data only.
     """
-    if value is None or isinstance(value, (str, bool, int)):
+    if value is None or isinstance(value, (str, bool, int, Rows)):
         return value
     if isinstance(value, float):
-        return (
-            value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        )
-    if isinstance(value, Rows):
-        return value
+        return value if math.isfinite(value) else json.dumps(value)
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, dict):

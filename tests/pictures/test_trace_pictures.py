@@ -124,6 +124,13 @@ def test_what_cannot_be_drawn(invoke, more, said):
     assert said in err
 
 
+def test_a_row_that_a_page_has_not_is_an_error_where_there_is_something_to_show(invoke, tmp_path):
+    line = ("trace", "--embed-dim", "6", "--num-heads", "3", "--export", str(tmp_path / "a.html"), "--batch-row", "1")
+    code, _, err = invoke(*line)
+    assert (code, "batch row 1 is not there: the batch has 1" in err) == (2, True)
+    assert invoke(*line, "--batch", "2").code == 0
+
+
 def test_a_choice_without_a_picture(invoke):
     assert "Add --picture weights." in invoke("trace", "--head", "1").err
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mha_inspect.pictures.grid import Picture, Side, hex_table
-from mha_inspect.pictures.viewer import ROOM, Attention, Storage, encoded, fragment, frame, held, storages, with_viewer
+from mha_inspect.pictures.viewer import ROOM, Storage, encoded, fragment, frame, held, storages, with_viewer
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1">\'\u2028\x1b[31m<!--'
+FIRST = {"attention": 0, "stage": "weights", "head": 0}
 TOKENS = ("the", "cat", "sat", "on", "the", HOSTILE)
 
 
@@ -81,7 +82,7 @@ def test_storage_keeps_what_fits():
 
 def test_a_hostile_name_ends_nothing():
     pictures = stages(6, 6, labels=TOKENS)
-    text = fragment(held([Attention(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), {}))
+    text = fragment(held([(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST))
     assert text.count("</script>") == 2
     assert "<img" not in text
     assert "\x1b" not in text
@@ -97,15 +98,19 @@ BARE = (
 )
 
 
-def written(file: Path, attentions: list[Attention], first: dict | None = None) -> Path:
-    data = held(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), first or {})
+def written(file: Path, attentions: list[tuple[str, list[Picture]]], first: dict | None = None) -> Path:
+    data = held(
+        attentions,
+        dict.fromkeys(("scores", "weights"), Storage(16, None)),
+        {"attention": 0, "stage": "weights", "head": 0, **(first or {})},
+    )
     file.write_text(with_viewer(BARE, data), encoding="utf-8")
     return file
 
 
 @pytest.fixture
-def attentions() -> list[Attention]:
-    return [Attention(f"attention {n} in {HOSTILE}", stages(6, 6, seed=n, labels=TOKENS)) for n in range(3)]
+def attentions() -> list[tuple[str, list[Picture]]]:
+    return [(f"attention {n} in {HOSTILE}", stages(6, 6, seed=n, labels=TOKENS)) for n in range(3)]
 
 
 @pytest.fixture
@@ -150,19 +155,19 @@ def test_choose_attention_stage_and_head(page, file, attentions):
     assert page.find("[aria-pressed=true]").text.endswith("head 2")
     page.choose("stage", "scores")
     assert page.text(".read") == "scores, head 2"
-    size = np.abs(attentions[0].pictures[0].values).max()
+    size = np.abs(attentions[0][1][0].values).max()
     assert [float(page.text(end)) for end in (".low", ".high")] == [-float(f"{size:.4g}"), float(f"{size:.4g}")]
     shown = page.run("return [...document.querySelector('[name=attention]').options].map((o) => o.textContent)")
     assert [name[:11] for name in shown] == ["attention 0", "attention 1", "attention 2"]
     page.run("const s = document.querySelector('[name=attention]'); s.value = 1; s.dispatchEvent(new Event('change'))")
-    size = np.abs(attentions[1].pictures[0].values).max()
+    size = np.abs(attentions[1][1][0].values).max()
     assert float(page.text(".high")) == float(f"{size:.4g}")
     assert page.complaints == []
 
 
 def test_hovering_reads_numbers_and_labels(page, file, attentions):
     page.open(file)
-    weights = attentions[0].pictures[1].values[0]
+    weights = attentions[0][1][1].values[0]
     for row, column in ((3, 1), (5, 0), (1, 4)):
         hover(page, row, column)
         said = page.text(".read")
@@ -181,7 +186,7 @@ def test_each_cell_has_the_colour_of_its_number(page, file, attentions):
         page.choose("stage", stage)
         left, top, width, height = page.run(EDGES)
         table = [tuple(int(c[i : i + 2], 16) for i in (0, 2, 4)) for c in hex_table(signed)]
-        picture = next(one for one in attentions[0].pictures if one.title == stage)
+        picture = next(one for one in attentions[0][1] if one.title == stage)
         low, high = picture.scale
         for row, column in np.ndindex(6, 6):
             number = picture.values[0, row, column]
@@ -279,7 +284,7 @@ def test_a_hostile_name_is_text(page, file):
 
 def test_the_slider_changes_the_range_of_the_colours(page, file, attentions):
     page.open(file)
-    low, high = attentions[0].pictures[1].scale
+    low, high = attentions[0][1][1].scale
     page.run("const s = document.querySelector('[name=to]'); s.value = 500; s.dispatchEvent(new Event('input'))")
     assert abs(float(page.text(".high")) - (low + high) / 2) < 1e-3
     assert page.find("[name=to]").get_attribute("aria-valuetext") == page.text(".high")
@@ -298,7 +303,7 @@ def test_nothing_is_fetched_and_nothing_else_may_run(page, file):
 
 
 def test_in_a_notebook_it_runs_in_a_frame(page, tmp_path, attentions):
-    data = held(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), {"head": 1})
+    data = held(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST | {"head": 1})
     file = tmp_path / "notebook.html"
     file.write_text(
         f'<!DOCTYPE html><html><head><meta charset="UTF-8"></head><body>{frame(data)}</body></html>', "utf-8"
@@ -320,7 +325,7 @@ def test_48_layers_of_32_heads_open_in_20_megabytes(page, tmp_path):
         encoded(Picture(name, names, values, Side("query"), Side("key"), name != "weights"), how[name])
         for name in sizes
     ]
-    data = held([], how, {})
+    data = held([], how, FIRST)
     data["attentions"] = [{"name": f"attention {n} of 48", "stages": one} for n in range(1, 49)]
     file = tmp_path / "large.html"
     file.write_text(with_viewer(BARE, data), encoding="utf-8")
