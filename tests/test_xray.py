@@ -184,6 +184,61 @@ def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None
     assert trace.path.plain == "separate operations: baddbmm, softmax, bmm"
 
 
+class Adding(nn.Module):
+    """Attention of one head whose mask is added inside of the product, with a learned query or learned keys."""
+
+    def __init__(self, learned: str, mask: torch.Tensor, *, batched: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(EMBED, EMBED) for _ in range(3))
+        self.own = nn.Parameter(drawn(LENGTH, EMBED, seed=3))
+        self.learned, self.mask, self.batched = learned, mask, batched
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.own.expand(BATCH, LENGTH, EMBED) if self.batched else self.own
+        q = own if self.learned == "q" else self.q(x)
+        k = own if self.learned == "k" else self.k(x)
+        add = torch.baddbmm if self.batched else torch.addmm
+        weights = add(self.mask, q, k.mT, alpha=0.25).softmax(-1)
+        return weights @ self.v(x), weights
+
+
+@pytest.mark.parametrize(
+    ("learned", "batched", "shape"),
+    [
+        *((learned, batched, (LENGTH,)) for learned, batched in (("", True), ("", False), ("q", True))),
+        *((learned, True, shape) for learned in ("", "q", "k") for shape in ((LENGTH, LENGTH), (1, LENGTH))),
+        *(("", False, shape) for shape in ((LENGTH, LENGTH), (1, LENGTH))),
+    ],
+)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_whatever_is_added_to_scores_inside_of_a_product_leaves_them_to_see(
+    learned: str, batched: bool, shape: tuple[int, ...], gradients: bool
+) -> None:
+    mask = drawn(*shape, seed=1)
+    module, x = Adding(learned, mask, batched=batched), drawn(*((BATCH,) if batched else ()), LENGTH, EMBED)
+    with torch.set_grad_enabled(gradients):
+        run, _ = opened(module, x)
+    scores, masked = stage(run, "scores"), stage(run, "masked_scores")
+    torch.testing.assert_close(scores.view(masked.shape) + mask, masked)
+    torch.testing.assert_close(masked.softmax(-1), run.returned[1].view(masked.shape))
+    (own,) = run.recording.kernels
+    assert own.check is not None
+    assert own.check.verdict == "same"
+
+
+def test_a_layer_hides_nothing_in_its_product() -> None:
+    """A bias is added to a product with a weight: packed, as GPT-2 has it, of each head, or made of other weights."""
+    x, w, b = drawn(BATCH, LENGTH, EMBED), nn.Parameter(drawn(EMBED, EMBED)), nn.Parameter(drawn(EMBED))
+    lead = w.expand(BATCH, EMBED, EMBED)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        made = torch.addmm(b, rows, w) + torch.addmm(b, rows, w * 2) + torch.addmm(b.detach(), rows, w.T)
+        return made.view(x.shape) + torch.baddbmm(b.expand(BATCH, 1, EMBED), x, lead)
+
+    assert not record_opened(forward, x)[0].kernels
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("barred", [False, True])
 def test_a_mask_of_keys_that_is_broadcast_inside_of_a_product_too(gradients: bool, barred: bool) -> None:

@@ -335,7 +335,7 @@ def masked_softmax(
 
 
 def adding_product(
-    do: Do, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    do: Do, added: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: float = 1
 ) -> tuple[Tensor, ...]:
     """`baddbmm` and `addmm`: beta · added + alpha · left · right."""
     product = do(_A.bmm.default if left.dim() == 3 else _A.mm.default, left, right)
@@ -364,12 +364,14 @@ def _few_scores(
     return (scores[:1, :, :_FEW], own, dim, mask_type), lambda weights: weights[:1, :, :_FEW]
 
 
-def _few_sums(added: Tensor, left: Tensor, right: Tensor) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
+def _few_sums(
+    added: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: float = 1
+) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
     def few(tensor: Tensor) -> Tensor:
-        rows = tensor[..., :_FEW, :] if tensor.shape[-2] > 1 else tensor
+        rows = tensor[..., :_FEW, :] if tensor.dim() > 1 and tensor.shape[-2] > 1 else tensor
         return rows[:1] if rows.dim() == 3 else rows
 
-    return (few(added), few(left), right[:1] if right.dim() == 3 else right), few
+    return (few(added), few(left), right[:1] if right.dim() == 3 else right, beta, alpha), few
 
 
 _FEW = 4

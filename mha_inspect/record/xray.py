@@ -347,11 +347,21 @@ def _code_for(func: Any, name: str) -> Any:
 
 
 def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `baddbmm` or `addmm` adds something, as a mask that may be broadcast, to a product of two activations."""
+    """Whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
+
+    A learned query or key is a parameter too, and so is a learned bias of the scores: both together look like a layer.
+    """
     added, left, right = args[:3]
-    if added.dim() < 2 or kwargs.get("beta", 1) == 0:  # [features]: a layer's bias
+    if kwargs.get("beta", 1) == 0:
         return False
-    return not any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right))
+    if added.dim() < 2:
+        return not (_is_parameter(added) or _is_parameter(right))
+    return not (_is_parameter(added) and (_is_parameter(left) or _is_parameter(right)))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether this is a parameter, or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _reason(error: Exception) -> str:
