@@ -350,12 +350,13 @@ def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
 
     A learned query or key is a parameter too, and so is a learned bias of the scores: both together look like a layer.
+    So does one number for each column of a single matrix, whose weight and bias may be given as plain tensors.
     """
     added, left, right = args[:3]
     if kwargs.get("beta", 1) == 0:
         return False
     if added.dim() < 2:
-        return not (_is_parameter(added) or _is_parameter(right))
+        return left.dim() == 3 and not (_is_parameter(added) or _is_parameter(right))
     return not (_is_parameter(added) and (_is_parameter(left) or _is_parameter(right)))
 
 
