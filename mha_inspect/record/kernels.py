@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -97,6 +97,12 @@ class Attention:
             )
         return sum(parts[1:], parts[0]) if parts else None
 
+    def _but(self, **changes: Any) -> Attention:
+        """The same with other values: `replace`, in a quarter of the time, as each kernel that runs asks for it."""
+        made = object.__new__(Attention)
+        made.__dict__.update(self.__dict__, **changes)
+        return made
+
     def of_head(self, place: tuple[int, ...], queries: range) -> Attention:
         """The same of one head and these queries alone."""
         rows: tuple[Any, ...] = (*place, slice(queries.start, queries.stop, queries.step))
@@ -108,8 +114,7 @@ class Attention:
             bias = bias.expand(*shape, *bias.shape[-2:])[rows if bias.shape[-2] > 1 else place][None]
         if slopes is not None:
             slopes = slopes.expand(self.query.shape[:-2])[place][None]
-        return replace(
-            self,
+        return self._but(
             query=self.query[rows][None],
             key=self.key[shared][None],
             value=self.value[shared][None],
@@ -123,12 +128,12 @@ class Attention:
         given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
         made: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
         starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
-        return replace(self, starts=starts, **made)
+        return self._but(starts=starts, **made)
 
     def heads_first(self, do: Do) -> Attention:
         """The same with heads before rows, where they come after them."""
         query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value)
+        return self._but(query=query, key=key, value=value)
 
     def without_batch(self, do: Do) -> Attention:
         """The same without a batch of one."""

@@ -118,10 +118,8 @@ class XRay(Recorder):
 
     def _open(self, hiding: Fused, call: _Call) -> Any:
         place, was = len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = Kernel(
-            call.known.name, hiding.title, hiding.hides, opened=False, note="it raised", within=self._within
-        )
-        self._kernels.append(kernel)
+        told = partial(Kernel, call.known.name, hiding.title, hiding.hides, within=self._within)
+        self._kernels.append(told(opened=False, note="it raised"))
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
         self._new_call()
@@ -130,7 +128,7 @@ class XRay(Recorder):
         finally:
             self._within, self._kernel, self._inside = was
             self._new_call()
-        self._kernels[place] = replace(kernel, **{"opened": True, "note": "", **changes})
+        self._kernels[place] = told(**changes)
         return result
 
     def _reopen(self, call: _Call) -> tuple[Any, dict[str, Any]]:
