@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 ROWS: list[Row] = []
 
@@ -33,6 +34,12 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_MMAP_THRESHOLD, 2**30)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Run torch in one thread: others spin while they wait for the next operation, and that counts as CPU time."""
+    torch.set_num_threads(1)
 
 
 def cpu_time() -> float:
