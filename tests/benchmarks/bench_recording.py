@@ -139,17 +139,29 @@ class Written(nn.Module):
 
 
 def test_the_forwards_of_a_diff(add_row, tmp_path, capsys):
-    """How often `diff` of a module against torch runs the module: each copy of it counts."""
+    """How often `diff` of a module against torch runs the module: each copy of it counts.
+
+    To see what an argument is, a forward is begun, and left at the first product that tells.
+    """
     (tmp_path / "written.py").write_text(_WRITTEN)
+    begun: list[str] = []
     runs: list[str] = []
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda m, _: runs.append(type(m).__name__))
+    hooks = torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(lambda m, _: begun.append(type(m).__name__)),
+        hooks.register_module_forward_hook(lambda m, _, __: runs.append(type(m).__name__)),
+    ]
     try:
         code = run(["diff", f"{tmp_path / 'written.py'}:Written", "torch", "--embed-dim", "64", "--num-heads", "4"])
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     assert code == 0, capsys.readouterr().err
-    ours, theirs = runs.count("Written"), runs.count("MultiheadAttention")
-    add_row("diff, forwards of a module", "one", float(ours), 5.0, f"{ours} of the module, {theirs} of torch's")
+    ours, theirs, left = runs.count("Written"), runs.count("MultiheadAttention"), begun.count("Written")
+    detail = (
+        f"{ours} of the module, {theirs} of torch's; {left - ours} more of the module was left at its first product"
+    )
+    add_row("diff, forwards of a module", "one", float(ours), 5.0, detail)
 
 
 _PEAK = """
