@@ -27,6 +27,8 @@ _LEAST = 3
 """Rehearsals that a foresight is made from: as many as there are terms."""
 _ENOUGH = 1 << 27
 """Bytes from which on what is allocated once, or a piece at a time, matters no more."""
+_PAIRS = 1 << 25
+"""Pairs of positions from which on a rehearsal takes its time."""
 _MARGIN = 1.3
 """What the largest runs take beside it: memory is freed in pieces, and not at once."""
 
@@ -132,9 +134,11 @@ def foresee(run: Callable[[], object], whole: Extent, device: torch.device, free
         # Later ones keep what oneDNN makes for products of their sizes; the real run makes that for its own alone.
         kept = kept or max(0, held(device) - before)
         most, grown = seen[-1][1], seen[-1][1] - seen[0][1]  # what its parameters take says nothing
-        # Nothing grows faster than pairs of positions do: where all of it did and had room twice, no more is tried.
+        # Nothing grows faster than pairs of positions do: where all of it did and had room twice, it fits.
         fits = 2 * _MARGIN * most * whole.terms[2] < free * left.terms[2]
-        if most > free or (len(seen) >= _LEAST and (fits or grown > min(_ENOUGH, free // 8))):
+        if most > free or (len(seen) >= _LEAST and grown > min(_ENOUGH, free // 8)):
+            break
+        if fits and left.terms[2] >= _PAIRS:
             break
     gc.collect()  # what the last one held in circles is not there when it runs for good
     factors = _fitted(seen[-_LEAST:])
