@@ -148,6 +148,35 @@ def test_what_an_in_place_operation_returns_is_what_is_read_afterwards() -> None
         assert recording.consumers[writer.output.id] == (reader,)
 
 
+class InADict(torch._ops.HigherOrderOperator):
+    """Runs code as torch's own cond does, and returns whatever that returns."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return super().__call__(x)
+
+
+def test_what_an_operation_returns_in_a_dictionary_comes_of_it() -> None:
+    in_a_dict, keys = InADict("recorded_in_a_dict"), torch._C.DispatchKey
+
+    @in_a_dict.py_impl(keys.CompositeExplicitAutograd)
+    def run(x: torch.Tensor) -> Any:
+        return {"twice": x * 2, "more": (x + 1, None)}
+
+    @in_a_dict.py_impl(keys.AutogradCPU)
+    def run_below(x: torch.Tensor) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return in_a_dict(x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        made = in_a_dict(x)
+        return made["twice"] + made["more"][0]
+
+    recording, _ = record(forward, drawn(3))
+    whole, added = recording.ops
+    assert [tensor.id for tensor in whole.outputs] == [tensor.id for tensor in added.inputs]
+    assert all(recording.producer(tensor) is whole for tensor in added.inputs)
+
+
 def test_each_call_of_a_loop_over_modules_is_a_call_of_its_own() -> None:
     recording, _ = record(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), drawn(7))
     assert len({op.call for op in recording.ops}) == len(recording.ops) == 3

@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
             given = write_down(values, outside)
             written = self._about_to_write(known, args, kwargs or {})
             result = func(*args, **kwargs) if kwargs else func(*args)
-            (made,), left = write_down((result,)), write_down(written)
+            (made,), left = write_down((result,), None, result), write_down(written)
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
             given, left = write_down((*values, result), outside, result), None
@@ -233,13 +233,12 @@ class Recorder(TorchDispatchMode):
     def _is_asked(self, running: tuple[Block, ...], frame: FrameType) -> bool:
         """Return whether what a frame asks for belongs to the code that this is entered around."""
         block = self._block
-        if block is None or block.frame is None:  # after the end
-            return False
-        if block not in running:
-            return get_ident() != self._thread  # a thread that works for this one; or another task
+        if block is None or block.frame is None or (block not in running and get_ident() == self._thread):
+            return False  # after the end; another task
         if block.is_generator and len(running) > 1:
             return block.asks(frame, running)  # or another generator's
-        self._asked = running
+        if block in running:  # and no thread that works for this one
+            self._asked = running
         return True
 
     def _log(

@@ -23,8 +23,8 @@ _DTYPE_NAMES: dict[Any, str] = {}
 
 Entry = tuple[About, list[Any], tuple[str, ...], Any, list[Look] | None, Site, int, Kind | None, int | None]
 """An operation: what it is; its arguments as they were written down, those by name last, and the names of these; what
-came out, what it wrote into, where Python stood, the mark of its call, its kind where that is known, and the kernel
-that it is a step of."""
+came out (a look or a list of them, anything else where that is no tensor), what it wrote into, where Python stood, the
+mark of its call, its kind where that is known, and the kernel that it is a step of."""
 
 
 class _Storage:
@@ -40,13 +40,6 @@ class _Storage:
         """The operation that wrote it last; None where it came from outside."""
         self.seen: dict[tuple[Any, ...], TensorRef] = {}
         """Offset, shape, stride and dtype, to the tensor that was seen since the memory was written last."""
-
-
-def looks_in(noted: Any) -> list[Look]:
-    """Return the looks in a value that was written down."""
-    if isinstance(noted, list):
-        return [look for value in noted for look in looks_in(value)]
-    return [noted] if isinstance(noted, tuple) else []
 
 
 class Replay:
@@ -93,7 +86,8 @@ class Replay:
             plain_kwargs, plain_args = dict(zip(names, plain_args[first:], strict=True)), plain_args[:first]
         given = {tensor.storage: tensor for tensor in inputs}
         in_place, told = written is not None, kind is not None
-        outputs = [self._write(look, index, given, in_place, told) for look in looks_in(made)]
+        results = made if isinstance(made, list) else [made] if isinstance(made, tuple) else []
+        outputs = [self._write(look, index, given, in_place, told) for look in results]
         if written is not None:
             left = [self._write(look, index, given, True, told) for look in written]
             outputs = outputs or left

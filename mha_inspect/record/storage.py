@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .arguments import tensors_in
+
 Look = tuple[Any, ...]
 """A tensor as it is now: a weak reference to its memory, offset, shape, stride, dtype; where it has no dimension, its
 number or None; where it is kept, a list with the tensor. The same memory has the same reference, which no other has."""
@@ -64,8 +66,9 @@ class Looker:
     def write_down(self, values: Iterable[Any], outside: list[Outside] | None = None, made: object = None) -> list[Any]:
         """Return a look for each tensor, the same one for as long as that is the same.
 
-        A sequence is written down as a list, what is in `_PLAIN` as it is, anything else as text. To `outside` go the
-        tensors that were never looked at before, but for what an operation has just `made`.
+        A sequence is written down as a list, what is in `_PLAIN` as it is, anything else as text; of what an operation
+        has just `made`, whatever holds its tensors, as a list of these. To `outside` go the other tensors that were
+        never looked at before.
         """
         weak, once, kept = self._weak, self._known.setdefault, self._kept
         noted: list[Any] = []
@@ -87,8 +90,11 @@ class Looker:
                 continue
             elif isinstance(value, _Tensor):
                 look = _look_closely(value, weak)
+            elif value is made:
+                noted.append(self.write_down([tensor for _, tensor in tensors_in(value)]))
+                continue
             elif isinstance(value, (list, tuple)):
-                noted.append(self.write_down(value, None if value is made else outside))
+                noted.append(self.write_down(value, outside))
                 continue
             else:
                 noted.append(value if isinstance(value, (int, float, complex, str)) else str(value))
