@@ -15,8 +15,8 @@ from torch import nn
 
 from .answers.check.intent import Intent
 from .answers.trace import of_block, traced
-from .checkpoints.stored import opened, path_name
 from .errors import ForwardError, InputError
+from .files.stored import opened, path_name
 from .layers.spec import Show, require_steps
 from .naming.subject import Run, Subject
 from .notebook.live import Kept, LiveReport, LiveTrace, keep_tensors
@@ -152,8 +152,8 @@ def compare_heads(
     """
     asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
-    from .targets.head_counts import counts_of, layers_by_name, modules_with_heads
-    from .targets.room import Room
+    from .build.room import Room
+    from .call.head_counts import counts_of, layers_by_name, modules_with_heads
 
     if steps:
         require_steps(steps)

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from mha_inspect.answers.trace import trace
+from mha_inspect.call.load import load_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.trace import Trace
-from mha_inspect.targets.load import load_layer
 
 
 def trace_layer(

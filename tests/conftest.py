@@ -128,8 +128,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def rehearsed_on_two_rows_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rehearse every command once, on two sequences of 16 positions, and find that it fits."""
+    from mha_inspect.build import room
     from mha_inspect.record import rehearsal
-    from mha_inspect.targets import room
 
     def foresee(run: Callable[[], object], whole: rehearsal.Extent, *_: object) -> Callable[[rehearsal.Extent], int]:
         with rehearsal._cut_to(rehearsal.Cut(whole, rehearsal.Extent(2, 16))):

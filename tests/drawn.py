@@ -12,12 +12,12 @@ from einops import rearrange
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mha_inspect.call.load import Layer, load_layer
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import InputSpec, RunSpec
 from mha_inspect.naming.canonical import NamedAxes, own_axes
 from mha_inspect.naming.subject import Run
-from mha_inspect.targets.load import Layer, load_layer
 
 from .layers.declared import read_weights
 

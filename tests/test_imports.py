@@ -93,8 +93,8 @@ def test_the_sources_are_read_right() -> None:
     assert own("layers.catalog") == {"errors", "text", "layers.building"}  # the spec is for types only
     assert "torch" in imports("record.recorder", at_import=True)
     assert "layers.building" not in own("layers.catalog", at_import=True)
-    assert "torch" in imports("targets.memory")
-    assert "torch" not in imports("targets.memory", at_import=True)
+    assert "torch" in imports("files.memory")
+    assert "torch" not in imports("files.memory", at_import=True)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -113,16 +113,19 @@ BELOW = {
     "graph": ("record",),
     "naming": ("graph", "record", "layers", "reports"),
     "measure": ("naming", "record", "layers", "reports"),
-    "checkpoints": ("layers", "reports", "errors", "text"),
-    "targets": ("checkpoints", "naming", "record", "layers", "reports", "errors", "text"),
+    "files": ("record", "layers", "reports", "errors", "text"),
+    "build": ("files", "naming", "record", "layers", "reports", "errors", "text"),
+    "call": ("build", "files", "naming", "record", "layers", "reports", "errors", "text"),
     "answers": (
-        *("targets", "checkpoints", "measure", "naming", "graph", "record", "layers", "reports", "errors", "text"),
+        *("call", "build", "files", "measure", "naming", "graph", "record", "layers"),
+        *("reports", "errors", "text"),
     ),
     "render": ("reports", "schemas", "errors", "text"),
     "pictures": ("render", "naming", "reports", "errors", "text"),
     "notebook": ("pictures", "render", "naming", "reports", "errors"),
     "cli": (
-        *("answers", "pictures", "render", "targets", "checkpoints", "naming", "layers", "reports", "errors", "text"),
+        *("answers", "pictures", "render", "call", "build", "files", "naming", "layers"),
+        *("reports", "errors", "text"),
     ),
 }
 """What each package imports of the others, from below to above: a name stands behind all that it imports."""

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..call.call import explaining
+from ..call.load import Layer
 from ..errors import InputError
 from ..naming.canonical import returned_content
 from ..naming.subject import Subject
 from ..record.arguments import changed, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import Verdict
-from ..targets.call import explaining
-from ..targets.load import Layer
 from .look import Look, WiderRun, in_dtype, run_in_dtype
 
 

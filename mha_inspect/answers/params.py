@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..build.target import Target
+from ..call.call import explaining
+from ..call.inputs import Asked, make_call
+from ..call.load import Layer
 from ..errors import InputError
 from ..layers import torch_mha
 from ..layers.catalog import find_layer
@@ -19,10 +23,6 @@ from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
 from ..naming.subject import Run, Subject
 from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport, PerHeadProof
-from ..targets.call import explaining
-from ..targets.inputs import Asked, make_call
-from ..targets.load import Layer
-from ..targets.target import Target
 from ..text import first_few, listed
 from .head_proof import prove
 from .run_report import environment_of, layer_of

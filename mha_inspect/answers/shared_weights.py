@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..call.load import Layer
 from ..errors import WeightsError
 from ..layers.spec import AttentionSpec
 from ..measure.weights import PARTS, Carried, LeftOut, Numbers, Weights, carry, draw
 from ..record.arguments import copy_module
 from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights, SideName
-from ..targets.load import Layer
 from ..text import first_few, listed
 from .side import Side
 

@@ -11,6 +11,12 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from ..build.layer_sides import LayerSide, layer_side, require_same_input, written
+from ..build.room import Room
+from ..call.call import Call
+from ..call.load import Layer, load_layer
+from ..call.pairing import layer_inputs
+from ..call.triple import Triple
 from ..errors import SpecError
 from ..layers.catalog import LayerKind
 from ..layers.settings import spec_for
@@ -19,12 +25,6 @@ from ..measure.weights import Weights, weights_of
 from ..naming.subject import Subject
 from ..record.arguments import first_tensor
 from ..reports.diff import DiffSide, SideName, StageSide
-from ..targets.call import Call
-from ..targets.layer_sides import LayerSide, layer_side, require_same_input, written
-from ..targets.load import Layer, load_layer
-from ..targets.pairing import layer_inputs
-from ..targets.room import Room
-from ..targets.triple import Triple
 from .look import Look, Rows, WiderRun
 from .run_report import environment_of, is_hidden, layer_of, maker_of, path_of
 

@@ -80,7 +80,7 @@ def check(
     export = prepare(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
-        from ..targets.call import explaining
+        from ..call.call import explaining
 
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
@@ -116,7 +116,7 @@ def _load(target: str | None, options: Options, again: Callable[[], object]) -> 
 
     Raises `MhaInspectError` where it cannot be built or called.
     """
-    from ..targets.room import Room
+    from ..build.room import Room
 
     if target is None or not options.causal:
         return subject.load(target, options, Room(again))

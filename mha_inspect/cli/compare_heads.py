@@ -6,9 +6,9 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..build.vocabulary import flag_of
 from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
-from ..targets.vocabulary import flag_of
 from ..text import listed, shown
 from . import subject
 from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
@@ -16,10 +16,10 @@ from .output import give, prepare
 from .picture import Drawn, is_wanted, keep_weights, require_drawable
 
 if TYPE_CHECKING:
+    from ..build.room import Room
+    from ..call.call import Call
     from ..naming.subject import Subject
     from ..pictures.grid import Picture
-    from ..targets.call import Call
-    from ..targets.room import Room
 
 PANEL = "Comparison"
 USUAL = (1, 2, 4, 8, 16)
@@ -67,8 +67,8 @@ def compare_heads(
     counted = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{counted} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
-        from ..targets.call import explaining
-        from ..targets.room import Room
+        from ..build.room import Room
+        from ..call.call import explaining
 
         if target is not None and not compared:
             compared = chosen_counts(_of_its_width(target, options), ())
@@ -135,11 +135,11 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...], room: R
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
     """
     if text is None:
-        from ..targets.head_counts import layers_with_heads
+        from ..call.head_counts import layers_with_heads
 
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
         return layers_with_heads(spec, compared, inputs, run, options.layer, room)
-    from ..targets.load import subject_of
+    from ..call.load import subject_of
 
     made: list[tuple[int, Subject]] = []
     call: Call | None = None

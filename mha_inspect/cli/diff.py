@@ -21,11 +21,11 @@ from .output import give, prepare
 
 if TYPE_CHECKING:
     from ..answers.side import Side
+    from ..build.room import Room
+    from ..build.target import Target
+    from ..call.call import Call
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..reports.diff import DiffReport, SideName
-    from ..targets.call import Call
-    from ..targets.room import Room
-    from ..targets.target import Target
 
 
 PANEL = "Comparison"
@@ -104,7 +104,7 @@ def diff(
         with subject.running(options, named):
             from ..answers.diff import COPIES
             from ..answers.diff import diff as report_of
-            from ..targets.room import Room
+            from ..build.room import Room
 
             room = Room(lambda: report_of(*made(room)), copies=COPIES)
             report = report_of(*made(room))
@@ -114,7 +114,7 @@ def diff(
 
 def _are_checkpoints(left: str, right: str) -> bool:
     """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
-    from ..checkpoints.checkpoint import is_checkpoint
+    from ..files.checkpoint import is_checkpoint
 
     found = [text != "" and text not in LAYERS and is_checkpoint(text) for text in (left, right)]
     if any(found) and not all(found):
@@ -163,7 +163,7 @@ def _checked_files(options: Options, left: _Asked, right: _Asked) -> int | None:
 
 def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
     """Return what builds two layers, once everything is judged that can be before torch is imported."""
-    from ..targets.layer_sides import make_sides, parse_settings
+    from ..build.layer_sides import make_sides, parse_settings
 
     left.require_no_module()
     right.require_no_module()
@@ -190,8 +190,8 @@ def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], 
 
     A side that is not named is --layer, or the target under other settings.
     """
-    from ..targets.layer_sides import parse_settings as layer_settings
-    from ..targets.values import parse_settings
+    from ..build.layer_sides import parse_settings as layer_settings
+    from ..build.values import parse_settings
 
     again = bool(left.settings or right.settings or right.path)
     beside = left.text if again and "layer" not in options.typed else options.layer
@@ -228,7 +228,7 @@ def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Si
     target, call = _called(options, first, second, room)
     run = _target_run(options, first, target, call)
     if is_target(second.text):
-        from ..targets.pairing import with_the_same
+        from ..call.pairing import with_the_same
 
         other, other_call = _called(options, second, first, room, (call, run))
         same, exact = (
@@ -245,7 +245,7 @@ def _called(
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..answers.side import sizes_of
-    from ..targets.pairing import part_of, with_arguments_of
+    from ..call.pairing import part_of, with_arguments_of
 
     beside = beside if other.path is not None and one.path is None else None
     target, options = _loaded(options, one, other, None if beside is None else sizes_of(beside[1]))
@@ -290,7 +290,7 @@ def _of_side(message: str, one: _Asked) -> str:
 
 def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
     """Return the options as a target's side has them, and what is set of its own arguments."""
-    from ..targets.layer_sides import parse_settings, setting_of
+    from ..build.layer_sides import parse_settings, setting_of
 
     ours = [text for text in one.settings if setting_of(text) in _OF_RUN]
     changed = copy(options)
@@ -311,9 +311,9 @@ def _taken_by(other: _Asked) -> frozenset[str]:
 def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exact: Call | None = None) -> Side:
     """Run a target; `exact` are its arguments as the other side has them. Raises `TargetFailedError` as it does."""
     from ..answers.side import Side
-    from ..targets.call import explaining
-    from ..targets.load import subject_of
-    from ..targets.values import parse_settings
+    from ..build.values import parse_settings
+    from ..call.call import explaining
+    from ..call.load import subject_of
 
     changed, _ = _options_of(options, asked)
     own = subject_of(target, call, options.seed, changed.grad)
@@ -327,7 +327,7 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
 def _layer_run(options: Options, asked: _Asked, call: Call, beside: Side) -> Side:
     """Return a layer with the sizes of the target beside it, but for those that somebody gave, and its input."""
     from ..answers.side import layer_beside
-    from ..targets.layer_sides import parse_settings
+    from ..build.layer_sides import parse_settings
 
     # A variable is for all commands: that it is of another width than a target is no contradiction.
     given = {name: getattr(options, name) for name in options.given if name != "embed_dim" or name in options.typed}

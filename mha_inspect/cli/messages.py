@@ -12,8 +12,8 @@ from typing import Any
 import typer
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
+from ..build.vocabulary import dashed, flag_of
 from ..errors import ExitCode, InputError, MhaInspectError, is_out_of_memory
-from ..targets.vocabulary import dashed, flag_of
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, printable_lines, shortened, shown
 
 _LONGEST = 1500

@@ -10,9 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
+from ..files.memory import free_at_once, require_loadable
 from ..render.export import Destination, ExportFormat
 from ..render.screen import columns, in_color, is_terminal
-from ..targets.memory import free_at_once, require_loadable
 from ..text import shown
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..build.vocabulary import dashed
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..layers.catalog import LAYERS
-from ..targets.vocabulary import dashed
 from ..text import shown
 from . import subject
 from .options import TARGET, Options, command, option
@@ -56,7 +56,7 @@ def params(
     Its headers are read and nothing is run: what the tensors are for is told by their names and shapes. With --like it
     is held against a module, which is run without memory, and --stats, --values and --picture read the tensors.
     """
-    from ..checkpoints.checkpoint import is_checkpoint
+    from ..files.checkpoint import is_checkpoint
 
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
@@ -145,8 +145,8 @@ def _on_meta(text: str, options: Options) -> Subject:
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
     with subject.running(options, f"reading {options.layer}"):
         from ..answers.params import INPUTS, params
-        from ..targets.load import load_layer
-        from ..targets.room import Room
+        from ..build.room import Room
+        from ..call.load import load_layer
 
         specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
 
@@ -169,8 +169,8 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         from torch.nn.parameter import is_lazy
 
         from ..answers.params import params
+        from ..call.load import subject_of
         from ..naming.subject import Subject
-        from ..targets.load import subject_of
 
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, one) for one in each]

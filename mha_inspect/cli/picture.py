@@ -104,7 +104,7 @@ def with_text(text: str, target: str | None, options: Options, want: Wanted | No
 
     Raises `InputError` where there is no tokenizer.
     """
-    from ..targets.hugging_face import tokenized
+    from ..build.hugging_face import tokenized
 
     ids, names = tokenized(str(target), text)
     changed = copy(options)

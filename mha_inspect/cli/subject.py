@@ -9,23 +9,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..build.vocabulary import Flags, dashed, flag_of
 from ..errors import SpecError
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
-from ..targets.vocabulary import Flags, dashed, flag_of
 from ..text import first_few, shown
 from .messages import say
 from .options import FORMS, Options, counts, is_target, numbers_go_by_name
 from .process import resume_collection
 
 if TYPE_CHECKING:
+    from ..build.room import Room
+    from ..build.target import Target
+    from ..call.call import Call
+    from ..call.inputs import Asked
     from ..naming.subject import Subject
-    from ..targets.call import Call
-    from ..targets.inputs import Asked
-    from ..targets.room import Room
-    from ..targets.target import Target
 
 _SEEDS = range(0, 2**64)
 
@@ -104,7 +104,7 @@ def with_heads(options: Options, count: int) -> Options:
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
-    from ..targets.values import parse_settings
+    from ..build.values import parse_settings
 
     own = parse_settings(options.settings or [])
     fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
@@ -163,9 +163,9 @@ def check_target(
 
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
-    from ..checkpoints.checkpoint import is_checkpoint
-    from ..targets.importing import split_target
-    from ..targets.values import parse_settings, parse_shapes
+    from ..build.importing import split_target
+    from ..build.values import parse_settings, parse_shapes
+    from ..files.checkpoint import is_checkpoint
 
     if not is_target(text):
         if is_checkpoint(text):
@@ -216,7 +216,7 @@ def running(options: Options, words: str) -> Iterator[Tick]:
     with progress(words, quiet=options.quiet) as tick:
         import torch
 
-        from ..targets.importing import stdout_for_the_answer
+        from ..build.importing import stdout_for_the_answer
 
         resume_collection()  # before that torch is most of what is there, and stays
         with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
@@ -230,7 +230,7 @@ def load(text: str | None, options: Options, room: Room | None = None) -> Subjec
 
     Raises `MhaInspectError` where it cannot be built or called as asked, or does not fit into the room.
     """
-    from ..targets.load import call_target, load_layer, subject_of
+    from ..call.load import call_target, load_layer, subject_of
 
     if text is None:
         spec = attention(options, single_head_count(options, "trace"))
@@ -250,9 +250,9 @@ def load_target(
 
     `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
-    from ..targets.build import load_target as build
-    from ..targets.target import TargetSpec
-    from ..targets.values import parse_settings
+    from ..build.build import load_target as build
+    from ..build.target import TargetSpec
+    from ..build.values import parse_settings
 
     set_flags = flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in set_flags.given}
@@ -269,16 +269,16 @@ def load_target(
 
 def asked(options: Options) -> Asked:
     """Return what the options say of a target's inputs."""
-    from ..targets.inputs import Asked
-    from ..targets.values import parse_shapes
+    from ..build.values import parse_shapes
+    from ..call.inputs import Asked
 
     shapes = parse_shapes(options.input_shape or [])
     return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
 
 
 def call_of(target: Target, options: Options, room: Room | None = None, like: Call | None = None) -> Call:
-    """Make the arguments of a target's forward, as `targets.load.call_target` does."""
-    from ..targets.load import call_target
+    """Make the arguments of a target's forward, as `call.load.call_target` does."""
+    from ..call.load import call_target
 
     return call_target(target, asked(options), room, like=like)
 

@@ -97,8 +97,8 @@ def _trace(target: str | None, options: Options, want: Wanted | None) -> tuple[T
     keep = want is not None or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
-        from ..targets.call import explaining, way_out
-        from ..targets.room import Room
+        from ..build.room import Room
+        from ..call.call import explaining, way_out
 
         def again() -> None:
             report, run = traced(subject.load(target, options), show, keep=keep)

@@ -154,9 +154,9 @@ def test_a_signal_during_an_export_leaves_nothing_behind(environment, tmp_path, 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
     import numpy as np
 
-    from mha_inspect.checkpoints.content import content_of
     from mha_inspect.errors import InputError
-    from mha_inspect.targets.files import SUFFIXES, read_stored
+    from mha_inspect.files.content import content_of
+    from mha_inspect.files.tensors import SUFFIXES, read_stored
 
     np.save(tmp_path / "x.npy", np.zeros((3, 7)))
     stored = content_of(tmp_path / "x.npy", SUFFIXES)
@@ -168,8 +168,8 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
 def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
     from torch import nn
 
+    from mha_inspect.build import room
     from mha_inspect.errors import DoesNotFitError
-    from mha_inspect.targets import room
 
     monkeypatch.setattr(room, "_MOST_PARAMETERS", 10)
     with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), room.of_bounded_number("x"):
@@ -179,8 +179,8 @@ def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 9000, "\x00", ""])
 def test_a_configuration_that_is_none(tmp_path, content):
+    from mha_inspect.build.hugging_face_config import read_config
     from mha_inspect.errors import InputError
-    from mha_inspect.targets.hugging_face_config import read_config
 
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError):
@@ -270,7 +270,8 @@ def test_a_length_out_of_the_file_is_planned_for(invoke, tmp_path, monkeypatch):
     """A file of a kilobyte may ask for scores of any size: by its stride of zero, or as long as it is."""
     import torch
 
-    from mha_inspect.targets import memory, room
+    from mha_inspect.build import room
+    from mha_inspect.files import memory
 
     for module in (memory, room):
         monkeypatch.setattr(module, "free_memory", lambda device: None if str(device) == "meta" else 1 << 30)

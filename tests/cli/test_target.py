@@ -12,7 +12,7 @@ import torch
 
 from mha_inspect.schemas import load_schema
 
-STYLES = str(Path(__file__).parents[1] / "targets" / "styles.py")
+STYLES = str(Path(__file__).parents[1] / "call" / "styles.py")
 MASKED = STYLES.replace("styles.py", "masked.py")
 SMALL = ("--embed-dim", "14", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
 

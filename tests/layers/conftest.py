@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mha_inspect.call.inputs import Triple
+from mha_inspect.call.load import Layer, called_with
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.targets.inputs import Triple
-from mha_inspect.targets.load import Layer, called_with
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
 

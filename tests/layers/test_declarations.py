@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn.parameter import is_lazy
 
+from mha_inspect.call.load import called_with, load_layer
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
 from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
 from mha_inspect.layers.spec import InputSpec, RunSpec, evaluate, symbols
-from mha_inspect.targets.load import called_with, load_layer
 
 from .declared import ROLES, spec_of
 

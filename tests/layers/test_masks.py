@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mha_inspect.call.masks import merged
 from mha_inspect.errors import InputError
 from mha_inspect.layers.building import mask_of_head
-from mha_inspect.targets.masks import merged
 
 from .conftest import BATCH, HEADS, KEY, QUERY
 from .declared import canonical_weights, load_weights

@@ -8,12 +8,12 @@ import pytest
 
 from mha_inspect.answers.diff import diff
 from mha_inspect.answers.side import two_layers
+from mha_inspect.build.layer_sides import make_sides
+from mha_inspect.call.head_counts import layers_with_heads
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
-from mha_inspect.targets.head_counts import layers_with_heads
-from mha_inspect.targets.layer_sides import make_sides
 
 from ..built import trace_layer
 

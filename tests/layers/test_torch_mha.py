@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from mha_inspect.call.load import called_with
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.targets.load import called_with
 
 TORCH = LAYERS["torch"]
 SPEC = AttentionSpec(embed_dim=12, num_heads=2, seed=5)

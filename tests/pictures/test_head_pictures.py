@@ -70,8 +70,8 @@ def test_what_has_no_heads_has_no_picture(invoke):
 
 
 def test_averaged_weights_of_each_head_count(invoke):
+    from mha_inspect.call.load import load_layer
     from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-    from mha_inspect.targets.load import load_layer
 
     out = invoke(
         *["compare-heads", "--embed-dim", "12", "--heads", "1,3", "--seq-len", "6", "--causal", "--picture"]

@@ -164,8 +164,8 @@ def test_other_commands_draw_nothing_into_a_png(invoke, tmp_path):
 
 
 def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):
+    from mha_inspect.build.room import Room
     from mha_inspect.errors import DoesNotFitError
-    from mha_inspect.targets.room import Room
 
     asked = []
 

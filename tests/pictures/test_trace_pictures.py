@@ -17,8 +17,8 @@ from .read_back import MASKED, inkless, panels
 
 def weights_of_torch(num_heads: int, length: int, batch: int, *, causal: bool) -> torch.Tensor:
     """What `nn.MultiheadAttention` returns for the layer and inputs of the flags: `batch heads query key`."""
+    from mha_inspect.call.load import load_layer
     from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-    from mha_inspect.targets.load import load_layer
 
     forward = load_layer(
         AttentionSpec(embed_dim=30, num_heads=num_heads),

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...call.layout import batch_axis_in_words
 from ...errors import InputError
 from ...naming.subject import Subject
 from ...record.arguments import with_copies
-from ...targets.layout import batch_axis_in_words
 from ...text import did_you_mean, shown
 from .intent import Intent
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...checkpoints.attentions import FoundAttention, StoredProjection, find_attentions
-from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
-from ...checkpoints.stored import StoredTensor
 from ...errors import SpecError
+from ...files.attentions import FoundAttention, StoredProjection, find_attentions
+from ...files.checkpoint import Checkpoint, read_checkpoint
+from ...files.stored import StoredTensor
+from ...files.tensors import read_stored
 from ...reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
-from ...targets.files import read_stored
 from ...text import listed, plural, shown
 from .heads import Distance, Numbers, distance, has_numbers, matched, numbers_of
 from .sentences import answer

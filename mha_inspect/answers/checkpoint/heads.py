@@ -12,11 +12,11 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
-from ...checkpoints.attentions import StoredProjection
-from ...checkpoints.stored import StoredTensor
+from ...files.attentions import StoredProjection
+from ...files.stored import StoredTensor
+from ...files.tensors import read_stored
 from ...record.rounding import parts, same_bits
 from ...reports.params import HeadNorms
-from ...targets.files import read_stored
 from ...text import listed, shown, spans
 
 Numbers = dict[str, Tensor]

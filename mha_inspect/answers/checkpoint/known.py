@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...checkpoints.attentions import Role
+from ...files.attentions import Role
 from ...reports.params import HeadSlice, LikeModule, StoredAttention
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...checkpoints.attentions import Role, fitting_counts
-from ...checkpoints.stored import StoredTensor
 from ...errors import InputError
+from ...files.attentions import Role, fitting_counts
+from ...files.stored import StoredTensor
+from ...files.tensors import read_stored
 from ...naming.parameter_words import roles_of
 from ...naming.parameters import Projection, View, projections
 from ...naming.subject import Run
 from ...reports.params import LikeModule, StoredAttention, StoredName, WrongShape
-from ...targets.files import read_stored
 from ...text import shown
 from .heads import Numbers, has_numbers
 from .known import Known

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.attentions import StoredProjection, find_attentions
-from ...checkpoints.checkpoint import Checkpoint, read_checkpoint
-from ...checkpoints.stored import StoredTensor
 from ...errors import SpecError
+from ...files.attentions import StoredProjection, find_attentions
+from ...files.checkpoint import Checkpoint, read_checkpoint
+from ...files.stored import StoredTensor
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport, StoredAttention
 from ...text import did_you_mean, first_few, listed, plural, shown
@@ -154,8 +154,8 @@ def _parameter(
     role = known.roles.get(name)
     stats = values = None
     if show is not None and (show.stats or show.values) and tensor.numel and tensor.offset is not None:
+        from ...files.tensors import read_stored
         from ...measure.statistics import stats_of, values_of
-        from ...targets.files import read_stored
 
         numbers = read_stored(tensor, shown(name))
         stats = stats_of(numbers) if show.stats and not numbers.is_complex() else None

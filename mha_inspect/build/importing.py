@@ -1,0 +1,304 @@
+"""Import what a target names. Importing runs its code: that is what was asked for, and nothing else is ever imported.
+
+A file may say what it likes: no name that stands in a config or a weight file is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import linecache
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ..errors import InputError
+from ..files.stored import opened
+from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
+
+FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LONGEST_SOURCE = 2**22
+_LOADED: dict[Path, str] = {}
+"""Files that were imported by their path, to the name under which they are in sys.modules."""
+
+
+def split_target(text: str) -> tuple[str, str]:
+    """The module or file of a target, and the name in it.
+
+    Raises `InputError` when it is not of a form that a target has.
+    """
+    where, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
+    if where.endswith((".py", ".py:")) or (colon and (os.sep in where or "/" in where)):
+        if name and where.endswith(".py"):
+            return where, name
+        if name:
+            file = where.rstrip(":").removesuffix(".py")
+            raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(file)}.py:{name}.")
+        found = first_few([f"{where}:{name}" for name in _names_in_file(Path(where))], 6)
+        there = f"There are {found}." if found else f"Write {shown(where)}:Name."
+        raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
+    if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
+        raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
+    return where, name
+
+
+def load_object(text: str) -> tuple[Any, ModuleType]:
+    """What a target names, and the module that it is in.
+
+    Raises `InputError` when the module cannot be imported, or has no such name.
+    """
+    where, name = split_target(text)
+    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    found: Any = module
+    owner = where
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise InputError(f"{shown(owner)} has no {shown(part)}. {_there_is(found, part)}") from None
+        owner += f".{part}"
+    return found, module
+
+
+def _there_is(owner: Any, name: str) -> str:
+    from torch import nn
+
+    own = [n for n, value in vars(owner).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    own += [n for n, value in vars(owner).items() if isinstance(value, nn.Module)]
+    if not own:
+        return "There is no torch.nn.Module in it."
+    return f"Modules in it: {first_few(own, 8)}.{did_you_mean(name, own)}"
+
+
+def _names_in_file(path: Path) -> list[str]:
+    """The classes that a file defines, read and not run."""
+    try:
+        with opened(path, ".py") as (file, _):
+            tree = ast.parse(file.read(_LONGEST_SOURCE))
+    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):  # as a parser ends that is too deep
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _load_module(name: str) -> ModuleType:
+    """Import a module by its name.
+
+    The current folder is looked into last, and only for a module that lies in it: whatever else lies there is not run
+    in the place of what is installed.
+    """
+    importlib.invalidate_caches()
+    with suppress(OSError):  # a folder that is gone
+        here = os.getcwd()
+        if here not in sys.path and PathFinder.find_spec(name.partition(".")[0], [here]) is not None:
+            sys.path.append(here)
+    try:
+        with _arguments_of(name):
+            return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacking is None or not f"{name}.".startswith(f"{lacking}."):
+            raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+        as_file = Path(*name.split(".")).with_suffix(".py")
+        hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else _near(name)
+        raise InputError(
+            f"there is no module {shown(lacking)} here, nor among the installed ones. Run it from the folder "
+            f"that {shown(name.split('.')[0])} lies in, install its package, or give the file: "
+            f"path/to/file.py:Name.{hint}"
+        ) from None
+
+
+def _near(name: str) -> str:
+    """Ask whether another module is meant, where one is near."""
+    first = name.partition(".")[0]
+    if first == "nn":  # as everybody imports it
+        return f" Did you mean torch.{name}?"
+    known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
+    return "" if first in known else did_you_mean(first, known)
+
+
+def _load_file(where: str) -> ModuleType:
+    """Import a file by its path, with its folder on the path as `python file.py` has it.
+
+    A file of a package is imported as a part of that package, so that its relative imports work.
+    """
+    if not os.path.isfile(where):
+        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
+        folder = os.path.dirname(where) or "."
+        if not os.access(folder, os.X_OK) and os.path.isdir(folder):
+            what = "cannot be read: you may not enter its folder"
+        name = os.path.basename(where)
+        beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
+        near = "" if os.path.exists(where) else did_you_mean(name, beside)
+        raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
+    path = Path(os.path.realpath(where))
+    if path in _LOADED and _LOADED[path] in sys.modules:
+        return sys.modules[_LOADED[path]]
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").exists() and root.name.isidentifier():
+        root, parts = root.parent, [root.name, *parts]
+    importlib.invalidate_caches()
+    try:
+        with _arguments_of(str(path)), _first_on_the_path(str(root)):
+            if len(parts) > 1 and path.stem.isidentifier():
+                module = importlib.import_module(".".join(parts))
+                if module.__file__ is not None and Path(module.__file__).resolve() == path:
+                    _LOADED[path] = module.__name__
+                    return module
+            return _execute(path)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
+@contextmanager
+def _first_on_the_path(folder: str) -> Iterator[None]:
+    """Put a folder before what is installed while a file in it is imported, and behind it from then on."""
+    if folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
+
+
+def _execute(path: Path) -> ModuleType:
+    name = path.stem
+    if name in sys.modules or not name.isidentifier() or name in sys.stdlib_module_names:
+        name = f"_target_{len(_LOADED)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    _LOADED[path] = name
+    return module
+
+
+@contextmanager
+def _arguments_of(name: str) -> Iterator[None]:
+    """Hide our command line from code that reads its own as it is imported."""
+    before = sys.argv
+    sys.argv = [name]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def stdout_for_the_answer() -> Iterator[None]:
+    """Send what the target prints to stderr, whether Python or a library in C prints it.
+
+    Raises `InputError` where the target's code ends the program: it would end without an answer, and as if all were
+    well.
+    """
+    saved = None
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr), _warnings_without_our_lines(), _without_exit():
+            yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+@contextmanager
+def _without_exit() -> Iterator[None]:
+    """Make `os._exit` raise `SystemExit` in this process: it ends without an answer, and may say that all is well."""
+    end, process = os._exit, os.getpid()
+
+    def exit(status: int) -> NoReturn:
+        if os.getpid() != process:  # a process that was forked ends as it is used to
+            end(status)
+        raise SystemExit(status)
+
+    os._exit = exit
+    try:
+        yield
+    finally:
+        os._exit = end
+
+
+@contextmanager
+def _warnings_without_our_lines() -> Iterator[None]:
+    """Print a warning about whoever called the target's code once, and without a line: that line is one of ours."""
+    before, told_of = warnings.formatwarning, set[str]()
+
+    def told(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if not filename.startswith(_OURS):
+            return before(message, category, filename, lineno, line)
+        text = f"{category.__name__}: {shown(message_of(message), MESSAGE)}\n"
+        known = text in told_of
+        told_of.add(text)
+        return "" if known else text
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def in_one_line(error: BaseException) -> str:
+    """The one line of an error that matters, and the line of code that it came from where that is not our own."""
+    text = next(filter(None, map(str.strip, message_of(error).splitlines())), "")
+    every = _frames(error)
+    # The last line of the user's code that it came through; a library's where there is none.
+    frame = next(reversed([frame for frame in every if "-packages" not in frame.filename] or every), None)
+    place = f"{_short(frame.filename)}:{frame.lineno}" if frame else ""
+    if isinstance(error, SyntaxError):
+        text = error.msg
+        if error.filename and error.lineno:
+            place = f"{_short(error.filename)}:{error.lineno}"
+    if isinstance(error, SystemExit):
+        text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
+    if not text and every:
+        text = linecache.getline(every[-1].filename, every[-1].lineno or 0).strip()
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return shown(f"{told} ({place})" if place and place not in told else told, MESSAGE)
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error that are neither ours, nor torch's, nor Python's own."""
+    torch = [_folder_of(sys.modules["torch"])] if "torch" in sys.modules else []
+    ours, pythons = (_OURS, *torch), (_folder_of(os), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    # A virtual environment may lie anywhere, also below the folder of the standard library's files.
+    return [f for f in frames if not f.filename.startswith(pythons) or "site-packages" in f.filename]
+
+
+def _folder_of(module: ModuleType) -> str:
+    return os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep
+
+
+def _short(filename: str) -> str:
+    with suppress(ValueError):
+        return str(Path(filename).relative_to(Path.cwd()))
+    if "site-packages" + os.sep in filename:
+        return filename.rpartition("site-packages" + os.sep)[2]
+    return filename

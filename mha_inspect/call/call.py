@@ -1,0 +1,109 @@
+"""The arguments of one forward, what was decided about them, and what the forward does wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..build.importing import in_one_line
+from ..errors import ExitCode, MhaInspectError, is_out_of_memory
+from ..naming.subject import Subject
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one forward, and what was decided about them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    described: str
+    """`x float32 [2, 10, 512]`."""
+    drawn: tuple[str, ...] = ()
+    """Names of those that nobody gave: another forward's may stand in their place."""
+    guessed: Mapping[str, str] = field(default_factory=dict)
+    """Those among them of whose shape nobody said anything, with the shape that they got: `2x10x512:float32`."""
+    origin: str = "drawn from the seed"
+    """Where those come from."""
+    batch_first: bool = True
+    """Whether sequences are `batch sequence ...`, and not `sequence batch ...`."""
+    said: tuple[str, ...] = ()
+    """What else was decided about them, as sentences."""
+    without_ones: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
+    """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
+
+    def of(self, module: nn.Module) -> Subject:
+        """The module with these arguments, ready to run."""
+        make = self.without_ones
+        small = None if make is None else lambda other: make(other).of(other)
+        return Subject(module, self.args, self.kwargs, without_ones=small)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What the forward was called with and why, as sentences; empty where it takes nothing."""
+        if not self.described:
+            return self.said
+        were = "was" if len(self.drawn) == 1 else "were"
+        drawn = f" {', '.join(self.drawn)} {were} {self.origin}." if self.drawn else ""
+        return (f"The forward was called with {self.described}.{drawn}", *self.said)
+
+    @property
+    def hint(self) -> str:
+        """How to call it with other inputs than those that were guessed; empty where none were."""
+        ways = [f"--input-shape {name}={shape}" for name, shape in self.guessed.items()]
+        return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+
+
+class TargetFailedError(MhaInspectError):
+    """The target's own forward raised."""
+
+    exit_code = ExitCode.CONDITION
+
+
+def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
+    """Return what to raise for an exception of a subject's forward; any other is a fault of ours and stays as it is.
+
+    That of a module which somebody made stays as well: who calls the library sees their own. `how` says how it was
+    built.
+    """
+    # Whether it came out of a module's forward, and not out of the program around it.
+    its_own = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
+    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not its_own:
+        return error
+    hint = f" {way}" if (way := way_out(own)) else ""
+    return TargetFailedError(
+        f"{own.label}{how} failed on {own.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
+    )
+
+
+@contextmanager
+def explaining(own: Subject, how: str = "") -> Iterator[None]:
+    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out."""
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, own, how)
+        if told is error:
+            raise
+        raise told from error
+
+
+def way_out(own: Subject) -> str:
+    """Return how to call a forward that raised otherwise, as a sentence: in training mode, where it runs so.
+
+    Empty where nothing was guessed.
+    """
+    if own.module.training:
+        return own.hint
+    try:
+        with torch.no_grad(), own.apart() as fresh:
+            fresh.module.train()
+            fresh.plain()
+    except Exception:  # it has another reason
+        return own.hint
+    return "It runs in training mode: --train."

@@ -1,0 +1,123 @@
+"""Tensors out of .pt, .npy and .safetensors files, copied once their sizes are checked: no file stays mapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, UnsafeFileError
+from ..record.rehearsal import rehearsed
+from ..text import MESSAGE, a_kind, shortened, shown
+from .content import content_of
+from .memory import require_memory
+from .pickled import Unknown, Unusual
+from .stored import BITS, DamagedError, StoredTensor, opened, path_name, read_exactly
+
+SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+
+_COPIES = 3
+"""A tensor as it is read, as it is laid out, and in the dtype that it is cast to."""
+_SMALL = 1 << 24
+"""Bytes for which nobody asks how much is free: that takes as long as to read them."""
+
+
+def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
+    """Return the tensor in the file, or its tensors by name, on the CPU and without gradients.
+
+    Where meta is the default device they are made there, of the file's shapes and dtypes: no number is read.
+
+    Raises:
+        InputError: the file is absent, cannot be read, or holds something else than tensors.
+        UnsafeFileError: reading it would run code that is in it, or unpack what may be any size.
+        DoesNotFitError: a tensor in it is larger than the free memory.
+    """
+    name, content = path_name(path), content_of(path, SUFFIXES)
+    if not isinstance(content, dict):
+        return _read(content, name)
+    strange = next((key for key in content if not isinstance(key, str)), None)
+    if strange is not None:
+        raise InputError(f"{name} holds a mapping with the key {shown(repr(strange))}: names of tensors are meant.")
+    return {key: _read(value, f"{shown(repr(key))} in {name}") for key, value in content.items()}
+
+
+def read_tensor(path: Path) -> Tensor:
+    """Return the mask that is the one tensor in the file, named or not; in a rehearsal what is left of it.
+
+    Raises as `read_tensors`, and `InputError` when there are several.
+    """
+    with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
+        content = read_tensors(path)
+    content = {"": content} if isinstance(content, Tensor) else content
+    if len(content) != 1:
+        names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
+        raise InputError(
+            f"{path_name(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
+        )
+    (mask,), cut = content.values(), rehearsed()
+    return mask if cut is None else cut.mask(mask)
+
+
+def _read(value: Any, name: str) -> Tensor:
+    """Return the tensor, when it is a plain one with elements that fit in memory."""
+    if isinstance(value, Unknown):
+        raise UnsafeFileError(
+            f"{name} is an object that only runs as code ({shown(value.name)}), and opening it would run that code. "
+            "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
+        )
+    if isinstance(value, Unusual):
+        raise InputError(f"{name} is {value.kind}. Save to_dense() or dequantize() of it.")
+    if not isinstance(value, StoredTensor):
+        raise InputError(f"{name} is {a_kind(value)} and not a tensor. Save a tensor, or a dict of tensors by name.")
+    if value.numel == 0:
+        raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
+    if torch.get_default_device().type == "meta":
+        return torch.empty(value.shape, dtype=_dtype_of(value, name))
+    return read_stored(value, name)
+
+
+def without_numbers(path: Path) -> list[Tensor]:
+    """Return the tensors in a file on meta, by its header. Raises as `read_tensors`."""
+    with torch.device("meta"):
+        content = read_tensors(path)
+    return list(content.values()) if isinstance(content, dict) else [content]
+
+
+def read_stored(stored: StoredTensor, name: str) -> Tensor:
+    """Return a copy of a stored tensor that has elements.
+
+    Raises:
+        InputError: it is on meta, the file has become shorter, or this version of torch has no such dtype.
+        DoesNotFitError: it is larger than the free memory.
+    """
+    shape = list(stored.shape)
+    if stored.offset is None:
+        raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
+    # A stride of 0 lets a file of a few bytes claim any size: a copy of it would fill the memory.
+    need = _COPIES * max(stored.nbytes, stored.span)
+    if need > _SMALL:
+        require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
+    dtype = _dtype_of(stored, name)
+    try:
+        with opened(stored.path, "readable") as (file, _):
+            data = read_exactly(file, stored.offset, stored.span)
+    except DamagedError:
+        raise InputError(f"{name} cannot be read: the file has become shorter meanwhile. Try it again.") from None
+    if stored.swapped:
+        width = BITS[stored.dtype] // (16 if dtype.is_complex else 8)
+        data = bytearray(b"".join(data[at : at + width][::-1] for at in range(0, len(data), width)))
+    flat = torch.frombuffer(data, dtype=torch.uint8 if dtype == torch.bool else dtype)
+    if dtype == torch.bool:  # a byte that is neither 0 nor 1 is none to torch, and may be anything to its kernels
+        flat = flat.ne(0)
+    return flat.as_strided(stored.shape, stored.strides).clone(memory_format=torch.contiguous_format)
+
+
+def _dtype_of(stored: StoredTensor, name: str) -> torch.dtype:
+    dtype = getattr(torch, stored.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(
+            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
+        )
+    return dtype

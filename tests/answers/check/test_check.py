@@ -1,0 +1,436 @@
+"""The report and its faces: no false alarm, the facts, what cannot be checked, the command, and what a run leaves."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+from mha_inspect import Intent
+from mha_inspect.call.load import load_layer
+from mha_inspect.errors import InputError, SpecError
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.settings import spec_for
+from mha_inspect.layers.spec import InputSpec, RunSpec
+from mha_inspect.record.arguments import first_tensor
+from mha_inspect.testing import assert_attention_is_right
+
+from ...foreign import styles, unusual
+from . import cases
+from .cases import B, D, E, H, N, Right
+
+FOREIGN = {
+    name: style
+    for module in (styles, unusual)
+    for name, style in vars(module).items()
+    if inspect.isclass(style) and issubclass(style, nn.Module) and style.__module__ == module.__name__
+}
+TRUE = {"NoOutput": "parameters"}
+"""What a style really is guilty of: it has W_o from its base, and never projects back."""
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_a_style_is_not_accused(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn((3, 3, 8, 22) if name == "Image" else (3, 8, 22))
+    found = [finding.check for finding in mha_inspect.check(FOREIGN[name](), x).findings if finding.sure]
+    assert found == ([TRUE[name]] if name in TRUE else [])
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_our_layers_are_right(layer: str, invoke: Callable[..., Any]) -> None:
+    sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "5", "--format", "json")
+    code, out, _ = invoke("check", "--layer", layer, *sizes)
+    assert code == 0
+    assert json.loads(out)["findings"] == []
+    code, out, _ = invoke("check", "--layer", layer, *sizes, "--causal", "--scale", "sqrt_head_dim")
+    assert (code, json.loads(out)["findings"]) == (0, [])
+
+
+class Mixes(Right):
+    """Neighbours are mixed before, and heads after, attention with a bias for distance: all of it on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.conv, self.talk = nn.Conv1d(E, E, 3), nn.Linear(H, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.conv(nn.functional.pad(x.mT, (2, 0))).mT)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        n = scores.shape[-1]
+        distance = (torch.arange(n)[:, None] - torch.arange(n)).float()
+        return (scores - 0.3 * distance).masked_fill(distance < 0, -1e9)
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return self.talk(scores.softmax(-1).movedim(1, -1)).movedim(-1, 1)
+
+
+def test_what_is_mixed_on_purpose_is_no_fault() -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(Mixes(), torch.randn(B, N, E), intent=Intent(causal=True))
+    assert not report.failed
+
+
+class MergesTokens(Right):
+    """Every two tokens become one key."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.unflatten(2, (-1, 2)).mean(3) for t in (k, v))
+        return (q @ k.mT / D**0.5).softmax(-1) @ v
+
+
+class SharesMemory(Right):
+    """Keys of the whole batch stand beside each row's own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (torch.cat((t, t.mean((0, 2), keepdim=True).expand(B, H, 1, D)), 2) for t in (k, v))
+        return (q @ k.mT / D**0.5).softmax(-1) @ v
+
+
+def test_a_memory_that_rows_share_may_be_meant() -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(SharesMemory(False), torch.randn(B, N, E))
+    assert not report.failed
+    assert [finding.check for finding in report.findings] == ["batch"]
+
+
+def test_merged_tokens_are_no_fault() -> None:
+    torch.manual_seed(0)
+    assert not mha_inspect.check(MergesTokens(False), torch.randn(B, N, E)).failed
+
+
+HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "openai-gpt")
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Callable[..., Any]) -> None:
+    pytest.importorskip("transformers")
+    small = {
+        "bert": ("hidden_size=16", "num_attention_heads=2", "num_hidden_layers=2", "intermediate_size=19"),
+        "gpt2": ("n_embd=16", "n_head=2", "n_layer=2"),
+        "llama": ("hidden_size=16", "num_attention_heads=4", "num_key_value_heads=2", "num_hidden_layers=2"),
+        "t5": ("d_model=16", "num_heads=2", "d_kv=8", "num_layers=2", "d_ff=19"),
+        "opt": ("hidden_size=16", "word_embed_proj_dim=16", "num_attention_heads=2", "num_hidden_layers=2"),
+        "deberta-v2": ("hidden_size=16", "num_attention_heads=2", "num_hidden_layers=2", "intermediate_size=19"),
+        "xlnet": ("d_model=16", "n_head=2", "n_layer=2", "d_inner=19"),
+        "openai-gpt": ("n_embd=16", "n_head=2", "n_layer=2"),
+    }[name]
+    settings = [part for setting in small for part in ("--set", setting)]
+    code, out, _ = invoke("check", f"hf:{name}", *settings, "--seq-len", "6", "--format", "json")
+    assert [finding for finding in json.loads(out)["findings"] if finding["sure"]] == []
+    assert code == 0
+
+
+def fact(report: Any, name: str) -> str:
+    return " | ".join(fact.sentence for fact in report.facts if fact.name == name)
+
+
+def test_the_facts_say_scale_sight_and_masks() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
+    report = mha_inspect.check(cases.PaddingTurnedRound(False), x, mask=mask)
+    assert fact(report, "scale") == f"{D**-0.5:.4g} = 1/√head_dim (head_dim {D})"
+    assert fact(report, "who sees whom") == "every query sees every key"
+    assert fact(report, "mask") == "mask: True keeps a key, False ignores it"
+    turned = mha_inspect.check(cases.PaddingTurnedRound(True), x, mask=~mask)
+    assert fact(turned, "mask") == "mask: False keeps a key, True ignores it"
+    window = mha_inspect.check(cases.WindowOneWide(False), x)
+    assert fact(window, "who sees whom") == "causal, a window of 4"
+    assert next(f for f in window.facts if f.picture).picture[:5] == (
+        "■·········",
+        "■■········",
+        "■■■·······",
+        "■■■■······",
+        "·■■■■·····",
+    )
+    assert "1: none" in fact(mha_inspect.check(cases.NoScale(True), x), "scale")
+
+
+def test_a_head_counts_as_its_context_does() -> None:
+    torch.manual_seed(0)
+    module, x = Right(False), torch.randn(B, N, E)
+    heads = mha_inspect.check(module, x).heads
+    with torch.no_grad():
+        module.o.weight[:, D : 2 * D] = 0
+    without = mha_inspect.check(module, x).heads
+    assert without[1].output_change == without[1].gradient_share == 0
+    # The context of head 0 alone, projected, beside the output, in float64.
+    exact = Right(False).double()
+    exact.load_state_dict(module.state_dict())
+    q, k, v = (exact.split(p(x.double())) for p in (exact.q, exact.k, exact.v))
+    context = exact.join(exact.attend(q, k, v))
+    part = context[..., :D] @ exact.o.weight[:, :D].T
+    assert without[0].output_change == pytest.approx(
+        float(part.detach().norm() / exact.o(context).detach().norm()), rel=1e-4
+    )
+    assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
+
+
+OUT = re.compile(r"^(W_o|out_proj|o_proj|dense|unifyheads)\.weight$")
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch_first"), [("torch", False), *((name, True) for name in LAYERS if name != "bert")]
+)
+def test_every_layout_tells_what_hangs_on_each_head(layer: str, batch_first: bool) -> None:
+    """The columns of a head in W_o hold all that it gives: with zeros there, the plain module says what is missing."""
+    settings: dict[str, Any] = {} if batch_first else {"batch_first": False}
+    spec = spec_for(LAYERS[layer], embed_dim=12, num_heads=3, **settings)
+    own = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+    (w_o,) = (parameter for name, parameter in own.module.named_parameters() if OUT.search(name))
+    told_by_columns(own.module, w_o, 3, own.args, own.kwargs)
+
+
+def told_by_columns(module: nn.Module, w_o: Tensor, heads: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Assert that each head changes the output by what it does with zeros for its columns of W_o."""
+    told = mha_inspect.check(module, *args, **kwargs).heads
+    with torch.no_grad():
+        width, whole = w_o.shape[1] // heads, first_tensor(module(*args, **kwargs))
+        assert [head.head for head in told] == list(range(heads))
+        for number, head in enumerate(told):
+            kept = w_o[:, number * width : (number + 1) * width].clone()
+            w_o[:, number * width : (number + 1) * width] = 0
+            change = (first_tensor(module(*args, **kwargs)) - whole).norm() / whole.norm()
+            w_o[:, number * width : (number + 1) * width] = kept
+            assert head.output_change == pytest.approx(float(change), rel=1e-3)
+
+
+def test_heads_in_groups_with_a_dimension_of_their_own_are_told() -> None:
+    torch.manual_seed(0)
+    module = styles.GroupedBroadcast().eval()
+    told_by_columns(module, module.o.weight, 6, (torch.randn(3, 8, 22),), {})
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    module = cases.KeepsKeysBetweenCalls(True).train()
+    before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    x = torch.randn(B, N, E, generator=torch.Generator().manual_seed(1))
+    first = x.clone()
+    report = mha_inspect.check(module, x)
+    assert module.training
+    assert module.past is None
+    assert torch.equal(x, first)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert repr(report) == repr(mha_inspect.check(module, x))
+
+
+class ToScript(nn.Module):
+    """Attention that torch.jit can compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def split(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        return x.view(b, n, 2, 4).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        made = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+        return made.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_is_scripted_is_checked_and_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    module = torch.jit.script(ToScript())
+    report = mha_inspect.check(module, torch.randn(2, 5, 8))
+    assert module.training
+    assert {"batch", "mixing", "training"} <= {held.check for held in report.held}
+
+
+def test_one_recording_is_enough_for_what_it_shows() -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(
+        cases.CausalOneLate(True), torch.randn(B, N, E), intent=Intent(causal=True), evidence_only=True
+    )
+    assert report.runs == 1
+    assert [finding.check for finding in report.findings] == ["causal"]
+    assert {"batch", "repeat"} <= {out.check for out in report.left_out}
+
+
+def test_bad_input_says_what_there_is() -> None:
+    x = torch.randn(B, N, E)
+    with pytest.raises(InputError, match=r"no attention to check: .* saw 2 products \(addmm"):
+        mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
+    with pytest.raises(InputError, match=r"msk is no argument of PaddingOnQueries.forward, which takes x, mask"):
+        mha_inspect.check(cases.PaddingOnQueries(True), x, intent=Intent(padding="msk"))
+    with pytest.raises(SpecError, match="headz is no check"):
+        mha_inspect.check(Right(False), x, only=["headz"])
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        mha_inspect.check(len, x)
+
+
+def test_on_meta_what_needs_numbers_is_left_out() -> None:
+    report = mha_inspect.check(
+        Right(False).to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
+    )
+    reasons = {out.check: out.reason for out in report.left_out}
+    assert "gets a gradient" in reasons["parameters"]
+    assert "every projection is read, once" in [one.sentence for one in report.held]
+    assert "meta" in reasons["heads"]
+    assert {held.check for held in report.held} == {"scale", "parameters"}
+    assert report.runs == 1
+    twice = cases.KeyServesTwice(True).to("meta")
+    assert mha_inspect.check(twice, torch.randn(B, N, E, device="meta")).failed
+
+
+class Refuses(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x != 0.5).any()):
+            raise ValueError("not this one")
+        return super().forward(x)
+
+
+def test_a_forward_that_raises_under_another_input_is_told() -> None:
+    x = torch.full((B, N, E), 0.5)
+    report = mha_inspect.check(Refuses(False), x)
+    assert not report.failed
+    reasons = {out.check: out.reason for out in report.left_out}
+    assert reasons["batch"] == "the forward raises under a changed input: ValueError: not this one"
+
+
+def test_the_assertion_tells_the_fix() -> None:
+    torch.manual_seed(0)
+    assert_attention_is_right(Right(False), torch.randn(B, N, E))
+    with pytest.raises(AssertionError, match=r"heads: The heads are merged .*cases\.py:\d+\)\n  evidence: .*\n  fix: "):
+        assert_attention_is_right(cases.MergedByReshape(True), torch.randn(B, N, E))
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, embed_dim=12, num_heads=2, late=1):
+        super().__init__()
+        self.late, self.heads = late, num_heads
+        self.qkv, self.o = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x, mask=None):
+        b, n, e = x.shape
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT * (e // self.heads) ** -0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(self.late).bool(), float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None, :].bool(), -1e9)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, e))
+
+class Trusted(Model):
+    def __init__(self, embed_dim=12, num_heads=2, late=1):
+        super().__init__(embed_dim, num_heads)
+"""
+
+
+def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., Any]) -> None:
+    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
+    target = f"{tmp_path / 'model.py'}:Model"
+    sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "6")
+    code, out, _ = invoke("check", target, *sizes, "--causal", "--mask", "mask=keep")
+    assert (code, "nothing is wrong" in out) == (0, True)
+    code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--causal")
+    assert code == 1
+    assert "model.py:15" in out
+    assert "by one: the mask begins a diagonal too late" in out
+    code, out, _ = invoke("check", target, *sizes, "--mask", "mask=ignore", "--only", "padding", "--format", "json")
+    assert code == 1
+    assert [finding["check"] for finding in json.loads(out)["findings"]] == ["padding"]
+    trusted = f"{tmp_path / 'model.py'}:Trusted"
+    assert invoke("check", target, *sizes, "--reference", trusted)[0] == 0
+    code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--reference", trusted, "--only", "reference")
+    assert (code, "the first that differs is masked_scores of attention 1" in out) == (1, True)
+    code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
+    assert (code, "maks is no argument of Model.forward, which takes x, mask" in err) == (2, True)
+    code, _, err = invoke("check", target, *sizes, "--mask", "mask=yes")
+    assert (code, "NAME=keep or NAME=ignore" in err) == (2, True)
+    code, _, err = invoke("check", target, "--only", "head")
+    assert (code, "head is no check" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--window 0", "window 0 is too small"),
+        ("--window -1", "window -1 is too small"),
+        ("--batch-axis 7", "batch_axis 7 is not known: 0, 1"),
+        ("--batch-axis -1", "batch_axis -1 is not known: 0, 1"),
+        ("--only heads --skip heads", "leave no check to make"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Callable[..., Any]) -> None:
+    code, out, err = invoke("check", *line.split())
+    assert (code, out, told in err) == (2, "", True), err
+
+
+@pytest.mark.parametrize("said", [{"padding_side": "middle"}, {"padding_true": "kept"}, {"scale": "1/8"}])
+def test_words_that_are_not_known_cannot_be_meant(said: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(said))} .* is not known"):
+        Intent(**said)
+
+
+def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
+    code, out, _ = invoke("check", "--list")
+    assert code == 0
+    assert out.startswith("inputs ")
+    assert "\nreference   the reference gives the same\n" in out
+
+
+def test_an_image_of_patches_is_not_accused() -> None:
+    torch.manual_seed(0)
+
+    class Patches(Right):
+        def __init__(self) -> None:
+            super().__init__(False)
+            self.cut = nn.Conv2d(3, E, 4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.cut(x).flatten(2).mT)
+
+    assert not mha_inspect.check(Patches(), torch.randn(2, 3, 8, 8)).failed
+
+
+def test_a_stack_of_twelve_runs_few_times() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True, norm_first=True)
+    stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    report = mha_inspect.check(stack, torch.randn(2, N, E))
+    assert not report.failed
+    assert report.runs <= 10
+
+
+class OverTheBatch(nn.Module):
+    """Sequence-first attention that is fed batch first: its rows attend to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize(("module", "axis"), [(OverTheBatch(), 0), (Right(False), 1)])
+def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: int) -> None:
+    """A row alone has one key, which gives its query no gradient and another output: neither is a fault of its own."""
+    report = mha_inspect.check(module, torch.randn(B, N, E), intent=Intent(batch_axis=axis))
+    assert [finding.check for finding in report.findings] == ["batch"]
+    assert {held.check for held in report.held} >= {"parameters", "training"}
+
+
+def test_a_key_behind_its_query_is_said_to_be_behind() -> None:
+    (finding,) = mha_inspect.check(Right(False), torch.randn(B, N, E), intent=Intent(window=2)).findings
+    assert finding.evidence == "Query 0 gives weight to key 2, 2 behind it."

@@ -1,0 +1,474 @@
+"""The trace of a forward that raises: the issue's own example, what is left behind, and the ways it is handed over."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.errors import ForwardError, InputError
+from mha_inspect.render import to_text
+from mha_inspect.reports.failure import Failure
+from mha_inspect.reports.json import read_report
+from mha_inspect.reports.trace import Trace
+from mha_inspect.schemas import load_schema
+
+from ...built import trace_module
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, embed_dim=512, num_heads=8):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_q = nn.Linear(embed_dim, embed_dim)
+        self.W_k = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q = self.W_q(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
+        k = self.W_k(x).view(batch, length, self.num_heads, -1)
+        scores = q @ k.transpose(-2, -1)
+        return scores.softmax(-1)
+"""
+SPLIT, PRODUCT = (n for n, line in enumerate(MODULE.splitlines(), 1) if " k = " in line or "@" in line)
+
+
+@pytest.fixture
+def attention_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "attention.py"
+    path.write_text(MODULE)
+    return path
+
+
+def failed(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
+    with pytest.raises(ForwardError) as caught:
+        trace_module(module, *args, **kwargs)
+    return caught.value.trace
+
+
+def failure_of(module: nn.Module, *args: Any, **kwargs: Any) -> Failure:
+    failure = failed(module, *args, **kwargs).failure
+    assert failure is not None
+    return failure
+
+
+class Breaks(nn.Module):
+    """Splits into 3 heads of 8, draws random numbers, counts its calls, then breaks in a way of the test's choosing."""
+
+    def __init__(self, broken: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.proj = nn.Linear(24, 24)
+        self.norm = nn.BatchNorm1d(7)
+        self.broken = broken
+        self.calls = 0
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        heads = torch.dropout(self.proj(self.norm(x)), 0.5, True).view(2, 7, 3, 8)
+        self.made.append(weakref.ref(heads))
+        return self.broken(heads)
+
+
+def view_badly(heads: torch.Tensor) -> torch.Tensor:
+    return heads.view(2, 5, -1)
+
+
+def five() -> int:
+    return 5
+
+
+def view_by_a_function(heads: torch.Tensor) -> torch.Tensor:
+    """What a function of the user's gives cannot be told without calling it."""
+    return heads.view(2, five(), -1)
+
+
+def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., Any]):
+    answer = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512", "--format", "json")
+    assert answer.code == 1
+    assert answer.err == ""
+    data = json.loads(answer.out)
+    jsonschema.validate(data, load_schema("trace"))
+    failure = data["failure"]
+    assert failure["source"] == f"attention.py:{PRODUCT}"
+    assert failure["line"] == "scores = q @ k.transpose(-2, -1)"
+    assert [(o["name"], o["shape"], o["axes"]) for o in failure["operands"]] == [
+        ("q", [2, 8, 5, 64], "batch heads query head_dim"),
+        ("k.transpose(-2, -1)", [2, 5, 64, 8], "batch key head_dim heads"),
+    ]
+    assert failure["cause"]["name"] == "heads_not_transposed"
+    assert failure["cause"]["explanation"] == (
+        f"k was split but not transposed (attention.py:{SPLIT}). Heads must come before key."
+    )
+    assert [(s["name"], s["variable"], s["axes"]) for s in failure["completed"]] == [
+        ("query", "x", "batch query embed"),
+        ("key", "x", "batch key embed"),
+        ("q_proj", "W_q", "batch query (heads head_dim)"),
+        ("k_proj", "W_k", "batch key (heads head_dim)"),
+        ("q_heads", "q", "batch heads query head_dim"),
+        ("k_heads", "k", "batch key heads head_dim"),
+    ]
+    page = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512").out
+    told = ["completed before", "q_heads", "operations", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
+    assert sorted(told, key=page.index) == told
+
+
+class Projected(nn.Module):
+    """Query, key and value of a rule that breaks."""
+
+    def __init__(self, rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(22, 5), nn.Linear(22, 5), nn.Linear(22, 5), nn.Linear(3, 22)
+        self.rule = rule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(self.rule(self.q(x), self.k(x), self.v(x)))
+
+
+def test_stages_are_named_where_products_are_multiplications_and_sums():
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q[:, :, None] * k[:, None]).sum(-1).softmax(-1) @ v[:, 1:]
+
+    failure = failure_of(Projected(rule), torch.randn(7, 11, 22))
+    shapes = {stage.name: stage.shape for stage in failure.completed if stage.name}
+    assert shapes["scores"] == shapes["weights"] == (7, 11, 11)
+    assert shapes["q_proj"] == shapes["k_proj"] == (7, 11, 5)
+    assert shapes["v_heads"] == (7, 10, 5)
+    assert not {"q_heads", "k_heads"} & shapes.keys()
+
+
+def test_what_a_softmax_gives_is_no_query():
+    failure = failure_of(Projected(lambda q, k, v: q.softmax(-1) @ v.mT[:, 1:]), torch.randn(7, 11, 22))
+    named = {stage.name for stage in failure.completed if stage.name}
+    assert {"v_proj", "v_heads"} <= named
+    assert not {"query", "q_proj", "q_heads", "k_proj", "k_heads"} & named
+
+
+def test_a_product_of_what_another_gives_is_no_scores():
+    trace = failed(Projected(lambda q, k, v: (q @ k.mT * torch.ones(11, 11)) @ v), torch.randn(7, 11, 22))
+    assert trace.failure is not None
+    assert {stage.name for stage in trace.failure.completed} == {""}
+    (pair,) = trace.products
+    assert (pair.form, pair.between) == ("scores", ("mul [11, 11]",))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda q, k, v: (q @ k.mT).sigmoid() @ v,
+        lambda q, k, v: (q[:, :, None] + k[:, None]).tanh().sum(-1).softmax(-1) @ v,
+    ],
+)
+def test_scores_without_a_dot_product_or_a_softmax_are_stages_of_what_failed(
+    rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    failure = failure_of(Projected(rule), torch.randn(7, 11, 22))
+    shapes = {stage.name: stage.shape for stage in failure.completed if stage.name}
+    assert shapes["scores"] == shapes["weights"] == (7, 11, 11)
+    assert shapes["q_proj"] == shapes["k_proj"] == shapes["v_proj"] == shapes["context"] == (7, 11, 5)
+
+
+def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.MultiheadAttention(24, 3, batch_first=True)
+            self.proj = nn.Linear(24, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = k = self.proj(self.first(x, x, x)[0] + x).view(2, 7, 3, 8).transpose(1, 2)
+            weights = (q @ k.mT).softmax(-1)
+            return nn.functional.linear(weights @ k, self.proj.weight)
+
+    trace = failed(Two(), torch.randn(2, 7, 24))
+    assert [attention.module for attention in trace.attentions] == ["first"]
+    assert [stage.name for stage in trace.attentions[0].stages][-1] == "output"
+    assert trace.failure is not None
+    assert trace.failure.op == "aten.mm.default"
+    (context,) = (stage for stage in trace.failure.completed if stage.name == "context")
+    assert (context.shape, context.axes) == ((2, 3, 7, 8), "batch heads query head_dim")
+    assert trace.failure.operands[0].axes == "batch heads query head_dim"
+    assert "concat" not in [stage.name for stage in trace.failure.completed]  # the failing product's own flattening
+    assert trace.returns == ()
+
+
+@pytest.mark.parametrize("packed", ["3 heads head_dim", "heads 3 head_dim", "heads (3 head_dim)", "(3 heads head_dim)"])
+def test_heads_are_told_however_a_projection_is_packed(packed: str):
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(24, 120)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            p = self.qkv(x)
+            if packed == "3 heads head_dim":
+                q, k, _ = p.view(2, 7, 3, 5, 8).permute(2, 0, 3, 1, 4)
+            elif packed == "heads 3 head_dim":
+                q, k, _ = p.view(2, 7, 5, 3, 8).permute(3, 0, 2, 1, 4)
+            elif packed == "heads (3 head_dim)":
+                q, k, _ = p.view(2, 7, 5, 24).transpose(1, 2).chunk(3, dim=-1)
+            else:
+                q, k, _ = (t.view(2, 7, 5, 8).transpose(1, 2) for t in p.chunk(3, dim=-1))
+            return q @ k
+
+    class Unsplit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(24, 120)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.qkv(x).view(2, 7, 3, 5, 8).view(13, -1)
+
+    assert failure_of(Unsplit(), torch.randn(2, 7, 24)).operands[0].axes == "batch sequence 3 heads head_dim"
+    failure = failure_of(Packed(), torch.randn(2, 7, 24))
+    # Before Python 3.11 the operation is told, a bmm, and not the expression that asked for it.
+    lead = "batch heads" if sys.version_info >= (3, 11) else "(batch heads)"
+    assert [o.axes for o in failure.operands] == [f"{lead} query head_dim", f"{lead} key head_dim"]
+    assert failure.cause is not None
+    assert failure.cause.name == "key_not_transposed"
+
+
+def test_a_dispatched_operation_that_raised_is_told_and_so_are_the_last_ones():
+    failure = failure_of(nn.Sequential(nn.Linear(24, 13), nn.Linear(11, 5)), torch.randn(2, 7, 24))
+    assert failure.op == "aten.addmm.default"
+    assert failure.module == "1"
+    assert failure.call == "F.linear"
+    assert failure.num_ops == len(failure.last_ops) == 6
+    assert failure.last_ops[2].outputs == ((14, 13),)
+    assert [operand.role for operand in failure.operands] == ["input", "weight", "bias"]
+
+
+def test_the_error_itself_stands_behind_it():
+    x = torch.randn(2, 7, 24)
+    with pytest.raises(RuntimeError) as plain:
+        Breaks(view_badly)(x)
+    with pytest.raises(ForwardError) as caught:
+        mha_inspect.trace(Breaks(view_badly), x)
+    assert type(caught.value.__cause__) is RuntimeError
+    assert str(caught.value.__cause__) == str(plain.value)
+    assert str(plain.value) in str(caught.value)
+
+
+def test_everything_is_left_as_the_forward_left_it():
+    x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    plain = Breaks(view_badly)
+    with pytest.raises(RuntimeError):
+        plain(x)
+    after, mean = torch.get_rng_state(), plain.norm.running_mean.clone()
+    torch.manual_seed(5)
+    module = Breaks(view_badly)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    failure_of(module, x)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(module.norm.running_mean, mean)
+    assert int(module.norm.num_batches_tracked) == 1
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+@pytest.mark.parametrize("broken", [view_badly, view_by_a_function])
+def test_no_tensor_outlives_the_error(broken: Callable[[torch.Tensor], torch.Tensor]):
+    module = Breaks(broken)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ForwardError) as caught:
+            trace_module(module, torch.randn(2, 7, 24))
+        trace = caught.value.trace
+        del caught
+        # Without the collector: nothing that holds it is in a cycle.
+        assert [made() for made in module.made] == [None]
+    finally:
+        gc.enable()
+    assert trace.failure is not None
+
+
+def test_a_module_that_fails_otherwise_when_it_is_called_again_is_called_once():
+    def broken(heads: torch.Tensor) -> torch.Tensor:
+        assert module.calls == 1, "the cache has moved on"
+        return heads.view(2, five(), -1)
+
+    module = Breaks(broken)
+    failure = failure_of(module, torch.randn(2, 7, 24))
+    assert module.calls == 1
+    assert (failure.error, failure.call, failure.note) == ("RuntimeError", "Tensor.view", "")
+    assert failure.line == "return heads.view(2, five(), -1)"
+    assert (
+        failure.clash
+        == "heads is [2, 7, 3, 8] batch sequence heads head_dim, 336 elements; [2, 5, -1] needs a multiple of 10."
+    )
+    assert failure.num_ops > 0
+
+
+def test_an_error_of_the_forwards_own_needs_no_second_run():
+    def refuses(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    module = Breaks(refuses)
+    failure = failure_of(module, torch.randn(2, 7, 24))
+    assert (failure.error, failure.call, failure.note, module.calls) == ("ValueError", "", "", 1)
+
+
+def test_what_is_no_failure_of_the_forward_is_raised_as_it_is():
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB.")
+
+    def refuses(_: torch.Tensor) -> torch.Tensor:
+        raise InputError("asked for on purpose")
+
+    def stopped(_: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    for broken, kind in ((full, torch.OutOfMemoryError), (refuses, InputError), (stopped, KeyboardInterrupt)):
+        module = Breaks(broken)
+        with pytest.raises(kind):
+            trace_module(module, torch.randn(2, 7, 24))
+        assert module.calls == 1
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        trace_module(Breaks(view_badly))
+
+
+class UnreadableError(RuntimeError):
+    """Cannot say what it is about."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+@pytest.mark.parametrize("kind", [UnreadableError, ValueError])
+def test_any_message_can_be_told(kind: type[Exception]):
+    def broken(_: torch.Tensor) -> torch.Tensor:
+        raise kind("begins" + " and goes on" * 500 + " ends")
+
+    failure = failure_of(Breaks(broken), torch.randn(2, 7, 24))
+    assert failure.error == kind.__name__
+    if kind is UnreadableError:
+        assert failure.message == "(no message: UnreadableError.__str__ raises KeyError)"
+    else:
+        assert len(failure.message) <= 400
+        assert failure.message.startswith("begins and goes on")
+        assert failure.message.endswith(" ends")
+
+
+LAZY = """
+from einops import rearrange
+from torch import nn
+
+
+class Unreadable(RuntimeError):
+    def __str__(self):
+        raise KeyError
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.LazyLinear(24)
+
+    def forward(self, x):
+        q = self.q(x)
+        return rearrange(q, "b l (h d) -> b h l d", h=5)
+
+
+class Says(Lazy):
+    def forward(self, x):
+        raise Unreadable
+
+
+class Builds(nn.Module):
+    def __init__(self):
+        raise Unreadable
+"""
+
+
+@pytest.fixture
+def lazy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lazy.py").write_text(LAZY)
+    return next(number for number, line in enumerate(LAZY.splitlines(), 1) if "return rearrange" in line)
+
+
+@pytest.mark.parametrize("shape", [(), ("--input-shape", "x=2x5x13")])
+def test_a_lazy_module_that_fails_in_a_library_is_traced_to_the_users_line(
+    lazy_file: int, invoke: Callable[..., Any], shape: tuple[str, ...]
+):
+    answer = invoke("trace", "lazy.py:Lazy", *shape, "--format", "json")
+    assert (answer.code, answer.err) == (1, "")
+    failure = json.loads(answer.out)["failure"]
+    assert failure["source"] == f"lazy.py:{lazy_file}"
+    assert failure["cause"]["name"] == "heads_do_not_divide"
+    told = invoke("diff", "lazy.py:Lazy", "torch", "--input-shape", "x=2x5x24")
+    assert told.code == 1
+    assert f"(lazy.py:{lazy_file})" in told.err
+
+
+def test_a_target_whose_error_says_nothing_is_told_in_a_line(lazy_file: int, invoke: Callable[..., Any]):
+    assert invoke("trace", "lazy.py:Says", "--input-shape", "x=2x5x13").code == 1
+    for code, command in (
+        (2, ("trace", "lazy.py:Builds")),
+        (1, ("params", "lazy.py:Says", "--input-shape", "x=2x5x13")),
+    ):
+        answer = invoke(*command)
+        assert answer.code == code
+        assert "Unreadable: (no message: Unreadable.__str__ raises KeyError)" in answer.err
+        assert answer.err.count("\n") == 1
+
+
+def test_an_exception_that_was_caught_leaves_no_trace():
+    def recovers(heads: torch.Tensor) -> torch.Tensor:
+        try:
+            heads.view(5)
+        except RuntimeError:
+            return heads.sum(-1)
+        raise AssertionError
+
+    assert trace_module(Breaks(recovers), torch.randn(2, 7, 24)).failure is None
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return failed(Breaks(view_badly), torch.randn(2, 7, 24))
+
+
+def test_it_follows_its_schema_and_comes_back_from_its_json(trace: Trace, tmp_path: Path):
+    text = to_text(trace, "json")
+    jsonschema.validate(json.loads(text), load_schema("trace"))
+    saved = tmp_path / "failed.json"
+    saved.write_text(text, encoding="utf-8")
+    assert read_report(saved.read_bytes(), "trace", Trace) == trace
+
+
+def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
+    page = to_text(trace, "plain")
+    assert "No attention was found" not in page
+    assert "outputs were not compared" not in page
+    assert "heads.view(2, 5, -1)" in page
+    assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
+    assert page.rstrip().endswith("these are the facts.")
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_it_is_told_without_gradients_too(context: Callable[[], Any]):
+    with context():
+        failure = failure_of(Breaks(view_badly), torch.randn(2, 7, 24))
+    assert failure.call == "Tensor.view"
+    assert failure.operands[0].shape == (2, 7, 3, 8)
+    assert failure.operands[0].axes == "batch sequence heads head_dim"

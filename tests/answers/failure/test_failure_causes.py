@@ -1,0 +1,271 @@
+"""Each mistake that people make is told by its name, at its line; every other error gets facts and no guess."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mha_inspect.answers.failure import site as failure_site
+from mha_inspect.answers.failure.report import CAUSES
+from mha_inspect.errors import ForwardError
+from mha_inspect.reports.failure import Failure
+
+from ...built import trace_module
+
+HERE = Path(__file__).parent / "failing"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"failing_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # inspect looks for its classes there
+    spec.loader.exec_module(module)
+    return module
+
+
+HAND, TORCH, OWN = load("by_hand"), load("with_torch"), load("own_errors")
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def bools(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.long)
+
+
+X, MEMORY = floats(2, 7, 24), floats(2, 11, 24)  # batch 2, query 7, key 11; 3 heads of 8
+
+
+def failure_of(module: nn.Module, *args: Any, **kwargs: Any) -> Failure:
+    with pytest.raises(ForwardError) as caught:
+        trace_module(module, *args, **kwargs)
+    assert caught.value.trace.failure is not None
+    return caught.value.trace.failure
+
+
+def line_of(cls: type, mark: str) -> str:
+    """`by_hand.py:32`: the only line of a class that bears a mark."""
+    lines, first = inspect.getsourcelines(cls)
+    (place,) = (place for place, line in enumerate(lines) if mark in line)
+    return f"{Path(inspect.getfile(cls)).name}:{first + place}"
+
+
+BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("KeyNotTransposed", "heads_not_transposed", (X,)),
+    ("QueryNotTransposed", "heads_not_transposed", (X,)),
+    ("ValueNotTransposed", "heads_not_transposed", (X,)),
+    ("NoneTransposed", "heads_not_transposed", (X,)),
+    ("ValueNotTransposedInSdpa", "heads_not_transposed", (X,)),
+    ("EinsumNotTransposed", "heads_not_transposed", (X,)),
+    ("TransposedTwice", "heads_not_transposed", (X,)),
+    ("NoKeyTranspose", "key_not_transposed", (X,)),
+    ("KeyDotT", "key_not_transposed", (X,)),
+    ("KeySwapsWrongDims", "key_not_transposed", (X,)),
+    ("SingleHeadNoTranspose", "key_not_transposed", (X,)),
+    ("SequenceFirst", "key_not_transposed", (floats(7, 2, 24),)),
+    ("PackedNotTransposed", "key_not_transposed", (X,)),
+    ("KeyNotSplit", "heads_not_split", (X,)),
+    ("FewerKeyHeads", "heads_not_repeated", (floats(2, 7, 20),)),
+    ("CrossBatch", "batch_differs", (X, floats(5, 11, 24))),
+    ("ValueOfOtherLength", "lengths_differ", (X, MEMORY)),
+    ("HeadDimDiffers", "head_dim_differs", (X,)),
+    ("HeadsDoNotDivide", "heads_do_not_divide", (floats(2, 7, 32),)),
+    ("HeadsDoNotDivideRest", "heads_do_not_divide", (X,)),
+    ("HeadsUnflatten", "heads_do_not_divide", (X,)),
+    ("WrongHeadDim", "wrong_head_dim", (X,)),
+    ("ConcatNotContiguous", "not_contiguous", (X,)),
+    ("ConcatForgotten", "heads_not_joined", (X,)),
+    ("ConcatNotFlattened", "heads_not_joined", (X,)),
+    ("WrongWidth", "wrong_width", (floats(2, 7, 23),)),
+    ("WrongWidth", "features_not_last", (floats(2, 24, 7),)),
+    ("WrongWidth", "mixed_dtypes", (X.double(),)),
+    ("TransposedWeight", "weight_not_transposed", (X,)),
+    ("TokenIds", "mixed_dtypes", (ints(2, 24),)),
+    ("HalfKeys", "mixed_dtypes", (X,)),
+    ("HalfProduct", "mixed_dtypes", (X,)),
+    ("MaskElsewhere", "mixed_devices", (X,)),
+    ("Masked", "mask_rank", (X, bools(2, 7))),
+    ("Masked", "mask_rank", (X, bools(2, 7, 7))),
+    ("Masked", "mask_rank", (X, bools(6, 7, 7))),
+    ("Masked", "mask_size", (X, bools(13, 13))),
+    ("Masked", "mask_size", (X, bools(1, 1, 5, 5))),
+    ("Masked", "batch_and_sequence_swapped", (floats(7, 2, 24), bools(7, 7))),
+    ("AddedMask", "mask_transposed", (X, MEMORY, floats(11, 7))),
+    ("AddedMask", "mask_rank", (X, MEMORY, floats(2, 11))),
+    ("IntegerMask", "mask_dtype", (X, ints(7, 7))),
+    ("SdpaMask", "mask_rank", (X, bools(2, 7))),
+    ("SdpaMask", "mask_size", (X, bools(13, 13))),
+    ("SdpaMask", "mask_dtype", (X, ints(7, 7))),
+    ("HeadsStacked", "heads_not_joined", (X,)),
+    ("BatchOfTheQuery", "batch_differs", (X, floats(5, 11, 24))),
+    ("HeadsByEinops", "heads_do_not_divide", (X,)),
+]
+
+
+@pytest.mark.parametrize(("name", "cause", "args"), BY_HAND, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_by_hand_is_named_at_its_line(name: str, cause: str, args: tuple[Any, ...]):
+    cls = getattr(HAND, name)
+    failure = failure_of(cls(), *args)
+    assert failure.cause is not None
+    assert failure.cause.name == cause
+    assert cause in CAUSES
+    assert failure.source.endswith(line_of(cls, "# fails"))
+    assert failure.line.endswith("# fails")
+    for mark, words in (("# split here", "split but not transposed"), ("# back here", "transposed back")):
+        if mark in inspect.getsource(cls):
+            assert f"{line_of(cls, mark)})" in failure.cause.explanation
+            assert words in failure.cause.explanation
+
+
+@pytest.mark.parametrize("name", [name for name, _, args in BY_HAND if len(args) == 1 and args[0] is X])
+def test_a_batch_of_one_is_named_as_one_of_three(name: str):
+    found = []
+    for batch in (1, 3):
+        failure = failure_of(getattr(HAND, name)(), floats(batch, 7, 24))
+        assert failure.cause is not None
+        axes = [(stage.name, stage.variable, stage.axes) for stage in failure.completed]
+        told = (failure.clash, failure.cause.explanation, axes, [operand.axes for operand in failure.operands])
+        found.append(re.sub(r"\d+", "#", str(told)))
+    assert found[0] == found[1]
+
+
+def attend(**settings: Any) -> nn.Module:
+    return TORCH.Attend(**settings)
+
+
+FIRST = {"batch_first": True}
+WITH_TORCH: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = [
+    (TORCH.Clip(), "batch_and_sequence_swapped", (X,), {}),
+    (attend(), "batch_and_sequence_swapped", (X, MEMORY), {}),
+    (attend(), "batch_and_sequence_swapped", (X,), {"key_padding_mask": bools(2, 7)}),
+    (attend(**FIRST), "batch_and_sequence_swapped", (X,), {"key_padding_mask": bools(7, 2)}),
+    (attend(**FIRST), "batch_and_sequence_swapped", (floats(7, 2, 24),), {"attn_mask": bools(7, 7)}),
+    (TORCH.Encoder(), "batch_and_sequence_swapped", (X,), {"src_key_padding_mask": bools(2, 7)}),
+    (attend(**FIRST), "batch_differs", (X, floats(5, 11, 24)), {}),
+    (attend(**FIRST), "wrong_width", (floats(2, 7, 23),), {}),
+    (attend(**FIRST), "wrong_width", (X, floats(2, 11, 13)), {}),
+    (TORCH.Encoder(**FIRST), "wrong_width", (floats(2, 7, 23),), {}),
+    (attend(**FIRST), "features_not_last", (floats(2, 24, 7),), {}),
+    (TORCH.OtherValues(), "lengths_differ", (X, MEMORY), {}),
+    (attend(**FIRST), "mask_dtype", (X,), {"key_padding_mask": ints(2, 7)}),
+    (attend(**FIRST), "mask_dtype", (X,), {"attn_mask": ints(7, 7)}),
+    (attend(**FIRST), "mask_size", (X,), {"key_padding_mask": bools(2, 5)}),
+    (attend(**FIRST), "mask_size", (X,), {"attn_mask": bools(13, 13)}),
+    (attend(**FIRST).eval(), "mask_size", (X,), {"attn_mask": bools(13, 13)}),
+    (attend(**FIRST), "mask_transposed", (X, MEMORY), {"attn_mask": bools(11, 7)}),
+    (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 7, 7)}),
+    (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 1, 7, 7)}),
+    (attend(**FIRST), "mask_rank", (X,), {"attn_mask": bools(2, 7)}),
+    (attend(**FIRST), "mixed_dtypes", (X, MEMORY.double()), {}),
+    (TORCH.Translate(), "batch_and_sequence_swapped", (X, MEMORY), {}),
+    (TORCH.Translate(**FIRST), "batch_differs", (X, floats(5, 11, 24)), {}),
+    (attend(**FIRST), "mixed_dtypes", (X.double(),), {}),
+]
+
+
+@pytest.mark.parametrize(("module", "cause", "args", "masks"), WITH_TORCH)
+def test_a_mistake_in_a_call_of_torch_is_named(
+    module: nn.Module, cause: str, args: tuple[Any, ...], masks: dict[str, Any]
+):
+    failure = failure_of(module, *args, **masks)
+    assert failure.cause is not None
+    assert failure.cause.name == cause
+    assert failure.call == ("nn.Transformer" if isinstance(module, TORCH.Translate) else "nn.MultiheadAttention")
+    assert failure.source.endswith(line_of(type(module), "# fails"))
+
+
+MASKS = [
+    {"attn_mask": bools(2, 7, 7).triu(1)},
+    {"attn_mask": floats(2, 7, 7)},
+    {"attn_mask": floats(2, 1, 7, 7)},
+    {"attn_mask": floats(2, 3, 7, 7)},
+    {"attn_mask": ints(7, 7).tril()},
+    {"key_padding_mask": ints(2, 7).tril(3)},
+]
+
+
+@pytest.mark.parametrize("masks", MASKS, ids=lambda masks: str([list(mask.shape) for mask in masks.values()]))
+def test_the_fix_of_a_mask_is_one_that_torch_takes_for_what_was_meant(masks: dict[str, torch.Tensor]):
+    ((name, mask),) = masks.items()
+    module = attend(**FIRST)
+    failure = failure_of(module, X, **masks)
+    assert failure.cause is not None
+    code = failure.cause.fix.removesuffix(".").partition(" where 0 means hidden")[0]
+    fixed = eval(code, {name: mask})
+    heads = module.attn(X, X, X, **{name: fixed}, average_attn_weights=False)[1]
+    hidden = mask if mask.dtype == torch.bool else mask == 0
+    meant = mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(hidden, float("-inf"))
+    if name == "key_padding_mask":
+        meant = meant[:, None, None]
+    elif meant.dim() == 3:
+        meant = meant[:, None]
+    q, k, _ = module.attn.in_proj_weight.chunk(3)
+    split = [(X @ w.T).unflatten(-1, (3, 8)).transpose(1, 2) for w in (q, k)]
+    expected = (split[0] @ split[1].mT / 8**0.5 + meant).softmax(-1)
+    torch.testing.assert_close(heads, expected)
+
+
+OTHERS: list[tuple[str, tuple[Any, ...]]] = [
+    ("OwnCheck", (X,)),
+    ("OwnAssert", (X,)),
+    ("Vocabulary", (torch.tensor([[1, 99]]),)),
+    ("Missing", (X,)),
+    ("Attribute", (X,)),
+    ("TupleIndex", (X,)),
+    ("Positions", (X,)),
+    ("Joined", (X, floats(3, 5, 24))),
+    ("Convolved", (X,)),
+    ("Recovered", (X,)),
+    ("WrongAxis", (X,)),
+    ("Residual", (X,)),
+    ("Reused", (X,)),
+    ("ContextAndMore", (X,)),
+    ("NoBatch", (floats(7, 24),)),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), OTHERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_any_other_error_gets_facts_and_no_guess(name: str, args: tuple[Any, ...]):
+    cls = getattr(OWN, name)
+    module = cls()
+    with pytest.raises(Exception) as plain:  # noqa: PT011 - the plain run is the oracle
+        module(*args)
+    failure = failure_of(module, *args)
+    assert failure.cause is None
+    assert failure.error == type(plain.value).__name__
+    assert failure.message.splitlines()[0] == str(plain.value).splitlines()[0]
+    assert failure.source.endswith(line_of(cls, "# fails"))
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_operands_have_the_names_of_the_users_line(monkeypatch: pytest.MonkeyPatch, positions: bool):
+    if not positions:  # Python 3.10 does not say which expression of a line was running
+        monkeypatch.setattr(failure_site, "_position", lambda frame, tb: None)
+
+    def names(cls: type, *args: Any) -> list[str]:
+        return [operand.name for operand in failure_of(cls(), *args).operands]
+
+    assert names(OWN.OwnAssert, X) == ["q"]
+    assert names(OWN.NoBatch, floats(7, 24)) == ["x"]
+    assert names(HAND.KeyNotTransposed, X) == ["q", "k.transpose(-2, -1)"]
+    assert names(HAND.QueryNotTransposed, X) == ["query", "key.transpose(2, 3)"]
+    assert names(HAND.ConcatNotContiguous, X) == ["context.transpose(1, 2)"]
+    assert names(HAND.Masked, X, bools(2, 7)) == ["scores", "mask == 0"]
+    assert names(HAND.AddedMask, X, MEMORY, floats(11, 7)) == ["scores", "mask"]
+    assert names(HAND.WrongWidth, floats(2, 7, 23)) == ["x", "q_proj.weight", "q_proj.bias"]
+    assert names(HAND.SdpaMask, X, bools(2, 7)) == ["q", "k", "v", "attention_mask"]

@@ -1,0 +1,270 @@
+"""Two checkpoints against each other: each order that is told was made by hand here, and each number by torch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import mha_inspect
+from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
+from mha_inspect.render import to_text
+
+from ..checkpoints import saved
+
+CONFIG = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+
+
+def llama(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Two layers of 6 heads of 8 features, which share 2 keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": (48, 48), "k_proj": (16, 48), "v_proj": (16, 48), "o_proj": (48, 48)}
+    named = {f"layers.{i}.self_attn.{n}.weight": s for i in range(2) for n, s in sizes.items()}
+    named |= {"embed.weight": (50, 48), "layers.0.norm.weight": (48,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in named.items()}
+
+
+def packed(seed: int = 0, bias: bool = True) -> dict[str, torch.Tensor]:
+    """GPT-2's way: q, k and v side by side in columns; 4 heads of 6 features."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"c_attn.weight": (24, 72), "c_attn.bias": (72,), "c_proj.weight": (24, 24)}
+    return {f"h.0.attn.{name}": torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+
+
+def compared(tmp_path, left, right, *, left_config=CONFIG, right_config=CONFIG, **asked):
+    files = [
+        saved(tmp_path / name / "model.safetensors", own, config)
+        for name, own, config in (("left", left, left_config), ("right", right, right_config))
+    ]
+    return diff_of_checkpoints(*files, **asked)
+
+
+def test_the_same_file(tmp_path):
+    report = compared(tmp_path, llama(), llama())
+    assert (report.verdict, report.answer) == ("same", ("Yes: all 10 tensors are the same bit for bit.",))
+    assert report.parts == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rounding_of_a_dtype_is_told_from_a_change(tmp_path, dtype):
+    left = llama()
+    right = {name: own.to(dtype) for name, own in left.items()}
+    report = compared(tmp_path, left, right)
+    assert report.verdict == "same"
+    assert {one.verdict for one in report.tensors} == {"same within rounding"}
+    step = torch.finfo(dtype).eps if dtype != torch.float64 else 0
+    for one in report.tensors:
+        assert one.max_abs_difference == float((left[one.name].double() - right[one.name].double()).abs().max())
+        assert one.relative_difference <= step
+    name = "layers.1.self_attn.k_proj.weight"
+    right[name] = right[name].clone()
+    right[name][9, 3] *= 1.02  # two or three steps of bfloat16
+    report = compared(tmp_path, left, right)
+    assert report.verdict == "differs"
+    assert [one.name for one in report.tensors if one.verdict == "differs"] == [name]
+
+
+def test_which_heads_changed_most(tmp_path):
+    left = llama()
+    right = {name: own.clone() for name, own in left.items()}
+    name = "layers.1.self_attn.q_proj.weight"
+    right[name][8:16] *= 1.5
+    right[name][40:48] *= 1.25
+    right["layers.0.self_attn.o_proj.weight"][:, 24:32] *= 0.25  # columns of head 3
+    report = compared(tmp_path, left, right)
+    found = {(one.left, one.part): one.differences for one in report.parts if one.verdict == "differs"}
+    assert found == {
+        ("layers.1.self_attn", "W_q"): pytest.approx((0, 0.5, 0, 0, 0, 0.25)),
+        ("layers.0.self_attn", "W_o"): pytest.approx((0, 0, 0, 0.75, 0, 0)),
+    }
+    said = " ".join(report.answer)
+    assert "head 3 of W_o in layers.0.self_attn (75.0 %), head 1 of W_q in layers.1.self_attn (50.0 %)" in said
+    assert "In layers.1.self_attn only heads 1, 5 of W_q changed." in said
+
+
+def permuted(tensors, heads, kv_heads, parts="qkvo"):
+    moved = dict(tensors)
+    for name, own in tensors.items():
+        letter = name.split(".")[-2][0] if "_proj" in name else ""
+        if letter and letter in parts:
+            order, count = (heads, 6) if letter in "qo" else (kv_heads, 2)
+            if letter == "o":
+                moved[name] = own.unflatten(1, (count, -1))[:, order].flatten(1)
+            else:
+                moved[name] = own.unflatten(0, (count, -1))[order].flatten(0, 1)
+    return moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_permutation_of_heads(tmp_path, dtype):
+    left = llama()
+    right = {n: own.to(dtype) for n, own in permuted(left, [4, 5, 3, 2, 0, 1], [1, 0]).items()}
+    report = compared(tmp_path, left, right)
+    assert report.verdict == "differs"
+    for one in report.parts:
+        assert one.verdict == "same, permuted"
+        assert one.order == ((4, 5, 3, 2, 0, 1) if one.part in ("W_q", "W_o") else (1, 0))
+    assert "of all parts alike, so that it computes the same" in " ".join(report.answer)
+
+
+def test_a_permutation_that_is_not_of_all_parts(tmp_path):
+    left = llama()
+    report = compared(tmp_path, left, permuted(left, [4, 5, 3, 2, 0, 1], [1, 0], parts="qko"))
+    assert "not of all parts alike, so that it computes something else" in " ".join(report.answer)
+    # As many queries of each key, but of another one.
+    report = compared(tmp_path, left, permuted(left, [4, 5, 3, 2, 0, 1], [0, 1], parts="qo"))
+    assert "so that it computes something else" in " ".join(report.answer)
+
+
+@pytest.mark.parametrize("right_knows", [True, False])
+def test_rotary_pairs_and_halves_under_other_names(tmp_path, right_knows):
+    """As Meta's files of Llama are to those of Hugging Face."""
+    left, right = llama(), {}
+    for name, own in left.items():
+        letter = name.split(".")[-2][0]
+        if "q_proj" in name or "k_proj" in name:
+            own = own.unflatten(0, (6 if letter == "q" else 2, 2, 4)).transpose(1, 2).flatten(0, 2)
+        right[name.replace("self_attn", "attention").replace(f"{letter}_proj", f"w{letter}")] = own
+    report = compared(tmp_path, left, right, right_config=CONFIG if right_knows else None)
+    assert (report.only_left, report.only_right) == ((), ())
+    by_part = {one.part: one for one in report.parts if one.left == "layers.0.self_attn"}
+    assert {part: one.rotary for part, one in by_part.items()} == {
+        "W_q": "halves on the left, pairs on the right",
+        "W_k": "halves on the left, pairs on the right",
+        "W_v": "",
+        "W_o": "",
+    }
+    assert {one.name: one.other for one in report.tensors}["layers.1.self_attn.k_proj.weight"] == (
+        "layers.1.attention.wk.weight"
+    )
+
+
+def test_another_order_of_q_k_and_v(tmp_path):
+    left = packed()
+    right = {n: torch.cat([own.chunk(3, -1)[i] for i in (1, 2, 0)], -1) for n, own in left.items() if "c_attn" in n}
+    config = {"n_head": 4}
+    report = compared(tmp_path, left, {**left, **right}, left_config=config, right_config=config)
+    sources = {one.part: one.source for one in report.parts}
+    assert sources == {
+        **{"W_q": "W_k", "W_k": "W_v", "W_v": "W_q", "W_o": "W_o"},
+        **{"b_q": "b_k", "b_k": "b_v", "b_v": "b_q"},
+    }
+    assert "q, k and v lie in another order" in " ".join(report.answer)
+
+
+def test_head_by_head_and_part_by_part(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    left = {"a.query_key_value.weight": torch.randn(72, 24, generator=generator), "a.dense.weight": torch.eye(24)}
+    weight = left["a.query_key_value.weight"]
+    right = left | {"a.query_key_value.weight": weight.unflatten(0, (4, 3, 6)).transpose(0, 1).flatten(0, 2)}
+    neox = {"model_type": "gpt_neox", "num_attention_heads": 4}
+    report = compared(tmp_path, left, right, left_config=neox, right_config=None)
+    assert "Q, k and v are packed group by group on the left, part by part on the right." in report.answer
+    assert {one.name: one.verdict for one in report.tensors}["a.query_key_value.weight"] == "same, permuted"
+
+
+def apart(tensors):
+    """`packed`, with q, k and v in three Linears, as porting it to plain layers leaves it."""
+    split = {"h.0.attn.o_proj.weight": tensors["h.0.attn.c_proj.weight"].T}
+    for kind, own in (("weight", tensors["h.0.attn.c_attn.weight"].T), ("bias", tensors["h.0.attn.c_attn.bias"])):
+        split |= {f"h.0.attn.{n}_proj.{kind}": part for n, part in zip("qkv", own.chunk(3), strict=True)}
+    return split
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
+    sides = (packed(), apart(packed()))[:: -1 if turned else 1]
+    where = ("right", "left") if turned else ("left", "right")
+    report = compared(tmp_path, *sides, left_config=None, right_config=None, num_heads=4)
+    words = f"q, k and v lie in one tensor on the {where[0]}, in several on the {where[1]}"
+    assert (report.verdict, report.only_left, report.only_right) == ("differs", (), ())
+    pairs = {(one.name, one.other)[:: -1 if turned else 1]: (one.verdict, one.note) for one in report.tensors}
+    whole = {f"h.0.attn.c_attn.{kind}": f"h.0.attn.{n}_proj.{kind}" for kind in ("weight", "bias") for n in "q"}
+    assert pairs.pop(("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight")) == ("same, permuted", "transposed")
+    expected = {(name, other.replace("q_proj", f"{n}_proj")) for name, other in whole.items() for n in "qkv"}
+    assert pairs == dict.fromkeys(expected, ("same, permuted", words))
+    assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
+
+
+def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
+    """As Linears that vit-pytorch has beside a query of its own."""
+    right = {f"a.to_{n}.weight": torch.randn(12, 8, generator=torch.Generator().manual_seed(ord(n))) for n in "qkv"}
+    right["a.to_out.weight"] = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    left = {name: own for name, own in right.items() if name not in ("a.to_k.weight", "a.to_v.weight")}
+    left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
+    report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
+    assert (report.only_left, report.only_right) == ((), ())
+    assert report.answer[-1] == "K and v lie in one tensor on the left, in several on the right."
+
+
+def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
+    right = apart(packed())
+    right["h.0.attn.k_proj.weight"] = right["h.0.attn.k_proj.weight"].clone()
+    right["h.0.attn.k_proj.weight"][13, 5] += 3
+    report = compared(tmp_path, packed(), right, left_config=None, right_config=None, num_heads=4)
+    assert [one.other for one in report.tensors if one.verdict == "differs"] == ["h.0.attn.k_proj.weight"]
+    assert report.answer[-1] == "In h.0.attn only head 2 of W_k changed."  # row 13, in heads of 6
+
+
+def test_transposed(tmp_path):
+    left = packed() | {"h.0.mlp.c_fc.weight": torch.randn(24, 30)}
+    right = {name: own.T if own.dim() == 2 else own for name, own in left.items()}
+    report = compared(tmp_path, left, right, left_config={"n_head": 4}, right_config={"n_head": 4})
+    assert {one.verdict for one in report.tensors if one.left_shape != one.right_shape} == {"same, permuted"}
+    assert {one.verdict for one in report.parts} == {"same bits"}
+
+
+def test_what_is_on_one_side_alone_and_in_another_shape(tmp_path):
+    left = llama()
+    right = {**left, "embed.weight": torch.zeros(51, 48), "more": torch.zeros(3, 5)}
+    del right["layers.0.norm.weight"]
+    report = compared(tmp_path, left, right)
+    assert [one.name for one in report.only_left] == ["layers.0.norm.weight"]
+    assert [(one.name, one.shape) for one in report.only_right] == [("more", (3, 5))]
+    assert {one.name: one.verdict for one in report.tensors}["embed.weight"] == "other shape"
+
+
+def test_nan_is_equal_to_itself_and_to_no_number(tmp_path):
+    left = llama()
+    left["embed.weight"][3, 4] = float("nan")
+    assert compared(tmp_path, left, {n: own.double() for n, own in left.items()}).verdict == "same"
+    right = {**left, "embed.weight": left["embed.weight"].nan_to_num(0)}
+    report = compared(tmp_path, left, right)
+    assert report.verdict == "differs"
+    assert json.loads(to_text(report, "json"))["tensors"][0]["max_abs_difference"] == "Infinity"
+
+
+def test_heads_that_nothing_tells(tmp_path):
+    left = llama()
+    right = {name: own * 1.1 for name, own in left.items()}
+    report = compared(tmp_path, left, right, left_config=None, right_config=None)
+    assert report.parts == ()
+    assert "Nothing tells the heads of 2 attentions" in " ".join(report.notes)
+    report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=6)
+    assert {len(one.differences) for one in report.parts} == {6, 2}
+    # A permutation is seen all the same: of the shapes that fit the first that shows one.
+    report = compared(tmp_path, left, permuted(left, [3, 4, 5, 0, 1, 2], [1, 0]), left_config=None, right_config=None)
+    assert {one.verdict for one in report.parts} == {"same, permuted"}
+
+
+def test_the_command_and_the_library(tmp_path, invoke):
+    left, right = llama(), llama(1)
+    files = [str(saved(tmp_path / f"{n}.safetensors", own, CONFIG)) for n, own in (("left", left), ("right", right))]
+    code, out, err = invoke("diff", *files, "--format", "json", "--fail-if", "differs")
+    assert (code, err) == (1, "")
+    report = mha_inspect.diff(*files)
+    assert json.loads(out) == report.to_dict()
+    code, out, err = invoke("diff", *files)
+    assert (code, err, out) == (0, "", str(report) + "\n")
+    with pytest.raises(TypeError, match="without a call"):
+        mha_inspect.diff(*files, torch.zeros(3))
+
+
+def test_a_tensor_larger_than_a_piece(tmp_path):
+    """Pieces are compared one after the other: what differs in one alone is seen, and its size."""
+    left = {"x": torch.zeros(3000, 1000)}
+    right = {"x": left["x"].clone()}
+    right["x"][2000, 7] = 0.5
+    (one,) = compared(tmp_path, left, right, left_config=None, right_config=None).tensors
+    assert (one.verdict, one.max_abs_difference) == ("differs", 0.5)

@@ -1,0 +1,383 @@
+"""diff: its numbers against torch's own, computed here on the same weights, and cases worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mha_inspect.answers.diff import diff as diff_of_sides
+from mha_inspect.answers.shared_weights import share
+from mha_inspect.answers.side import two_layers
+from mha_inspect.build.layer_sides import make_sides
+from mha_inspect.call.load import called_with, load_layer
+from mha_inspect.errors import SpecError, WeightsError
+from mha_inspect.layers.catalog import LAYERS, find_layer
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.naming.stages import STAGES
+from mha_inspect.reports.diff import DiffReport, StageRow
+
+from ..layers.declared import canonical_weights, load_weights
+
+# Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
+HEADS, HEAD_DIM, BATCH, QUERY = 3, 11, 2, 7
+EMBED = HEADS * HEAD_DIM
+SPEC = AttentionSpec(embed_dim=EMBED, num_heads=HEADS)
+INPUTS = InputSpec(batch=BATCH, seq_len=QUERY)
+
+
+def diff(left: str, right: str, inputs: InputSpec = INPUTS, **settings: Any) -> DiffReport:
+    sets = {name: settings.pop(name, {}) for name in ("left_set", "right_set")}
+    planned = make_sides(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
+    return diff_of_sides(*two_layers(planned))
+
+
+def stage(report: DiffReport, name: str) -> StageRow:
+    return next(row for row in report.stages if row.name == name)
+
+
+def run(layer: str, weights=None, inputs: InputSpec = INPUTS, run: RunSpec | None = None, **settings: Any):
+    """The output of a layer that was loaded here by hand."""
+    spec, run = replace(SPEC, **settings), run or RunSpec()
+    code = find_layer(layer)
+    module = code.build(spec)
+    load_weights(module, canonical_weights(spec) if weights is None else weights)
+    with torch.no_grad():
+        return called_with(module, spec, inputs, run, layer).plain()[0]
+
+
+SAME = ("torch", "split-heads", "fold-heads", "per-head", "grouped-query")
+
+
+@pytest.mark.parametrize("right", SAME)
+@pytest.mark.parametrize("inputs", [INPUTS, replace(INPUTS, causal=True, padding=(1, 3))], ids=["open", "masked"])
+def test_layers_with_one_mathematics_are_the_same_at_every_stage(right, inputs):
+    report = diff("torch", right, inputs)
+    assert (report.verdict, report.first_differing_stage) == ("same", None)
+    assert {row.verdict for row in report.stages} <= {"same", None}
+    assert report.weights.whole
+    compared = [row.name for row in report.stages if row.verdict]
+    assert compared[:3] == ["query", "key", "value"]
+    assert {"q_proj", "k_heads", "weights", "context", "concat", "output"} <= set(compared)
+    assert report.answer[0].startswith("The same: ")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("change", [{}, {"bias": False}, {"dtype": "bfloat16"}], ids=str)
+def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
+    """The oracle: the places that each layer declares, into which the same numbers are put."""
+    other = "wide" if layer == "wide" else "torch"
+    planned = make_sides(other, layer, SPEC, INPUTS, RunSpec(), {}, change)
+    runs = two_layers(planned)
+    share(*runs)
+    weights = canonical_weights(planned[0].spec)
+    for run_of, side in zip(runs, planned, strict=True):
+        expected = side.kind.build(side.spec)
+        fitting = weights
+        if layer == "narrow" and side.kind.name == layer:
+            blocks = torch.block_diag(*[torch.ones(HEAD_DIM, HEAD_DIM)] * HEADS).view(HEADS, HEAD_DIM, EMBED)
+            fitting = replace(fitting, **{name: getattr(weights, name) * blocks for name in ("w_q", "w_k", "w_v")})
+        if not side.spec.bias:
+            fitting = replace(fitting, b_q=None, b_k=None, b_v=None, b_o=None)
+        if side.kind.name == "bert":
+            fitting = replace(fitting, w_o=None, b_o=None)
+        load_weights(expected, fitting)
+        assert all(map(torch.equal, run_of.own.module.parameters(), expected.parameters()))
+
+
+def test_shapes_are_those_that_each_side_has():
+    report = diff("torch", "per-head")
+    row = stage(report, "q_heads")
+    assert (row.left.shape, row.left.axes, row.left.count) == (
+        (BATCH * HEADS, QUERY, HEAD_DIM),
+        "(batch heads) query head_dim",
+        1,
+    )
+    assert (row.right.shape, row.right.count) == ((BATCH, QUERY, HEAD_DIM), HEADS)
+    assert row.compared == "batch heads query head_dim"
+    assert stage(report, "q_proj").left.axes == "query batch (heads head_dim)"
+
+
+def test_narrow_is_as_far_from_torch_as_torch_says():
+    report = diff("torch", "narrow")
+    weights = canonical_weights(SPEC)
+    # Of head h only columns 11h to 11h+10.
+    blocks = torch.block_diag(*[torch.ones(HEAD_DIM, HEAD_DIM)] * HEADS).view(HEADS, HEAD_DIM, EMBED)
+    kept = replace(weights, **{name: getattr(weights, name) * blocks for name in ("w_q", "w_k", "w_v")})
+    whole, cut = run("torch", weights), run("torch", kept)
+    assert report.verdict == "differs"
+    assert report.output.max_abs_difference == pytest.approx(float((whole - cut).abs().max()), rel=1e-5)
+    assert report.output.relative_difference == pytest.approx(float((whole - cut).norm() / whole.norm()), rel=1e-5)
+    query = load_layer(SPEC, INPUTS, RunSpec()).tensors[0]
+    projected = [query @ w.w_q.reshape(EMBED, EMBED).T for w in (weights, kept)]
+    row = stage(report, "q_proj")
+    assert report.first_differing_stage == "q_proj"
+    assert row.max_abs_difference == pytest.approx(float((projected[0] - projected[1]).abs().max()), rel=1e-5)
+
+
+def test_narrow_says_that_splitting_the_input_is_not_what_torch_does():
+    report = diff("torch", "narrow")
+    assert not report.weights.whole
+    assert "1/3 of each" in report.weights.left_out[0]
+    assert report.weights.other_way.verdict == "same"
+    assert any("Splitting the input is not what torch does" in s and "all 33 features" in s for s in report.answer)
+    assert any("Only with zeros outside of each head's own features" in s for s in report.answer)
+    swapped = diff("narrow", "torch")
+    assert swapped.weights.other_way.source == "left"
+    assert any("Splitting the input is not what torch does" in s for s in swapped.answer)
+
+
+def test_narrow_beside_one_matrix_a_head():
+    report = diff("per-head", "narrow")
+    mapping = next(pair.mapping for pair in report.parameters if pair.part == "W_v")
+    assert mapping == "of head h, columns 11h to 11h+10 are in both; the other columns are in one only"
+    said = next(sentence for sentence in report.answer if "Splitting the input is not what per-head does" in sentence)
+    assert "splits the result" not in said
+
+
+def test_other_way_is_measured_and_not_assumed(monkeypatch):
+    import mha_inspect.answers.diff as difference
+
+    in_the_fuller = difference.in_the_fuller
+
+    def spoiled(*sides):
+        poorer, fuller, again = in_the_fuller(*sides)
+        with torch.no_grad():
+            again.own.module.in_proj_weight[2 * EMBED :] += 1
+        return poorer, fuller, again
+
+    monkeypatch.setattr(difference, "in_the_fuller", spoiled)
+    report = diff("torch", "narrow")
+    assert report.weights.other_way.verdict == "differs"
+    assert not any("Only with" in sentence for sentence in report.answer)
+
+
+def test_per_head_shows_the_split_as_one_matrix_a_head():
+    report = diff("torch", "per-head")
+    pair = next(pair for pair in report.parameters if pair.part == "W_k")
+    assert (pair.left.where, pair.left.shape) == ("in_proj_weight rows 33–65", (EMBED, EMBED))
+    assert (pair.right.names, pair.right.shape) == (
+        ("W_k.0.weight", "W_k.1.weight", "W_k.2.weight"),
+        (HEAD_DIM, EMBED),
+    )
+    assert pair.mapping == "rows 11h to 11h+10 are all of W_k.h.weight"
+    assert any("logical one" in sentence and "rows 11h to 11h+10" in sentence for sentence in report.answer)
+    # What the sentence says, on the matrices themselves.
+    weights = canonical_weights(SPEC)
+    left, right = find_layer("torch").build(SPEC), find_layer("per-head").build(SPEC)
+    for module in (left, right):
+        load_weights(module, weights)
+    for head in range(HEADS):
+        rows = left.in_proj_weight[EMBED:][HEAD_DIM * head : HEAD_DIM * (head + 1)]
+        assert torch.equal(rows, right.get_parameter(f"W_k.{head}.weight"))
+
+
+def test_bert_has_no_output_projection_and_is_torch_with_the_identity_for_it():
+    report = diff("torch", "bert")
+    row = stage(report, "output")
+    assert (row.right, row.verdict) == (None, None)
+    assert "no output projection" in row.note
+    assert (report.verdict, report.first_differing_stage) == ("differs", None)
+    weights = canonical_weights(SPEC)
+    identity = torch.eye(EMBED).reshape(EMBED, HEADS, HEAD_DIM)
+    concat = run("torch", replace(weights, w_o=identity, b_o=None))
+    assert report.output.max_abs_difference == pytest.approx(float((run("torch") - concat).abs().max()), rel=1e-5)
+    assert report.weights.other_way.verdict == "same"
+    assert any("the identity for W_o" in sentence for sentence in report.answer)
+    assert next(pair for pair in report.parameters if pair.part == "W_o").right is None
+
+
+def test_a_mask_of_minus_1e9_and_one_of_minus_inf_give_the_same_zeros():
+    report = diff("torch", "split-heads", replace(INPUTS, padding=(1, 3)))
+    assert report.verdict == "same"
+    assert stage(report, "masked_scores").verdict == "same"
+    # Torch adds the mask inside of the product, where it is opened.
+    assert stage(report, "scores").left.opened
+    assert stage(report, "scores").verdict == "same"
+    # 1 and 3 padded keys, for every head and query.
+    count = HEADS * QUERY * (1 + 3)
+    said = next(sentence for sentence in report.answer if "masked score" in sentence)
+    assert "−inf in torch" in said
+    assert "about −1e09 in split-heads" in said
+    assert "exactly 0 on both sides" in said
+    assert f"({count} weights)" in said
+
+
+@pytest.mark.parametrize("padding", [(QUERY, 2), (QUERY, QUERY)])
+def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
+    inputs = replace(INPUTS, padding=padding)
+    report = diff("torch", "split-heads", inputs)
+    assert [(row.batch, row.query) for row in report.masked_rows[:QUERY]] == [(0, query) for query in range(QUERY)]
+    row = report.masked_rows[0]
+    assert (row.left_weights, row.left_output) == ("nan", "nan")
+    assert (row.right_weights, row.right_output) == ("uniform", "finite")
+    # By hand: −1e9 swallows every score in float32, all weights are 1/7, and the context is the mean of the values.
+    spec, weights = SPEC, canonical_weights(SPEC)
+    value = load_layer(spec, inputs, RunSpec()).tensors[2][0]
+    mean = (value @ weights.w_v.reshape(EMBED, EMBED).T + weights.b_v.flatten()).mean(dim=0)
+    expected = weights.w_o.reshape(EMBED, EMBED) @ mean + weights.b_o
+    torch.testing.assert_close(run("split-heads", inputs=inputs)[0, 0], expected)
+    assert run("torch", inputs=inputs)[0].isnan().all()
+    assert report.verdict == "differs"
+    assert report.first_differing_stage == "weights"
+    before = STAGES[: STAGES.index("weights")]
+    assert {row.verdict for row in report.stages if row.name in before} <= {"same", "inconclusive"}
+    assert "torch returns NaN and split-heads the mean of all values" in report.answer[0]
+    if padding == (QUERY, 2):
+        assert report.elsewhere.verdict == "same"
+        assert stage(report, "weights").note == "without the fully masked queries: same"
+        assert any(f"({HEADS * QUERY * 2} weights)" in sentence for sentence in report.answer)
+        apart = (run("torch", inputs=inputs) - run("split-heads", inputs=inputs))[1].abs().max()
+        assert report.elsewhere.max_abs_difference == pytest.approx(float(apart))
+    else:
+        assert report.elsewhere is None
+        assert stage(report, "weights").note == ""
+
+
+def test_noise_of_a_fully_masked_row_is_not_noise_of_the_others():
+    # In float64 −1e9 swallows less of a score: the row's weights differ between the dtypes by more than rounding.
+    with_row = diff("torch", "split-heads", replace(INPUTS, padding=(QUERY, 2)))
+    assert 0 < with_row.elsewhere.noise_floor < 1e-5
+    assert with_row.right.rounding_error < 1e-5
+    assert 0 < stage(with_row, "context").noise_floor < 1e-5
+
+
+def test_a_dtype_costs_what_it_is_off_the_exact_result():
+    report = diff("torch", "torch", left_set={"dtype": "bfloat16"})
+    weights = canonical_weights(SPEC)
+    exact = run("torch", weights, dtype="float64")
+    rough, fine = run("torch", weights, dtype="bfloat16").double(), run("torch", weights).double()
+    assert report.left.rounding_error == pytest.approx(float((rough - exact).abs().max()))
+    assert report.right.rounding_error == pytest.approx(float((fine - exact).abs().max()))
+    assert report.output.max_abs_difference == pytest.approx(float((rough - fine).abs().max()))
+    assert (report.noise.dtype, report.noise.sides) == ("bfloat16", ("left",))
+    assert report.verdict == "same"
+    assert stage(report, "query").max_abs_difference > 0
+    assert any("dtype (bfloat16, float32) costs" in sentence for sentence in report.answer)
+
+
+def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights():
+    # Both hold the same rounded weights: only the arithmetic is noise, and at the input there is none.
+    report = diff("torch", "fold-heads", dtype="bfloat16")
+    rounded = load_layer(replace(SPEC, dtype="bfloat16"), INPUTS, RunSpec()).tensors[0].double()
+    module = find_layer("torch").build(replace(SPEC, dtype="float64"))
+    load_weights(module, canonical_weights(replace(SPEC, dtype="bfloat16")))
+    with torch.no_grad():
+        exact = module(rounded, rounded, rounded)[0]
+    rough = run("torch", dtype="bfloat16").double()
+    assert report.left.rounding_error == pytest.approx(float((rough - exact).abs().max()))
+    assert report.noise.sides == ("left", "right")
+
+
+def test_each_side_has_the_kernel_that_its_settings_give_it():
+    # The fast path asks for an even number of heads.
+    spec = AttentionSpec(embed_dim=22, num_heads=2)
+    sets = {"need_weights": False}, {"grad": False}
+    report = diff_of_sides(*two_layers(make_sides("torch", "torch", spec, INPUTS, RunSpec(grad=True), *sets)))
+    assert "scaled_dot_product" in report.left.path.plain
+    assert "_native_multi_head_attention" in report.right.path.plain
+    assert report.verdict == "same"
+    assert stage(report, "scores").left.opened
+    assert not stage(report, "q_proj").left.opened
+    assert stage(report, "q_proj").right.opened
+    assert any("What the kernel" in sentence and "costs in accuracy" in sentence for sentence in report.answer)
+
+
+def test_rotary_positions_part_at_the_heads_and_both_lines_are_named():
+    report = diff("torch", "grouped-query", embed_dim=30, num_heads=3, rope=True)
+    assert report.first_differing_stage == "q_heads"
+    row = stage(report, "q_heads")
+    assert "functional.py:" in row.left.op.source
+    assert "grouped_query.py:" in row.right.op.source
+    # The first position is not turned: its query is what it is without.
+    assert stage(report, "q_proj").verdict == stage(report, "v_heads").verdict == "same"
+    assert any("torch has no use for rope" in note for note in report.notes)
+
+
+def test_shared_key_heads_stand_for_many():
+    report = diff("torch", "grouped-query", embed_dim=44, num_heads=4, num_kv_heads=2)
+    row = stage(report, "k_proj")
+    assert (row.left.shape[-1], row.right.shape[-1]) == (44, 22)
+    assert (row.verdict, row.note) == ("same", "each key/value head on the right, of 2, stands for 2")
+    assert report.verdict == "same"
+    mapping = next(pair.mapping for pair in report.parameters if pair.part == "W_k")
+    assert mapping == "2 key/value heads, each of them standing 2 times in the other"
+
+
+def test_head_counts_part_at_the_scores():
+    report = diff("torch", "torch", right_set={"num_heads": 11})
+    assert report.first_differing_stage == "scores"
+    assert stage(report, "q_heads").verdict == "same"
+    assert stage(report, "scores").note == "compared by the mean over heads"
+    other = run("torch", canonical_weights(SPEC).with_heads(11), num_heads=11)
+    assert report.output.max_abs_difference == pytest.approx(float((run("torch") - other).abs().max()), rel=1e-5)
+
+
+def test_layouts_are_no_difference():
+    report = diff("torch", "torch", left_set={"batch_first": False})
+    assert stage(report, "query").left.shape == (QUERY, BATCH, EMBED)
+    assert stage(report, "query").right.shape == (BATCH, QUERY, EMBED)
+    assert stage(report, "query").max_abs_difference == 0
+    assert report.verdict == "same"
+
+
+def test_appended_keys_leave_nothing_to_subtract_and_say_so():
+    report = diff("torch", "per-head", add_bias_kv=True)
+    row = stage(report, "k_heads")
+    assert (row.verdict, row.max_abs_difference) == ("differs", None)
+    assert "[2, 3, 8, 11] and [2, 3, 7, 11]" in row.note
+    assert "appends no learned key and value" in report.weights.left_out[0]
+    assert report.weights.other_way is None
+
+
+def test_a_bias_that_one_side_lacks():
+    report = diff("torch", "torch", right_set={"bias": False})
+    assert report.first_differing_stage == "q_proj"
+    # Without b_q what is left of the difference is b_q itself.
+    biggest = float(canonical_weights(SPEC).b_q.abs().max())
+    assert stage(report, "q_proj").max_abs_difference == pytest.approx(biggest, rel=1e-5)
+    assert report.weights.other_way.verdict == "same"
+    assert any("zeros for the biases" in sentence for sentence in report.answer)
+
+
+def test_dropout_is_named_and_not_called_rounding():
+    report = diff("torch", "torch", dropout=0.5, left_set={"training": True})
+    assert report.left.rounding_error is None
+    assert report.first_differing_stage == "context"
+    assert any("Dropout is at work" in note for note in report.notes)
+    assert not any("costs in accuracy" in sentence for sentence in report.answer)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "settings", "said"),
+    [
+        ("torch", "wide", {}, "head_dim is 11 on the left (torch has no other head_dim) and 33 on the right"),
+        ("split-heads", "fold-heads", {"kdim": 13}, "kdim is 33 on the left (split-heads has no other kdim) and 13"),
+        ("torch", "torch", {"left_set": {"seed": 5}}, "seed is 5 on the left and 0 on the right"),
+        ("torch", "torch", {"left_set": {"seq_len": 5}}, "seq_len is 5 on the left and 7 on the right"),
+        ("torch", "torch", {"right_set": {"num_heads": 2}}, "right side: embed_dim 33 cannot be split"),
+        ("torch", "bert", {"right_set": {"causal": True, "unbatched": True}}, "right side: batch 2 contradicts"),
+        ("torch", "bert", {"right_set": {"add_zero_attn": True}}, "layer bert has no use for add_zero_attn true"),
+        ("torch", "bert", {"right_set": {"dropot": 1}}, "Did you mean dropout?"),
+        ("split-heads", "bert", {"add_zero_attn": True}, "Layers that have: torch"),
+        ("torch", "brt", {}, "Did you mean bert?"),
+    ],
+)
+def test_what_cannot_be_compared_says_which_side_and_why(left, right, settings, said):
+    with pytest.raises(SpecError) as caught:
+        diff(left, right, **settings)
+    assert said in str(caught.value)
+
+
+def test_weights_that_cannot_be_carried_say_why():
+    with pytest.raises(WeightsError, match="num_kv_heads 2 is below num_heads 4"):
+        diff(
+            "grouped-query",
+            "grouped-query",
+            embed_dim=88,
+            num_heads=4,
+            num_kv_heads=2,
+            right_set={"num_heads": 8},
+        )

@@ -1,0 +1,297 @@
+"""compare-heads against torch's own layer run by hand, in float64 where it counts."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mha_inspect import compare_heads
+from mha_inspect.call.load import load_layer
+from mha_inspect.errors import MhaInspectError, SpecError
+from mha_inspect.layers import torch_mha
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+
+EMBED = 30
+SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
+
+
+def by_hand(heads: int, dtype: torch.dtype = torch.float32, **inputs) -> torch.Tensor:
+    """torch's layer with this head count and the weights and inputs of the seed."""
+    name = str(dtype).removeprefix("torch.")
+    spec = AttentionSpec(embed_dim=EMBED, num_heads=heads, dtype=name)
+    forward = load_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec())
+    with torch.no_grad():
+        return forward.module(*forward.args, **forward.kwargs)[0]
+
+
+def changed_layer(monkeypatch: pytest.MonkeyPatch, change) -> None:
+    """Every torch layer is changed after it was drawn."""
+    make = torch_mha.MultiheadAttention
+
+    def changed(*sizes):
+        module = make(*sizes)
+        with torch.no_grad():
+            change(module)
+        return module
+
+    monkeypatch.setattr(torch_mha, "MultiheadAttention", changed)
+
+
+def test_differences_are_those_of_torchs_layer_run_by_hand():
+    report = compare_heads((2, 5, 15), **SIZES, pairwise=True)
+    outputs = {heads: by_hand(heads).double() for heads in (2, 5, 15)}
+    for count in report.counts[1:]:
+        apart = outputs[count.num_heads] - outputs[2]
+        assert count.max_abs_difference == pytest.approx(apart.abs().max().item(), rel=1e-6)
+        assert count.relative_difference == pytest.approx((apart.norm() / outputs[2].norm()).item(), rel=1e-6)
+        assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
+        assert count.times_noise == pytest.approx(count.max_abs_difference / count.noise_floor)
+    assert [(pair.left, pair.right) for pair in report.pairs] == list(itertools.combinations((2, 5, 15), 2))
+    for pair in report.pairs:
+        apart = (outputs[pair.left] - outputs[pair.right]).abs().max().item()
+        assert pair.max_abs_difference == pytest.approx(apart, rel=1e-6)
+    assert report.verdict == "differs"
+    assert report.baseline == 2
+    assert report.counts[0].reason == "The baseline."
+
+
+def test_the_reason_says_what_was_found_with_its_numbers():
+    first, second = compare_heads((1, 5), **SIZES).counts
+    assert second.reason == (
+        "q_proj, k_proj, v_proj and the split hold the same numbers; "
+        "scores differ: 5 sums over 6 features each instead of 1 sum over 30 features."
+    )
+    assert first.first_differing_stage is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_noise_floor_is_the_distance_from_the_same_run_in_float64(dtype):
+    name = str(dtype).removeprefix("torch.")
+    report = compare_heads((5, 3), **SIZES, dtype=name)
+    forward = load_layer(
+        AttentionSpec(embed_dim=EMBED, num_heads=5, dtype=name), InputSpec(batch=3, seq_len=7), RunSpec()
+    )
+    exact = copy.deepcopy(forward.module).double()
+    x = forward.tensors[0].double()
+    with torch.no_grad():
+        expected = (by_hand(5, dtype).double() - exact(x, x, x)[0]).abs().max().item()
+    assert expected > 0
+    assert {count.noise_floor for count in report.counts} == {expected}
+    assert report.verdict == "differs"
+
+
+def test_in_float64_the_floor_is_that_of_float64():
+    report = compare_heads((5, 3), **SIZES, dtype="float64")
+    assert 1e-18 < report.counts[0].noise_floor < 1e-14
+    assert report.verdict == "differs"
+
+
+def test_the_output_is_that_of_any_dtype_and_rounding_is_no_difference(monkeypatch):
+    # Heads whose keys are zero give equal weights to every key: the mathematics is the same, the order of sums is not.
+    changed_layer(monkeypatch, lambda module: module.in_proj_weight[EMBED : 2 * EMBED].zero_())
+    report = compare_heads((1, 2, 3, 5), **SIZES)
+    assert {count.verdict for count in report.counts} == {"same"}
+    assert all(count.first_differing_stage is None for count in report.counts)
+
+
+def test_zero_projections_make_every_head_count_the_same(monkeypatch):
+    changed_layer(monkeypatch, lambda module: module.in_proj_weight.zero_())
+    report = compare_heads((1, 2, 3), **{**SIZES, "batch": 1})
+    assert report.verdict == "same"
+    assert [count.max_abs_difference for count in report.counts] == [0, 0, 0]
+    assert report.counts[1].reason == "Every stage holds the same numbers: its values are all the same."
+
+
+def test_small_outputs_that_are_far_apart_differ(monkeypatch):
+    changed_layer(monkeypatch, lambda module: module.out_proj.weight.mul_(1e-8))
+    report = compare_heads((1, 5), **SIZES)
+    torch.testing.assert_close(by_hand(5), by_hand(1))
+    assert report.counts[1].relative_difference > 0.2
+    assert report.counts[1].verdict == "differs"
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"seq_len": 1}, {"key_len": 1}, {"padding": (6,)}, {"padding": (6,), "causal": True}]
+)
+def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
+    report = compare_heads((1, 2, 5), **{**SIZES, **inputs})
+    assert report.verdict == "same"
+    assert len(report.equalities) == 1
+    assert "softmax weight is exactly 1" in report.equalities[0]
+    assert "All outputs must be equal; measured: the same to the bit." in report.equalities[0]
+    for count in report.counts[1:]:
+        assert count.first_differing_stage in ("scores", "masked_scores")
+        assert count.reason.endswith("from weights on the numbers are the same again, because one key has weight 1.")
+    assert report.answer[0].startswith("No: ")
+
+
+def test_a_key_that_the_layer_appends_is_a_key():
+    report = compare_heads((1, 5), **{**SIZES, "seq_len": 1}, add_zero_attn=True)
+    assert report.verdict == "differs"
+    assert report.equalities == ()
+
+
+def test_the_first_position_under_a_causal_mask_is_the_same():
+    report = compare_heads((1, 2), **SIZES, causal=True)
+    assert torch.equal(by_hand(1, causal=True)[:, 0], by_hand(2, causal=True)[:, 0])
+    (said,) = report.equalities
+    assert said.startswith("The mask leaves one key to the first position (causal mask)")
+    assert said.endswith("The outputs there must be equal; measured: the same to the bit.")
+    assert report.verdict == "differs"
+
+
+def test_one_padded_row_of_several_is_said_to_be_the_same():
+    report = compare_heads((1, 2), **SIZES, padding=(6, 0, 0))
+    (said,) = report.equalities
+    assert said.startswith("The mask leaves one key to 7 of 21 queries")
+    # The sequence that is looked at first holds the same numbers from the weights on; the outputs of others differ.
+    assert report.counts[1].verdict == "differs"
+    assert report.counts[1].first_differing_stage == "scores"
+
+
+@pytest.mark.parametrize("same", ["keys", "values"])
+def test_keys_or_values_that_are_all_the_same_are_found_by_looking(same, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    draw = {name: torch.randn(3, 7, EMBED, generator=generator) for name in ("query", "key", "value")}
+    name = same.removesuffix("s")
+    draw[name] = draw[name][:, :1].expand(3, 7, EMBED).contiguous()
+    torch.save(draw, tmp_path / "input.pt")
+    report = compare_heads((1, 2, 5), embed_dim=EMBED, batch=3, seq_len=7, key_len=7, input=tmp_path / "input.pt")
+    (said,) = report.equalities
+    assert said.startswith(f"The {same} that every query can see are all the same")
+    assert report.verdict == "same"
+    changed = draw[name].clone()
+    changed[1, 4, -1] += 0.5
+    torch.save({**draw, name: changed}, tmp_path / "input.pt")
+    report = compare_heads((1, 2, 5), embed_dim=EMBED, batch=3, seq_len=7, key_len=7, input=tmp_path / "input.pt")
+    assert report.verdict == "differs"
+    assert f"The {same} that 14 of 21 queries can see are all the same" in report.equalities[0]
+
+
+def test_nan_beside_nan_is_no_difference_and_is_said():
+    report = compare_heads((1, 2), **SIZES, padding=(7, 0, 0))
+    assert report.counts[1].verdict == "differs"
+    assert math.isfinite(report.counts[1].max_abs_difference)
+    assert any("7 queries have no key left" in said and "NaN" in said for said in report.equalities)
+    nothing = compare_heads((1, 2), **SIZES, padding=(7,))
+    assert nothing.answer[0].startswith("It cannot be told from this input: the output is NaN throughout")
+
+
+def test_where_the_first_sequences_are_alike_the_one_that_differs_is_looked_at(tmp_path):
+    """Zeros have the same scores in every head: what differs stands late in the last sequence."""
+    x = torch.zeros(8, 71, EMBED)
+    x[7, 60:] = torch.randn(11, EMBED, generator=torch.Generator().manual_seed(0))
+    torch.save(x, tmp_path / "x.pt")
+    count = compare_heads((1, 2), embed_dim=EMBED, input=tmp_path / "x.pt", causal=True).counts[1]
+    assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
+
+
+def test_all_of_a_long_input_is_looked_at_where_nothing_differs(monkeypatch):
+    changed_layer(monkeypatch, lambda module: module.in_proj_weight.zero_())
+    (_, count) = compare_heads((1, 2), embed_dim=EMBED, batch=8, seq_len=71).counts
+    assert (count.verdict, count.first_differing_stage) == ("same", None)
+    assert count.reason.startswith("Every stage holds the same numbers")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"causal": True}, {"batch_first": False}, {"layer": "split-heads"}, {"key_len": 53}]
+)
+def test_what_is_cut_is_told_as_what_is_not(monkeypatch, settings):
+    sizes = {"embed_dim": EMBED, "batch": 8, "seq_len": 71, **settings}
+    few = compare_heads((1, 2, 5), **sizes)
+    monkeypatch.setattr("mha_inspect.answers.head_runs.layouts_of", lambda own: ())
+    whole = compare_heads((1, 2, 5), **sizes)
+    assert few.equalities == whole.equalities
+    for one, other in zip(few.counts, whole.counts, strict=True):
+        assert one.reason == other.reason
+        assert one.max_abs_difference == pytest.approx(other.max_abs_difference, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch_first": False}, {"batch": 1, "unbatched": True}, {"kdim": 11, "vdim": 13}]
+)
+def test_every_layout_is_compared_by_its_content(settings):
+    count = compare_heads((2, 5), **{**SIZES, **settings}).counts[1]
+    assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
+
+
+def test_a_mask_for_each_head_fits_one_head_count(tmp_path):
+    np.save(tmp_path / "mask.npy", np.zeros((3 * 2, 7, 7), dtype=bool))
+    with pytest.raises(MhaInspectError, match="mask"):
+        compare_heads((2, 5), **SIZES, attn_mask=tmp_path / "mask.npy")
+
+
+@pytest.mark.parametrize(
+    ("heads", "settings", "message"),
+    [
+        ((1, 4), {"embed_dim": 10}, "Head counts that divide 10: 1, 2, 5, 10"),
+        ((1, 2), {"device": "meta"}, "no numbers"),
+        ((1, 2), {"training": True, "dropout": 0.1}, "drops elements at random"),
+        ((), {}, "no head counts"),
+        ((1, 2), {"layer": "tensorflow"}, "not one that can be built"),
+        ((1, 2), {"layer": "bert", "kdim": 3}, "has no use for kdim"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(heads, settings, message):
+    with pytest.raises(SpecError, match=message):
+        compare_heads(heads, **{**SIZES, **settings})
+
+
+def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
+    report = compare_heads((2, 2, 5, 2), **SIZES)
+    assert [count.num_heads for count in report.counts] == [2, 5]
+    alone = compare_heads((2, 2), **SIZES)
+    assert [count.num_heads for count in alone.counts] == [2]
+    assert alone.answer[0].startswith("It cannot be told")
+
+
+def test_the_same_seed_gives_the_same_report():
+    assert compare_heads((1, 3), **SIZES) == compare_heads((1, 3), **SIZES)
+
+
+@pytest.mark.parametrize("layer", ["split-heads", "fold-heads", "bert", "per-head", "grouped-query"])
+def test_layers_that_only_cut_the_same_matrices_have_the_same_parameters(layer):
+    report = compare_heads((2, 5), **SIZES, layer=layer)
+    assert report.counts[1].same_parameters
+    assert (report.counts[1].verdict, report.counts[1].first_differing_stage) == ("differs", "scores")
+    assert report.answer[1].startswith("The parameters are the same")
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "first"),
+    [
+        ("narrow", {}, "q_proj"),
+        ("wide", {}, "q_proj"),
+        ("grouped-query", {"num_kv_heads": 1}, "k_proj"),
+        ("grouped-query", {"embed_dim": 60, "rope": True}, "q_heads"),
+    ],
+)
+def test_layers_whose_parameters_change_say_what_changes(layer, settings, first):
+    report = compare_heads((2, 5) if layer != "wide" else (2, 3), **{**SIZES, **settings}, layer=layer)
+    count = report.counts[1]
+    assert (count.verdict, count.first_differing_stage) == ("differs", first)
+    assert count.same_parameters == ("rope" in settings)
+    assert report.answer[1].startswith("The parameters" if "rope" in settings else "The weights cannot be the same")
+
+
+def test_one_key_says_nothing_where_the_weights_are_others():
+    report = compare_heads((2, 5), **{**SIZES, "seq_len": 1}, layer="narrow")
+    assert report.verdict == "differs"
+    assert report.equalities == ()
+
+
+@pytest.mark.parametrize(("num_kv_heads", "counts"), [(2, (2, 4, 12)), (1, (1, 2, 12)), (2, (12, 2, 4))])
+def test_head_counts_that_share_keys_stand_beside_one_that_does_not(num_kv_heads, counts):
+    """The keys' axis is `heads` where every head has its own, and `kv_heads` where it has not."""
+    sizes = {"embed_dim": 24, "batch": 3, "seq_len": 7, "num_kv_heads": num_kv_heads}
+    report = compare_heads(counts, **sizes, layer="grouped-query")
+    assert [count.num_heads for count in report.counts] == list(counts)
+    for count in report.counts[1:]:
+        assert (count.verdict, count.first_differing_stage) == ("differs", "k_proj")
+        width, base = (num_kv_heads * one.head_dim for one in (count, report.counts[0]))
+        assert f"so it is {width} features wide instead of {base}" in count.reason

@@ -1,0 +1,271 @@
+"""What the parameters of any module are for, read off a recording: against torch's own layer, and head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from einops import rearrange
+from torch import nn
+
+import mha_inspect
+from mha_inspect.answers.params import params
+from mha_inspect.call.load import load_layer
+from mha_inspect.errors import MhaInspectError
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from mha_inspect.naming.subject import Subject
+from mha_inspect.reports.params import Parameter, ParamsReport
+
+from ..foreign import styles
+from ..foreign.styles import D, E, H
+from ..foreign.truth import cut
+from ..layers.declared import ROLES
+
+PLAIN = (
+    "Base",
+    "Packed",
+    "Interleaved",
+    "Conv1D",
+    "Sliced",
+    "PackedKeyValue",
+    "Einsum",
+    "FoldBatchHeads",
+    "LoopSlices",
+)
+GROUPED = ("Grouped", "GroupedExpand", "GroupedSliced", "RepeatInterleave")
+
+
+def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:
+    report = params(Subject(module, args, kwargs), per_head=True)
+    return {parameter.name: parameter for parameter in report.parameters}
+
+
+def style(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    module: nn.Module = getattr(styles, name)().eval()
+    return module
+
+
+def roles_of(report: ParamsReport) -> list[tuple[str, str, str, object]]:
+    return [(p.name, p.axes, p.role, p.heads) for p in report.parameters]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias": False},
+        {"num_heads": 1},
+        {"num_heads": 6},
+        {"kdim": 17, "vdim": 19},
+        {"vdim": 19},
+        {"add_bias_kv": True},
+        {"add_zero_attn": True, "batch_first": False},
+        {"dtype": "bfloat16"},
+    ],
+)
+def test_torchs_own_layer_has_the_table_that_is_declared_for_it(settings: dict[str, Any]) -> None:
+    spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
+    module = LAYERS["torch"].build(spec)
+    dtype = getattr(torch, spec.dtype)
+    given = [torch.randn(2, 5, size, dtype=dtype) for size in (12, spec.key_width, spec.value_width)]
+    found = params(Subject(module, tuple(given), {}), per_head=True)
+    declared = ROLES["torch"](spec)
+    rows = [(row.name, row.axes, row.role, row.heads) for row in found.parameters]
+    assert rows == [(name, declared[name].axes, declared[name].text, declared[name].slices()) for name, *_ in rows]
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_heads": 1},
+    {"num_kv_heads": 1},
+    {"num_heads": 6, "embed_dim": 30, "num_kv_heads": 2},
+    {"rope": True, "embed_dim": 30},
+    {"kdim": 17, "vdim": 19},
+    {"head_dim": DerivedInt(10)},
+)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None:
+    seen = 0
+    for settings in SETTINGS:
+        spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
+        try:
+            forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+        except MhaInspectError:
+            continue  # a layer has no use for every setting
+        found = params(forward, per_head=True).parameters
+        declared = ROLES[layer](forward.spec)
+        assert [row.heads for row in found] == [declared[row.name].slices() for row in found]
+        # A loop of one turn is no loop, heads that are not shared are heads, and which features are read is not told.
+        alike = layer == "grouped-query" and spec.kv_heads == spec.num_heads
+        if layer != "narrow" and not alike and not (layer == "per-head" and spec.num_heads == 1):
+            told = [(declared[row.name].axes, declared[row.name].text) for row in found]
+            assert [(row.axes, row.role) for row in found] == told
+        seen += 1
+    assert seen >= 3
+
+
+def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
+    forward = load_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
+    row = params(forward).parameters[0]
+    assert (row.axes, row.role) == (
+        "head_dim 4",
+        "W_q of head 0: it reads features 0–3 of the embedding and no others",
+    )
+
+
+def matrices(found: dict[str, Parameter], module: nn.Module, part: str, head: int) -> torch.Tensor:
+    """`features embed` of one head, or its `features` of a bias, by the rows and columns that the report gives it."""
+    parameters = dict(module.named_parameters())
+    for name, row in found.items():
+        pieces = [piece for piece in row.heads or () if piece.part == part and piece.head == head]
+        if pieces:
+            content = torch.cat([cut(parameters[name].detach(), piece) for piece in pieces])
+            return content.T if content.dim() == 2 and content.shape[0] == E else content
+    return torch.zeros(())
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GROUPED])
+def test_one_head_alone_gives_the_context_of_that_head(name: str) -> None:
+    module = style(name).double()
+    x = torch.randn(7, 12, E, dtype=torch.float64)
+    attention = mha_inspect.trace(module, x, keep=True).attentions[0]
+    # The stages of a loop are those of its first turn.
+    axes = "batch (heads query) head_dim" if name == "LoopSlices" else attention.context.axes
+    sizes = {"batch": 7} if "(batch" in axes else {"query": 12} if "query)" in axes else {}
+    context = rearrange(attention.context.tensor, f"{axes} -> batch heads query head_dim", **sizes)
+    found = read_off(module, x)
+    heads, shared = attention.num_heads, attention.num_kv_heads
+    for head in range(context.shape[1]):
+        q = x @ matrices(found, module, "W_q", head).T + matrices(found, module, "b_q", head)
+        group = head // (heads // shared)
+        k = x @ matrices(found, module, "W_k", group).T + matrices(found, module, "b_k", group)
+        v = x @ matrices(found, module, "W_v", group).T + matrices(found, module, "b_v", group)
+        expected = (q @ k.mT * attention.scale).softmax(-1) @ v
+        torch.testing.assert_close(context[:, head], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GROUPED, "RotateHalf", "NormedHeads", "ValueFirst", "LowRank"])
+def test_the_output_is_the_sum_of_what_each_head_gives(name: str) -> None:
+    module = style(name).double()
+    x = torch.randn(7, 12, E, dtype=torch.float64)
+    found = read_off(module, x)
+    weight = next(row for row in found.values() if row.role.startswith("W_o"))
+    assert weight.heads is not None
+    parameter = dict(module.named_parameters())[weight.name]
+    bias = next(dict(module.named_parameters())[row.name] for row in found.values() if row.role.startswith("b_o"))
+    with torch.no_grad():
+        whole, kept = module(x), parameter.clone()
+        total = torch.zeros_like(whole)
+        for piece in weight.heads:
+            parameter.zero_()
+            cut(parameter, piece).copy_(cut(kept, piece))
+            alone = module(x) - bias
+            assert bool(alone.abs().max() > 0)
+            total += alone
+        parameter.copy_(kept)
+    torch.testing.assert_close(total + bias, whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "axes", "said"),
+    [
+        ("Interleaved", "qkv.weight", "(heads qkv head_dim) embed", "head by head: 5 rows of q, 5 of k, 5 of v each"),
+        ("Conv1D", "weight", "embed (qkv heads head_dim)", "side by side: columns 0–14, 15–29, 30–44"),
+        ("EinsumWeights", "w.0", "embed heads head_dim", "W_q: a matrix for each head"),
+        ("EinsumWeights", "out", "heads head_dim embed", "W_o: a matrix for each head"),
+        ("GroupedSliced", "qkv.weight", "packed embed", "rows 0–29, 30–44, 45–59"),
+        ("Grouped", "k.weight", "(kv_heads head_dim) embed", "5 each, each for 3 query heads"),
+        ("OneKeyHead", "k.weight", f"{H * D} embed", "rows 0–4; the others have no part in it"),
+        ("NormedHeads", "q_norm.weight", "head_dim", "scales the queries after their projection: it belongs to no"),
+        ("LowRank", "q_a.weight", "latent embed", "on the way to the queries: it belongs to no head"),
+        ("LowRank", "q_norm.weight", "latent", "before they are projected"),
+        ("LowRank", "kv_b.weight", "(heads packed) latent", "W_k, W_v head by head: 5 rows of k, 4 of v each"),
+        ("LoopChunks", "o.weight", "embed (heads head_dim)", "W_o: its columns are the heads side by side, 5 each"),
+        ("Loop", "q.1.weight", "head_dim embed", "W_q of head 1"),
+        ("RelativeBias", "table.weight", "num_embeddings embedding_dim", "added to the scores"),
+        ("RelativeShift", "r.weight", "out_features in_features", "has a part in the scores"),
+        ("UnitHeads", "temperature", "3 1 1", "has a part in the scores"),
+        ("Sinks", "sink", "3", "sinks, beside the scores"),
+        ("Pooled", "probe", "1 1 22", "the queries themselves: learned"),
+        ("Packed", "k.weight", "out_features in_features", "not read by this forward"),
+    ],
+)
+def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes: str, said: str) -> None:
+    row = read_off(style(name), torch.randn(7, 12, E))[parameter]
+    assert row.axes == axes
+    assert said in row.role
+
+
+def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
+    layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
+    found = read_off(layer, torch.randn(3, 5, 14))
+    assert found["linear1.weight"].role == "read by _addmm_activation"
+    assert found["linear1.weight"].heads is None
+    assert found["self_attn.in_proj_weight"].heads
+    report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))
+    assert report.notes == ("No attention was found in the forward: it tells what reads the parameters.",)
+
+
+def test_reading_off_leaves_the_module_as_it_was() -> None:
+    layer = nn.Sequential(nn.BatchNorm1d(7), style("Base")).train()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    report = mha_inspect.params(layer, torch.randn(2, 7, E, generator=torch.Generator().manual_seed(1)), per_head=True)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in layer.parameters())
+    assert "W_q: its rows are the heads one above the other, 5 each" in repr(report)
+
+
+def test_with_gradients_off_and_in_inference_mode_it_is_the_same() -> None:
+    module, x = style("Interleaved"), torch.randn(7, 12, E)
+    expected = read_off(module, x)
+    with torch.inference_mode():
+        assert read_off(module, x) == expected
+    with torch.no_grad():
+        assert read_off(module, x) == expected
+    assert read_off(module.to(torch.bfloat16), x.bfloat16())["qkv.weight"].heads == expected["qkv.weight"].heads
+
+
+class Unturned(nn.Module):
+    """Keys whose part for positions has no features, joined as a write into memory that is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, 12, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (rearrange(own(x), "b n (h d) -> b h n d", h=3) for own in (self.q, self.k, self.v))
+        whole = torch.empty_like(k)
+        whole[..., :4] = k
+        whole[..., 4:] = k[..., 4:]
+        return rearrange((q @ whole.mT / 2).softmax(-1) @ v, "b h n d -> b n (h d)")
+
+
+def test_a_part_without_features_holds_nothing() -> None:
+    report = params(Subject(Unturned(), (torch.randn(2, 5, 12),), {}), per_head=True)
+    rows = {p.name: [piece.rows for piece in p.heads or ()] for p in report.parameters}
+    assert rows == {f"{name}.weight": [(0, 4), (4, 8), (8, 12)] for name in "qkv"}
+
+
+class Weighed(Unturned):
+    """What comes out is weighed by one number, computed of a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(super().forward(x) * (1 - self.weight.exp()))
+
+
+def test_one_number_weighs_every_head() -> None:
+    report = params(Subject(Weighed(), (torch.randn(2, 5, 12),), {}), per_head=True)
+    rows = {p.name: [piece.columns for piece in p.heads or ()] for p in report.parameters}
+    assert rows["out.weight"] == [(0, 4), (4, 8), (8, 12)]

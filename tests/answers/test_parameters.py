@@ -1,0 +1,331 @@
+"""Roles, counts, slices and their proof, against torch's own layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mha_inspect.answers.params import INPUTS
+from mha_inspect.answers.params import params as report_of
+from mha_inspect.call.load import load_layer
+from mha_inspect.errors import InputError, SpecError
+from mha_inspect.layers import torch_mha
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
+from mha_inspect.measure.weights import Numbers, Weights
+from mha_inspect.naming.subject import Subject
+from mha_inspect.reports.params import ParamsReport
+from mha_inspect.text import byte_size
+
+from ..foreign.truth import cut
+
+SPEC = AttentionSpec(embed_dim=12, num_heads=3)
+
+
+def report(spec: AttentionSpec = SPEC, **options: Any) -> ParamsReport:
+    return params_spec(spec, **options)
+
+
+def params_spec(
+    spec: AttentionSpec,
+    run: RunSpec | None = None,
+    show: Show | None = None,
+    *,
+    layer: str = "torch",
+    per_head: bool = False,
+    num_heads: tuple[int, ...] = (),
+) -> ParamsReport:
+    specs = [replace(spec, num_heads=count) for count in num_heads] or [spec]
+    own, *others = [load_layer(one, INPUTS, run or RunSpec(), layer) for one in specs]
+    return report_of(own, show, per_head=per_head, beside=others)
+
+
+def params(module: nn.Module, show: Show | None = None, *, per_head: bool = False) -> ParamsReport:
+    return report_of(Subject(module, (), {}), show, per_head=per_head, called=False)
+
+
+def filled(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
+    """With biases that are not 0, so that a mistake in one shows."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module.eval()
+
+
+specs = st.builds(
+    lambda heads, width, **rest: AttentionSpec(embed_dim=heads * width, num_heads=heads, **rest),
+    heads=st.sampled_from([1, 2, 3, 5]),
+    width=st.sampled_from([1, 2, 7]),
+    kdim=st.sampled_from([None, 11]),
+    vdim=st.sampled_from([None, 13]),
+    bias=st.booleans(),
+    add_bias_kv=st.booleans(),
+    add_zero_attn=st.booleans(),
+    batch_first=st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs)
+def test_counts_formula_and_roles_of_every_variant(spec: AttentionSpec) -> None:
+    module = LAYERS["torch"].build(spec)
+    expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    made = report(spec)
+    assert {row.name: row.shape for row in made.parameters} == expected
+    assert made.total.numel == made.total.formula_numel == sum(p.numel() for p in module.parameters())
+    assert made.total.nbytes == 4 * made.total.numel
+    assert sum(row.share for row in made.parameters) == pytest.approx(1.0)
+    assert all(row.role for row in made.parameters)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs)
+def test_the_slices_of_all_heads_tile_each_parameter_exactly_once(spec: AttentionSpec) -> None:
+    module = LAYERS["torch"].build(spec)
+    parameters = dict(module.named_parameters())
+    for row in report(spec, per_head=True).parameters:
+        if row.name == "out_proj.bias":
+            assert row.heads == ()
+            continue
+        count = torch.zeros_like(parameters[row.name])
+        assert row.heads is not None
+        for piece in row.heads:
+            cut(count, piece).add_(1)
+        assert bool((count == 1).all()), row.name
+        assert {piece.head for piece in row.heads} == set(range(spec.num_heads))
+
+
+@settings(max_examples=25, deadline=None)
+@given(specs)
+def test_the_axes_have_the_sizes_that_they_name(spec: AttentionSpec) -> None:
+    sizes = {
+        "qkv": 3, "heads": spec.num_heads, "head_dim": spec.head_dim, "embed": spec.embed_dim,
+        "kdim": spec.key_width, "vdim": spec.value_width, "1": 1,
+    }  # fmt: skip
+    for row in report(spec).parameters:
+        groups = row.axes.replace("(", "( ").replace(")", " )").split()
+        assert tuple(_products(groups, sizes)) == row.shape
+
+
+def _products(words: list[str], sizes: dict[str, int]) -> Iterator[int]:
+    inside: list[int] | None = None
+    for word in words:
+        if word == "(":
+            inside = []
+        elif word == ")":
+            assert inside is not None
+            yield math.prod(inside)
+            inside = None
+        elif inside is None:
+            yield sizes[word]
+        else:
+            inside.append(sizes[word])
+
+
+def test_the_rows_that_the_role_names_are_the_projections() -> None:
+    role = report().parameters[0].role
+    assert role == "W_q, W_k, W_v one above the other: rows 0–11, 12–23, 24–35"
+    module = filled(LAYERS["torch"].build(SPEC))
+    x = torch.randn(1, 5, 12)
+    with torch.no_grad():
+        module.in_proj_weight[24:36] = 0
+        module.in_proj_bias[24:36] = 0
+    output, _ = module(x, x, x)
+    torch.testing.assert_close(output, module.out_proj.bias.expand(1, 5, 12))
+
+
+@pytest.mark.parametrize("head", [0, 1, 2])
+def test_a_heads_slices_are_what_torch_gives_that_head(head: int) -> None:
+    """Keeping one head's columns of W_o leaves that head's context: torch's own weights, our rows of W_v."""
+    module = filled(LAYERS["torch"].build(SPEC))
+    pieces = [piece for row in report(per_head=True).parameters for piece in row.heads or () if piece.head == head]
+    w_o = next(piece for piece in pieces if piece.part == "W_o")
+    w_v = next(piece for piece in pieces if piece.part == "W_v")
+    b_v = next(piece for piece in pieces if piece.part == "b_v")
+    x = torch.randn(2, 5, 12)
+    with torch.no_grad():
+        columns = cut(module.out_proj.weight, w_o).clone()
+        module.out_proj.weight.zero_()
+        cut(module.out_proj.weight, w_o).copy_(columns)
+        output, weights = module(x, x, x, average_attn_weights=False)
+        value = x @ cut(module.in_proj_weight, w_v).T + cut(module.in_proj_bias, b_v)
+        expected = weights[:, head] @ value @ columns.T + module.out_proj.bias
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", [0, 1, 2])
+@pytest.mark.parametrize("part", ["q", "k"])
+def test_zeros_in_a_heads_rows_flatten_its_weights_and_no_others(part: str, head: int) -> None:
+    module = filled(LAYERS["torch"].build(SPEC))
+    x = torch.randn(2, 5, 12)
+    before = module(x, x, x, average_attn_weights=False)[1]
+    with torch.no_grad():
+        for row in report(per_head=True).parameters:
+            for piece in row.heads or ():
+                if piece.head == head and piece.part in (f"W_{part}", f"b_{part}"):
+                    cut(module.get_parameter(row.name), piece).zero_()
+    after = module(x, x, x, average_attn_weights=False)[1]
+    flat = [bool(torch.allclose(after[:, h], torch.full((2, 5, 5), 0.2))) for h in range(3)]
+    assert flat == [h == head for h in range(3)]
+    others = [h for h in range(3) if h != head]
+    torch.testing.assert_close(after[:, others], before[:, others])
+
+
+@settings(max_examples=25, deadline=None)
+@given(specs)
+def test_one_matrix_per_head_gives_torchs_output(spec: AttentionSpec) -> None:
+    module = filled(LAYERS["torch"].build(spec))
+    proof = params(module, per_head=True).per_head_proof
+    assert proof is not None
+    assert proof.verdict != "differs"
+    assert f"{spec.num_heads} head" in proof.sentence
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_the_proof_holds_in_every_dtype(dtype: str) -> None:
+    proof = report(replace(SPEC, dtype=dtype), per_head=True).per_head_proof  # type: ignore[arg-type]
+    assert proof is not None
+    assert proof.verdict == "same"
+    assert 0 < proof.noise_floor < 1e-1
+
+
+def test_a_training_layer_with_dropout_is_proved_too_and_stays_in_training() -> None:
+    module = nn.MultiheadAttention(12, 3, dropout=0.5)
+    state = torch.get_rng_state()
+    proof = params(module, per_head=True).per_head_proof
+    assert proof is not None
+    assert proof.verdict == "same"
+    assert module.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("part", ["W_q", "W_k", "W_v", "b_q", "b_v", "W_o"])
+def test_the_proof_fails_when_a_slice_is_wrong(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads swapped in one part alone."""
+    honest = Weights.read
+
+    def swapped(self: Weights) -> Numbers:
+        numbers = honest(self)
+        return {**numbers, part: numbers[part][[1, 0, 2]]}
+
+    monkeypatch.setattr(Weights, "read", swapped)
+    proof = params(filled(nn.MultiheadAttention(12, 3)), per_head=True).per_head_proof
+    assert proof is not None
+    assert proof.verdict == "differs"
+
+
+def test_head_counts_side_by_side_change_nothing_but_the_slices() -> None:
+    made = report(num_heads=(1, 2, 4))
+    assert made.side_by_side is not None
+    assert [(column.num_heads, column.head_dim, column.numel) for column in made.side_by_side] == [
+        (1, 12, 624),
+        (2, 6, 624),
+        (4, 3, 624),
+    ]
+    assert made.side_by_side[1].first_head["out_proj.weight"][0].columns == (0, 6)
+    assert made.changes.startswith("Nothing but the slices: all 4 parameters")
+    assert "12, 6 and 3" in made.changes
+
+
+def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = torch_mha.MultiheadAttention
+
+    def other(*sizes: Any) -> nn.MultiheadAttention:
+        module = honest(*sizes)
+        if module.num_heads == 2:
+            with torch.no_grad():
+                module.in_proj_weight[35, 11] += 1e-6
+        if module.num_heads == 4:
+            module.out_proj.bias = nn.Parameter(torch.zeros(1))
+        return module
+
+    monkeypatch.setattr(torch_mha, "MultiheadAttention", other)
+    changes = report(num_heads=(1, 2, 4)).changes
+    assert "Nothing" not in changes
+    assert "From 1 to 2 heads the parameters change: other values in in_proj_weight." in changes
+    assert "From 1 to 4 heads the parameters change: out_proj.bias [12] becomes [1]." in changes
+
+
+def test_one_head_count_is_not_a_comparison() -> None:
+    assert report(num_heads=(3,)).side_by_side is None
+
+
+def test_a_head_count_that_does_not_divide() -> None:
+    with pytest.raises(SpecError, match="divide 12: 1, 2, 3, 4, 6, 12"):
+        report(num_heads=(1, 5))
+
+
+def test_an_unknown_layer_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SpecError, match="Did you mean torch"):
+        report(layer="torhc")
+
+
+def test_on_meta_there_are_shapes_and_no_content() -> None:
+    made = params_spec(
+        AttentionSpec(embed_dim=2**16, num_heads=128),
+        RunSpec(device="meta"),
+        Show(stats=True, values=True),
+        per_head=True,
+        num_heads=(1, 128),
+    )
+    assert made.total.numel == made.total.formula_numel == 4 * 2**32 + 4 * 2**16
+    assert all(row.stats is None and row.values is None and row.heads is not None for row in made.parameters)
+    assert made.per_head_proof is None
+    assert "on meta" in made.changes
+
+
+def test_what_does_not_fit_is_refused(invoke) -> None:
+    refused = invoke("params", "--embed-dim", str(2**20), "--num-heads", "1")
+    assert refused.code == 3
+    assert byte_size(4 * (4 * 2**40 + 4 * 2**20)) in refused.err
+    assert "--device meta" in refused.err
+
+
+def test_statistics_and_values_when_asked_for() -> None:
+    module = filled(nn.MultiheadAttention(12, 3))
+    row = params(module, show=Show(stats=True, values=True, full_values=True)).parameters[0]
+    assert row.stats is not None
+    assert row.stats.mean == pytest.approx(float(module.in_proj_weight.detach().double().mean()))
+    assert row.values is not None
+    assert row.values.data == module.in_proj_weight.tolist()
+    assert params(module).parameters[0].stats is None
+
+
+def test_a_module_of_ones_own_gets_roles_where_its_parts_tell() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(12, 3)
+            self.mlp = nn.Linear(7, 5)
+            self.scale = nn.Parameter(torch.ones(2, 3))
+            self.tied = self.mlp
+
+    made = params(Own(), per_head=True)
+    rows = {row.name: row for row in made.parameters}
+    assert rows["attn.in_proj_weight"].role.startswith("W_q, W_k, W_v")
+    assert rows["attn.out_proj.weight"].axes == "embed (heads head_dim)"
+    assert (rows["mlp.weight"].axes, rows["mlp.weight"].role) == ("out_features in_features", "")
+    assert (rows["scale"].axes, rows["scale"].heads) == ("2 3", None)
+    assert made.total.numel == 624 + 40 + 6
+    assert (made.total.formula, made.total.formula_numel, made.per_head_proof) == ("", None, None)
+    assert (made.layer.name.endswith("Own"), made.layer.spec, made.environment.seed) == (True, {}, None)
+
+
+def test_a_module_without_parameters() -> None:
+    made = params(nn.ReLU(), per_head=True)
+    assert made.parameters == ()
+    assert made.total.numel == 0
+
+
+def test_lazy_parameters_have_no_shape_yet() -> None:
+    with pytest.raises(InputError, match="'weight' is lazy"):
+        params(nn.LazyLinear(3))

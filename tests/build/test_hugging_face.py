@@ -1,0 +1,456 @@
+"""Models of Hugging Face transformers: built as the library builds them, off the network; nothing run for a file."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mha_inspect.build import hugging_face
+from mha_inspect.build.build import load_target
+from mha_inspect.build.hugging_face import NetworkNeededError
+from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.vocabulary import Flags
+from mha_inspect.call.call import Call
+from mha_inspect.call.inputs import Asked, make_call
+from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
+from mha_inspect.layers.spec import InputSpec
+
+from ..built import trace_module
+
+
+def test_without_the_library_the_install_command_is_given(monkeypatch, invoke):
+    monkeypatch.setattr(hugging_face.importlib.util, "find_spec", lambda name: None)
+    code, out, err = invoke("trace", "hf:bert")
+    assert (code, out) == (2, "")
+    assert 'pip install "mha-inspect[hf]"' in err
+
+
+transformers = pytest.importorskip("transformers")
+
+BERT = {"num_hidden_layers": "3", "hidden_size": "14", "num_attention_heads": "2", "vocab_size": "53"}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any use of the network fails the test."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def load(text: str, settings: dict[str, str] | None = None, **spec: Any) -> Target:
+    return load_target(text, settings or {}, TargetSpec(**spec))
+
+
+def call(target: Target, **inputs: Any) -> Call:
+    typed = frozenset(inputs)
+    spec = InputSpec(**{"batch": 3, "seq_len": 5, **inputs})
+    return make_call(target, Asked(spec, Flags({}, typed, typed)))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(11)
+    config = transformers.BertConfig(
+        hidden_size=14, num_hidden_layers=3, num_attention_heads=2, intermediate_size=17, vocab_size=53
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_a_type_is_built_as_the_library_builds_it():
+    target = load("hf:bert", BERT, seed=3)
+    config = transformers.BertConfig(**{name: int(value) for name, value in BERT.items()})
+    torch.manual_seed(3)
+    expected = transformers.BertModel._from_config(config).state_dict()
+    found = target.module.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not target.module.training
+    assert target.passed == {name: int(value) for name, value in BERT.items()}
+
+
+def test_a_directory_gives_its_own_weights(saved):
+    target = load(f"hf:{saved}", seed=3)
+    expected = transformers.BertModel.from_pretrained(saved, local_files_only=True).state_dict()
+    assert all(torch.equal(tensor, target.module.state_dict()[name]) for name, tensor in expected.items())
+    assert "those in the directory" in target.notes[0]
+    shorter = load(f"hf:{saved}", {"num_hidden_layers": "1"})
+    assert len(shorter.module.encoder.layer) == 1
+    name = "encoder.layer.0.attention.self.query.weight"
+    assert torch.equal(shorter.module.state_dict()[name], expected[name])
+    for file in saved.glob("*.safetensors"):
+        file.unlink()
+    assert "random" in load(f"hf:{saved}").notes[0]
+    assert load(f"hf:{saved / 'config.json'}").module.config.hidden_size == 14
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "shapes"),
+    [
+        ("hf:bert", BERT, {"input_ids": (3, 5)}),
+        (
+            "hf:t5",
+            {"num_layers": "1", "d_model": "14", "num_heads": "2", "d_kv": "7", "vocab_size": "53"},
+            {"input_ids": (3, 5), "decoder_input_ids": (3, 5)},
+        ),
+        (
+            "hf:vit",
+            {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "image_size": "32"},
+            {"pixel_values": (3, 3, 32, 32)},
+        ),
+        (
+            "hf:clip",
+            {"num_hidden_layers": "1", "vision_config.image_size": "32", "vision_config.patch_size": "16"},
+            {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)},
+        ),
+        (
+            "hf:vilt",
+            {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "image_size": "32"},
+            {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)},
+        ),
+    ],
+)
+def test_inputs_are_what_the_model_takes(text, settings, shapes):
+    target = load(text, settings)
+    made = call(target)
+    assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes
+    with torch.no_grad():
+        target.module(**made.kwargs)
+
+
+SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "intermediate_size": "17"}
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "shapes"),
+    [
+        (
+            "hf:time_series_transformer",
+            {"num_time_features": "3", "context_length": "11"},
+            {
+                "past_values": (3, 18),
+                "past_time_features": (3, 18, 3),
+                "past_observed_mask": (3, 18),
+                "future_values": (3, 12),
+                "future_time_features": (3, 12, 3),
+            },
+        ),
+        (
+            "hf:clap",
+            {
+                "audio_config.spec_size": "64",
+                "audio_config.num_mel_bins": "16",
+                "audio_config.window_size": "2",
+                "audio_config.patch_embeds_hidden_size": "16",
+                "audio_config.depths": "1,1",
+                "audio_config.num_attention_heads": "2,2",
+                "audio_config.hidden_size": "32",
+                "text_config.num_hidden_layers": "1",
+            },
+            {"input_ids": (3, 5), "input_features": (3, 1, 256, 16)},
+        ),
+        ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
+        (
+            "hf:speecht5",
+            {"encoder_layers": "1", "decoder_layers": "1", "hidden_size": "24", "encoder_ffn_dim": "17"},
+            {"input_values": (3, 5, 24), "decoder_input_values": (3, 5, 24)},
+        ),
+        (
+            "hf:qwen2_5_vl_vision",
+            {
+                "depth": "1",
+                "hidden_size": "24",
+                "num_heads": "3",
+                "intermediate_size": "17",
+                "fullatt_block_indexes": "0",
+            },
+            {"hidden_states": (48, 1176), "grid_thw": (3, 3)},
+        ),
+        ("hf:patchtst", {"context_length": "31", "num_input_channels": "7"}, {"past_values": (3, 31, 7)}),
+        (
+            "hf:decision_transformer",
+            {"n_layer": "1", "state_dim": "7", "act_dim": "2"},
+            {
+                "states": (3, 5, 7),
+                "actions": (3, 5, 2),
+                "rewards": (3, 5, 1),
+                "returns_to_go": (3, 5, 1),
+                "timesteps": (3, 5),
+                "attention_mask": (3, 5),
+            },
+        ),
+        ("hf:esm", SMALL, {"input_ids": (3, 5)}),
+        ("hf:bros", {**SMALL, "hidden_size": "64"}, {"input_ids": (3, 5), "bbox": (3, 5, 4)}),
+        (
+            "hf:lxmert",
+            {
+                **{name: value for name, value in SMALL.items() if name != "num_hidden_layers"},
+                **dict.fromkeys(("l_layers", "r_layers", "x_layers"), "1"),
+                "visual_feat_dim": "7",
+            },
+            {"input_ids": (3, 5), "visual_feats": (3, 5, 7), "visual_pos": (3, 5, 4)},
+        ),
+        (
+            "hf:siglip2",
+            {**SMALL, "vision_config.patch_size": "2"},
+            {
+                "input_ids": (3, 5),
+                "pixel_values": (3, 16, 12),
+                "pixel_attention_mask": (3, 16),
+                "spatial_shapes": (3, 2),
+            },
+        ),
+        ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
+    ],
+)
+def test_sounds_series_games_and_boxes(text, settings, shapes):
+    target = load(text, settings)
+    made = call(target)
+    assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes
+    with torch.no_grad():
+        target.module(**made.kwargs)
+    masks = [tensor for name, tensor in made.kwargs.items() if "mask" in name]
+    assert all(bool((mask == 1).all()) for mask in masks)
+
+
+def test_what_a_configuration_leaves_open_is_said():
+    target = load("hf:esm", SMALL)
+    assert "vocab_size=32 (it says none)" in target.notes[1]
+    assert load("hf:esm", {**SMALL, "vocab_size": "7"}).module.config.vocab_size == 7
+    assert "it says none" not in " ".join(load("hf:bert", BERT).notes)
+
+
+def test_a_list_of_layers_follows_their_number():
+    config = load("hf:gpt_neo", {"num_layers": "3", "hidden_size": "16", "num_heads": "2"}).module.config
+    assert (config.num_layers, config.attention_layers) == (3, ["global", "local", "global"])
+    with pytest.raises(InputError, match="cannot be configured so"):
+        load("hf:gpt_neo", {"num_layers": "25", "hidden_size": "16", "num_heads": "2"})
+
+
+def test_heads_are_compared_in_a_model_built_for_each_count(invoke):
+    settings = ["--set", "hidden_size=14", "--set", "num_hidden_layers=1", "--set", "vocab_size=53"]
+    code, out, err = invoke("compare-heads", "hf:bert", "--heads", "1,2,7", *settings, "--format", "json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [row["head_dim"] for row in report["counts"]] == [14, 7, 2]
+    code, out, err = invoke("compare-heads", "hf:whisper", "--heads", "1,2", "--set", "encoder_layers=1")
+    assert (code, out) == (2, "")
+    assert "takes no number of heads" in err
+    assert len(err) < 600
+
+
+def test_special_tokens_are_not_drawn():
+    target = load("hf:bert", {**BERT, "vocab_size": "3", "pad_token_id": "0"})
+    ids = call(target, seq_len=31).kwargs["input_ids"]
+    assert set(ids.flatten().tolist()) == {1, 2}
+
+
+def test_padding_of_a_model_is_one_where_it_may_look():
+    mask = call(load("hf:bert", BERT), padding=(2,)).kwargs["attention_mask"]
+    assert mask.tolist() == [[1, 1, 1, 0, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "kinds"),
+    [
+        ("hf:bert", BERT, [("self",)] * 3),
+        ("hf:gpt2", {"n_layer": "2", "n_embd": "14", "n_head": "2", "vocab_size": "53"}, [("self", "causal")] * 2),
+        (
+            "hf:llama",
+            {
+                "num_hidden_layers": "2",
+                "hidden_size": "24",
+                "num_attention_heads": "4",
+                "num_key_value_heads": "2",
+                "intermediate_size": "17",
+                "vocab_size": "53",
+            },
+            [("self", "causal", "grouped")] * 2,
+        ),
+        (
+            "hf:t5",
+            {"num_layers": "1", "d_model": "14", "num_heads": "2", "d_kv": "7", "vocab_size": "53"},
+            [("self",), ("self", "causal"), ("cross",)],
+        ),
+    ],
+)
+def test_kinds_of_known_models(text, settings, kinds):
+    target = load(text, settings)
+    with torch.no_grad():
+        trace = trace_module(target.module, **call(target).kwargs)
+    assert [attention.kind for attention in trace.attentions] == kinds
+
+
+def test_flags_reach_the_configuration():
+    flags = Flags(
+        {"embed_dim": 22, "num_heads": 11}, frozenset({"embed_dim", "num_heads"}), frozenset({"embed_dim", "num_heads"})
+    )
+    config = load("hf:gpt2", {"n_layer": "1", "vocab_size": "53"}, flags=flags).module.config
+    assert (config.n_embd, config.n_head) == (22, 11)
+    with pytest.raises(SpecError, match="--kdim could be"):
+        load("hf:bert", BERT, flags=Flags({"kdim": 3}, frozenset({"kdim"}), frozenset({"kdim"})))
+
+
+def test_parts_of_a_configuration():
+    target = load("hf:clip", {"num_hidden_layers": "1", "text_config.num_hidden_layers": "2"}, device="meta")
+    config = target.module.config
+    assert (config.vision_config.num_hidden_layers, config.text_config.num_hidden_layers) == (1, 2)
+    with pytest.raises(SpecError, match=r"text_config.num_hiden_layers.*Did you mean text_config.num_hidden_layers"):
+        load("hf:clip", {"text_config.num_hiden_layers": "2"})
+
+
+def test_what_does_not_fit_is_refused_and_meta_is_not():
+    # The published 671 026 419 200, without the head of 129280 · 7168 and the 58 · 256 corrections that are buffers.
+    with pytest.raises(DoesNotFitError, match=r"670 099 725 312 parameters.*--set small=true"):
+        load("hf:deepseek_v3")
+    module = load("hf:llama", device="meta").module
+    assert sum(parameter.numel() for parameter in module.parameters()) == 6_607_343_616
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "qwen3_next", "mllama", "qwen2_5_vl", "bart", "siglip"])
+def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
+    target = load(f"hf:{kind}", {"small": "true"})
+    assert sum(parameter.numel() for parameter in target.module.parameters()) < 50_000_000
+    whole = transformers.CONFIG_MAPPING[kind]().to_dict()
+    small = target.module.config.to_dict()
+    parts = [name for name in ("", "text_config", "vision_config") if name == "" or name in whole]
+    for own, less in ((whole.get(part, whole), small.get(part, small)) for part in parts):
+        for name in ("num_attention_heads", "n_head", "num_key_value_heads", "encoder_attention_heads"):
+            assert own.get(name) == less.get(name)
+        assert {*(own.get("layer_types") or ())} == {*(less.get("layer_types") or ())}
+        factor = own.get("hidden_size", 1) // less.get("hidden_size", 1)
+        assert own.get("intermediate_size", 0) // factor == less.get("intermediate_size", 0)
+    with torch.no_grad():
+        made = call(target)
+        assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
+
+
+RUNS = ["blip_2_qformer", "parakeet_ctc", "voxtral_realtime_encoder", "jamba", "granite_speech5_encoder"]
+RUNS += ["laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
+RUNS += ["dia", "gemma4_vision", "qwen3_asr_encoder", "video_llama_3_vision", "timesfm2_5", "xmod", "ernie4_5_vl_moe"]
+RUNS += ["dpt", "sapiens2"]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_what_a_model_takes_is_what_runs(kind):
+    """States to attend to, sounds in frames of bins or bins of frames, widths and lists that hang on each other."""
+    target = load(f"hf:{kind}", {"small": "true"})
+    made = call(target)
+    with torch.no_grad():
+        assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
+    again = made.without_ones
+    if again is not None:  # with other sizes it is called the same way
+        assert again(target.module).kwargs.keys() == made.kwargs.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        ("hunyuan_v1_dense", "head_dim"),
+        ("nemotron", "num_key_value_heads"),
+        ("lfm2_moe", "layer_types"),
+        ("aya_vision", "num_attention_heads"),
+        ("qwen3_vl", "num_heads"),
+    ],
+)
+def test_what_a_small_one_leaves_open_is_chosen_and_said(kind, chosen):
+    """Its default cannot be built, or is large whatever its widths are divided by."""
+    target = load(f"hf:{kind}", {"small": "true"})
+    assert re.search(rf"divided by \d+, and .*{chosen}.* chosen so that it can be built", target.notes[0])
+    assert sum(parameter.numel() for parameter in target.module.parameters()) < 60_000_000
+    with torch.no_grad():
+        made = call(target)
+        assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
+
+
+def test_a_small_one_takes_settings_and_leaves_the_weights_of_a_directory(saved):
+    target = load(f"hf:{saved}", {"small": "true", "num_hidden_layers": "1", "hidden_size": "28"})
+    config = target.module.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (1, 28, 2)
+    assert "small configuration of type bert" in target.notes[0]
+    assert "random" in target.notes[0]
+    with pytest.raises(SpecError, match="small is true or false"):
+        load("hf:bert", {"small": "very"})
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "kind", "said"),
+    [
+        ("hf:brt", {}, InputError, "Did you mean bert?"),
+        ("hf:", {}, InputError, "hf:TYPE"),
+        ("hf:bert", {"num_layer": "2"}, SpecError, "Did you mean num_hidden_layers?"),
+        ("hf:bert", {"num_hidden_layers": "x"}, SpecError, "a whole number"),
+        ("hf:bert", {"num_attention_heads": "5"}, InputError, "not a multiple"),
+        ("hf:bert-base-uncased", {}, NetworkNeededError, "hf:bert."),
+        ("hf:google/flan-t5-small", {}, NetworkNeededError, "nothing is downloaded"),
+    ],
+)
+def test_what_cannot_be_built(text, settings, kind, said):
+    with pytest.raises(kind) as refused:
+        load(text, settings)
+    assert said in str(refused.value)
+    assert str(refused.value).isprintable()
+    assert refused.value.exit_code == (ExitCode.REFUSED if kind is NetworkNeededError else ExitCode.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "said"),
+    [
+        (None, InputError, "no config.json"),
+        ("{", InputError, "not a configuration"),
+        ('{"a": 1}', InputError, "no model_type"),
+        ("[1]", InputError, "not a configuration"),
+        ('{"model_type": "brt"}', InputError, "type brt"),
+        ('{"model_type": "bert", "num_hidden_layers": "x"}', InputError, "num_hidden_layers"),
+        ('{"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}}', UnsafeFileError, "is not run"),
+    ],
+)
+def test_configurations_that_are_none(tmp_path, monkeypatch, content, kind, said):
+    (tmp_path / "evil.py").write_text("raise SystemExit('it was run')\n")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as refused:
+        load(f"hf:{tmp_path}")
+    assert said in str(refused.value)
+    assert "evil" not in sys.modules
+
+
+def test_code_that_a_configuration_names_is_not_run(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "evil.Model", "AutoConfig": "evil.Config"}
+    (saved / "config.json").write_text(json.dumps(config))
+    (saved / "evil.py").write_text("raise SystemExit('it was run')\n")
+    assert type(load(f"hf:{saved}").module).__name__ == "BertModel"
+
+
+def test_a_refused_download_ends_with_three(invoke):
+    code, out, err = invoke("trace", "hf:google/flan-t5-small")
+    assert (code, out) == (3, "")
+    assert err.count("\n") == 1
+
+
+def test_every_error_is_one_of_ours():
+    assert issubclass(NetworkNeededError, MhaInspectError)
+
+
+def test_key_heads_are_counted_where_no_projection_tells_them():
+    """Queries and keys that are convolved as one: the axis of the heads is another one after it."""
+    if "zaya" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers has no such type")
+    target = load("hf:zaya", {"small": "true"})
+    first, *_ = trace_module(target.module, torch.arange(14).view(2, 7)).attentions
+    config = target.module.config
+    assert (first.num_heads, first.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert {stage.name: stage.axes for stage in first.stages}["k_heads"] == "batch kv_heads key head_dim"

@@ -1,0 +1,266 @@
+"""Targets: what is imported, what is built with which arguments, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mha_inspect.build.build import load_target
+from mha_inspect.build.importing import stdout_for_the_answer
+from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.vocabulary import Flags
+from mha_inspect.errors import InputError, MhaInspectError, SpecError
+
+STYLES = str(Path(__file__).parents[1] / "call" / "styles.py")
+SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "seq_len": 5}
+
+
+def flags(**typed: Any) -> Flags:
+    return Flags({**SIZES, **typed}, frozenset(typed), frozenset(typed))
+
+
+def load(name: str, settings: dict[str, str] | None = None, **given: Any) -> Target:
+    typed = given.pop("flags", flags())
+    return load_target(f"{STYLES}:{name}", settings or {}, TargetSpec(flags=typed, **given))
+
+
+def styles() -> Any:
+    return sys.modules[type(load("Matrices").module).__module__]
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    a, b = left.state_dict(), right.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_class_is_built_from_flags_and_seed():
+    target = load("Tutorial", seed=3)
+    kind = type(target.module)
+    torch.manual_seed(3)
+    assert same(target.module, kind(14, 2, dropout=0.1))
+    assert target.passed == {"d_model": 14, "h": 2}
+    assert not target.module.training
+    assert load("Tutorial", training=True).module.training
+    assert not same(load("Tutorial", seed=4).module, target.module)
+    assert "d_model=14 (--embed-dim)" in target.notes[0]
+
+
+def test_optional_arguments_are_left_alone_unless_asked_for():
+    assert load("Tutorial").passed.keys() == {"d_model", "h"}
+    assert load("Tutorial", flags=flags(dropout=0.25)).passed["dropout"] == 0.25
+    assert load("Cross", {"query_dim": "3"}).passed == {"query_dim": 3}
+    assert load("Cross", {"query_dim": "3"}, flags=flags(num_heads=7)).passed == {"query_dim": 3, "heads": 7}
+    assert load("Cross", {"query_dim": "3"}, flags=flags(kdim=5)).module.kv.in_features == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "width", "heads"),
+    [
+        ("Configured", {}, 14, 2),  # of its file's only config class, by the flags that were set
+        ("Configured", {"n_head": "7"}, 14, 7),
+        ("Configured", {"config.n_embd": "6"}, 6, 2),
+        ("make", {"depth": "3"}, 14, 2),
+    ],
+)
+def test_configs_are_built_too(name, settings, width, heads):
+    module = load(name, settings).module
+    inner = module if name == "Configured" else module[-1]
+    assert (inner.qkv.in_features, inner.heads) == (width, heads)
+    assert name != "make" or len(module) == 3
+
+
+def test_flags_reach_a_config():
+    target = load("GPT", {"n_layer": "3"}, flags=flags(embed_dim=22, num_heads=11))
+    assert (len(target.module.blocks), target.module.tokens.embedding_dim) == (3, 22)
+    assert target.passed["config.n_embd"] == 22
+    assert load("GPT").passed["config.n_embd"] == 14
+
+
+def test_a_config_of_no_known_type_answers_by_our_flags():
+    target = load("FromDict", flags=flags(embed_dim=21, num_heads=3))
+    assert target.module.inner.qkv.in_features == 21
+    assert target.passed == {"cfg.n_embd": 21, "cfg.n_head": 3, "cfg.bias": True}
+    named = load("FromDict", {"cfg": "SETTINGS", "cfg.n_head": "2"})
+    assert (named.module.inner.heads, named.module.inner.qkv.bias) == (2, None)
+    assert styles().SETTINGS["n_head"] == 5
+
+
+def test_a_module_that_its_file_has_made():
+    assert load("ready").module is styles().ready
+    with pytest.raises(SpecError, match="--embed-dim cannot change it"):
+        load("ready", flags=flags(embed_dim=3))
+
+
+def test_dtype_and_device():
+    assert load("Matrices", dtype="float64").module.wq.dtype == torch.float64
+    assert load("Matrices", device="meta").module.wq.is_meta
+
+
+def test_by_name_of_package(monkeypatch, tmp_path):
+    package = tmp_path / "somebodys"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sizes.py").write_text("WIDTH = 11\n")
+    (package / "layer.py").write_text(
+        "from torch import nn\nfrom .sizes import WIDTH\n\n"
+        "class Layer(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.linear = nn.Linear(WIDTH, 3)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert load_target("somebodys.layer:Layer", {}, TargetSpec()).module.linear.in_features == 11
+    # A file of a package is imported as a part of it: its relative imports work.
+    assert load_target("somebodys/layer.py:Layer", {}, TargetSpec()).module.linear.in_features == 11
+    assert load_target("torch.nn:MultiheadAttention", {}, TargetSpec(flags=flags())).passed == {
+        "embed_dim": 14,
+        "num_heads": 2,
+    }
+
+
+def test_files_of_one_name_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder, width in (("a", 3), ("b", 5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "attn.py").write_text(f"from torch import nn\nlayer = nn.Linear({width}, 2)\n")
+        target = load_target(f"{tmp_path / folder / 'attn.py'}:layer", {}, TargetSpec())
+        assert target.module.in_features == width
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("Nope", {}, ["no Nope", "Configured"]),
+        ("Tutoriall", {}, ["Did you mean Tutorial?"]),
+        ("Plain", {}, ["class Plain", "torch.nn.Module"]),
+        ("SETTINGS", {}, ["of type dict", "torch.nn.Module"]),
+        ("make_nothing", {}, ["returned an int", "torch.nn.Module"]),
+        ("attention", {}, ["query, key, value", "forward of a torch.nn.Module"]),
+        ("Refusing", {"dim": "5", "heads": "2"}, ["Refusing(dim=5, heads=2)", "AssertionError", "dim % heads"]),
+        ("Tutorial", {"d_modle": "3"}, ["d_modle", "d_model, h, dropout", "Did you mean d_model?"]),
+        ("Tutorial", {"h": "two"}, ["--set h=two", "a whole number"]),
+        ("GPT", {"config.n_lyer": "2"}, ["config.n_lyer", "config.n_layer"]),
+        ("ready", {"depth": "2"}, ["depth"]),
+    ],
+)
+def test_what_cannot_be_built(name, settings, said):
+    with pytest.raises(MhaInspectError) as refused:
+        load(name, settings)
+    assert [part for part in said if part not in str(refused.value)] == []
+    assert str(refused.value).isprintable()
+
+
+def test_a_flag_that_nothing_takes():
+    with pytest.raises(SpecError, match=r"--kdim could be.*d_model, h, dropout"):
+        load("Tutorial", flags=flags(kdim=3))
+    # A variable that is set for every command is not a demand.
+    quiet = Flags({**SIZES, "kdim": 3}, frozenset({"kdim"}), frozenset())
+    assert load("Tutorial", flags=quiet).passed == {"d_model": 14, "h": 2}
+
+
+def test_a_config_that_is_asked_for_more_than_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "wants.py"
+    file.write_text(
+        "from torch import nn\nclass Wants(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+        "        self.rate = getattr(config, 'rate', 7)\n        self.layers = config['n_layer'] * config.n_embd\n"
+    )
+    with pytest.raises(SpecError, match=r"reads config.n_layer.*--set config.n_layer=VALUE"):
+        load_target(f"{file}:Wants", {}, TargetSpec(flags=flags()))
+    target = load_target(f"{file}:Wants", {"n_layer": "3"}, TargetSpec(flags=flags()))
+    assert (target.module.layers, target.module.rate) == (42, 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import no_such_library\n", ["ModuleNotFoundError", "no_such_library", "broken.py:1"]),
+        ("x = 1\ndef f(:\n", ["SyntaxError", "broken.py:2"]),
+        ("x = 1\n\nassert x == 2, 'x must be 2'\n", ["AssertionError: x must be 2", "broken.py:3"]),
+        ("assert 1 == 2\n", ["AssertionError: assert 1 == 2"]),
+        ("raise SystemExit(3)\n", ["SystemExit", "3"]),
+        ("raise ValueError('a\\nb\\x1b[2J')\n", ["ValueError: a"]),
+    ],
+)
+def test_one_line_of_an_import_that_fails(tmp_path, monkeypatch, content, said):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "broken.py"
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"cannot be imported") as refused:
+        load_target(f"{file}:X", {}, TargetSpec())
+    assert [part for part in said if part not in str(refused.value)] == []
+    assert str(refused.value).isprintable()
+    assert "broken" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("absent.py:X", ["absent.py is not there"]),
+        ("no.such.package:X", ["no module no"]),
+        ("torch.nn.no_such:X", ["no module torch.nn.no_such"]),
+        (STYLES, [":Configured"]),
+        ("torch.nn", ["package.module:Name"]),
+        ("torch.nn:", ["package.module:Name"]),
+        ("torch nn:X", ["package.module:Name"]),
+        ("torch.nn:functional", ["of type module"]),
+    ],
+)
+def test_texts_that_name_no_target(text, said):
+    with pytest.raises(InputError) as refused:
+        load_target(text, {}, TargetSpec())
+    assert [part for part in said if part not in str(refused.value)] == []
+
+
+def test_what_a_target_prints_does_not_reach_stdout(capfd):
+    import os
+
+    with stdout_for_the_answer():
+        print("from python")
+        os.write(1, b"from a library\n")
+    print("the answer")
+    out, err = capfd.readouterr()
+    assert out == "the answer\n"
+    assert "from python" in err
+
+
+WARNS = """
+import warnings
+from torch import nn
+
+
+class Old(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(24, 3, batch_first=True)
+        warnings.warn("Old is old", FutureWarning, stacklevel=2)
+
+    def forward(self, x):
+        warnings.warn("call New", UserWarning, stacklevel=4)
+        warnings.warn("a line of its own", UserWarning)
+        return super().forward(x, x, x)
+"""
+
+
+def test_a_warning_about_the_caller_names_no_line_of_ours(tmp_path, monkeypatch, invoke):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "warns.py").write_text(WARNS)
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        before = warnings.formatwarning
+        answer = invoke("trace", "warns.py:Old")
+    assert warnings.formatwarning is before
+    assert answer.code == 0
+    assert "mha_inspect" not in answer.err
+    assert [line for line in answer.err.splitlines() if "FutureWarning" in line] == ["FutureWarning: Old is old"]
+    assert answer.err.count("call New") == 1
+    assert "warns.py:13: UserWarning: a line of its own" in answer.err

@@ -1,0 +1,132 @@
+"""Text that was typed for an argument, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from inspect import Parameter
+from typing import Any, Literal, Optional
+
+import pytest
+import torch
+
+from mha_inspect.build.values import convert, parse_settings
+from mha_inspect.build.vocabulary import ALIASES, Flags, flag_of, plain
+from mha_inspect.errors import SpecError
+
+EMPTY = Parameter.empty
+
+
+class Color(Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "default", "value"),
+    [
+        ("7", int, EMPTY, 7),
+        ("1_000", int, EMPTY, 1000),
+        ("7", float, EMPTY, 7.0),
+        ("1e-3", float, EMPTY, 0.001),
+        ("yes", bool, EMPTY, True),
+        ("0", bool, EMPTY, False),
+        ("7", str, EMPTY, "7"),
+        ("none", Optional[int], EMPTY, None),  # noqa: UP045
+        ("7", int | None, EMPTY, 7),
+        ("7", str | int, EMPTY, 7),
+        ("seven", str | int, EMPTY, "seven"),
+        ("none", str | None, EMPTY, None),
+        ("2,3", tuple[int, ...], EMPTY, (2, 3)),
+        ("(2, 3)", tuple[int, int], EMPTY, (2, 3)),
+        ("[2, 3]", list[float], EMPTY, [2.0, 3.0]),
+        ("2,x", Sequence[str], EMPTY, ("2", "x")),
+        ("pre", Literal["pre", "post"], EMPTY, "pre"),
+        ("RED", Color, EMPTY, Color.RED),
+        ("b", Color, EMPTY, Color.BLUE),
+        ("torch.float64", torch.dtype, EMPTY, torch.float64),
+        ("bfloat16", EMPTY, torch.float32, torch.bfloat16),
+        ("7", EMPTY, 3, 7),
+        ("true", EMPTY, False, True),
+        ("2,5", EMPTY, (7, 7), (2, 5)),
+        ("7", EMPTY, None, 7),
+        ("0.5", EMPTY, EMPTY, 0.5),
+        ("gelu", EMPTY, EMPTY, "gelu"),
+        ("None", Any, EMPTY, None),
+        ("torch.nn.GELU", type, EMPTY, torch.nn.GELU),
+        ("HERE", dict, EMPTY, {"a": 1}),
+        ("{'a': 2}", dict, EMPTY, {"a": 2}),
+    ],
+)
+def test_text_becomes_what_annotation_or_default_asks_for(text, annotation, default, value):
+    made = convert("size", text, annotation, default, {"HERE": {"a": 1}})
+    assert made == value
+    assert type(made) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "default", "said"),
+    [
+        ("x", int, EMPTY, "a whole number"),
+        ("1.5", int, EMPTY, "--set size=8"),
+        ("maybe", bool, EMPTY, "true or false"),
+        ("x", int | None, EMPTY, "a whole number or none"),
+        ("mid", Literal["pre", "post"], EMPTY, "one of pre, post"),
+        ("green", Color, EMPTY, "one of RED, BLUE"),
+        ("1,2,3", tuple[int, int], EMPTY, "a list of 2 values"),
+        ("x", EMPTY, 3, "a whole number"),
+        ("float23", EMPTY, torch.float32, "dtype"),
+    ],
+)
+def test_text_that_does_not_fit_is_refused_with_an_example(text, annotation, default, said):
+    with pytest.raises(SpecError, match="--set size=") as refused:
+        convert("size", text, annotation, default, {})
+    assert said in str(refused.value)
+
+
+def test_nothing_is_evaluated():
+    assert convert("size", "__import__('os').getcwd()", EMPTY, EMPTY, {}) == "__import__('os').getcwd()"
+    assert convert("size", "torch", EMPTY, EMPTY, {}) == "torch"
+
+
+def test_settings_are_names_and_values():
+    assert parse_settings(["a=1", "b = x=y ", "a=2"]) == {"a": "2", "b": "x=y"}
+    for wrong in ("a", "=1", "\x1b[2J"):
+        with pytest.raises(SpecError, match="NAME=VALUE") as refused:
+            parse_settings([wrong])
+        assert str(refused.value).isprintable()
+
+
+def test_no_alias_means_two_flags():
+    every = [plain(alias) for aliases in ALIASES.values() for alias in aliases]
+    assert sorted(every) == sorted(set(every))
+    assert [flag_of(name) for name in ("d_model", "nHead", "hiddenSize", "block_size", "depth")] == [
+        "embed_dim",
+        "num_heads",
+        "embed_dim",
+        "seq_len",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("embed_dim", "d_model hidden_size n_embd dim emb_dim num_hiddens"),
+        ("num_heads", "n_heads nhead num_attention_heads heads n_head h"),
+        ("num_kv_heads", "num_key_value_heads n_kv_heads"),
+        ("head_dim", "dim_head d_head head_size d_k"),
+        ("kdim", "context_dim cross_attention_dim"),
+        ("dropout", "attn_drop attention_dropout attn_pdrop"),
+        ("bias", "qkv_bias"),
+        ("seq_len", "block_size context_length n_positions max_position_embeddings"),
+    ],
+)
+def test_names_that_well_known_models_and_tutorials_use(flag, names):
+    assert {name: flag_of(name) for name in names.split()} == dict.fromkeys(names.split(), flag)
+
+
+def test_flags_that_nobody_set_follow_from_others():
+    flags = Flags({"embed_dim": 35, "num_heads": 5, "kdim": None})
+    assert (flags.value("head_dim"), flags.value("kdim"), flags.value("num_kv_heads")) == (7, 35, 5)
+    assert Flags({"embed_dim": 10, "num_heads": 3}).value("head_dim") is None

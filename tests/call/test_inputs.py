@@ -1,0 +1,212 @@
+"""Inputs drawn from a seed or read from files, and the masks that go with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mha_inspect.call.load import load_layer
+from mha_inspect.errors import InputError
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+
+SPEC = AttentionSpec(embed_dim=10, num_heads=2)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    key_padding_mask: Tensor | None
+
+
+def made(spec: AttentionSpec = SPEC, device: str = "cpu", **inputs: Any) -> Inputs:
+    own = load_layer(spec, InputSpec(**inputs), RunSpec(device=device))
+    return Inputs(*own.tensors, own.kwargs["attn_mask"], own.kwargs["key_padding_mask"])
+
+
+def saved(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def test_self_attention_is_one_tensor_three_times() -> None:
+    inputs = made(batch=3, seq_len=5)
+    assert inputs.query is inputs.key is inputs.value
+    assert inputs.query.shape == (3, 5, 10)
+    assert inputs.attn_mask is None
+    assert inputs.key_padding_mask is None
+
+
+def test_cross_attention_has_a_key_of_its_own_that_serves_as_value() -> None:
+    inputs = made(batch=3, seq_len=5, key_len=7)
+    assert inputs.key is inputs.value
+    assert inputs.key.shape == (3, 7, 10)
+
+
+def test_widths_follow_kdim_and_vdim() -> None:
+    inputs = made(replace(SPEC, kdim=7, vdim=11), batch=3, seq_len=5)
+    assert [tensor.shape[-1] for tensor in (inputs.query, inputs.key, inputs.value)] == [10, 7, 11]
+
+
+def test_draws_are_the_same_for_every_head_count_layout_and_dtype() -> None:
+    base = made(batch=3, seq_len=5).query
+    assert torch.equal(made(replace(SPEC, num_heads=5), batch=3, seq_len=5).query, base)
+    assert torch.equal(made(replace(SPEC, batch_first=False), batch=3, seq_len=5).query.transpose(0, 1), base)
+    assert torch.equal(made(replace(SPEC, dtype="float64"), batch=3, seq_len=5).query, base.double())
+    assert torch.equal(made(seq_len=5, unbatched=True).query, made(seq_len=5).query[0])
+    assert not torch.equal(made(replace(SPEC, seed=1), batch=3, seq_len=5).query, base)
+
+
+def test_draws_are_not_the_numbers_that_the_parameters_were_drawn_from() -> None:
+    torch.manual_seed(0)
+    same_stream = torch.randn(3, 5, 10)
+    assert not torch.equal(made(batch=3, seq_len=5).query, same_stream)
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    made(batch=3, seq_len=5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_meta_has_shapes_only() -> None:
+    wide = replace(SPEC, embed_dim=2**14, batch_first=False)
+    inputs = made(wide, "meta", batch=4, seq_len=2**30, causal=True, padding=(1,))
+    assert inputs.query.is_meta
+    assert inputs.query.shape == (2**30, 4, 2**14)
+    assert inputs.attn_mask is not None
+    assert inputs.attn_mask.shape == (2**30, 2**30)
+
+
+def test_causal_is_torchs_own_causal_mask() -> None:
+    expected = torch.nn.Transformer.generate_square_subsequent_mask(5) == float("-inf")
+    assert torch.equal(made(seq_len=5, causal=True).attn_mask, expected)  # type: ignore[arg-type]
+
+
+def test_causal_with_more_keys_aligns_the_first_ones() -> None:
+    mask = made(seq_len=2, key_len=3, causal=True).attn_mask
+    assert mask is not None
+    assert mask.tolist() == [[False, True, True], [False, False, True]]
+
+
+def test_padding_marks_the_last_keys() -> None:
+    mask = made(batch=3, seq_len=3, padding=(0, 1, 3)).key_padding_mask
+    assert mask is not None
+    assert mask.tolist() == [[False, False, False], [False, False, True], [True, True, True]]
+    alone = made(seq_len=3, unbatched=True, padding=(2,)).key_padding_mask
+    assert alone is not None
+    assert alone.tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["query.pt", "query.npy", "query.safetensors"])
+def test_a_file_of_one_tensor_is_the_query(name: str, tmp_path: Path) -> None:
+    query = torch.randn(3, 7, 10)
+    path = tmp_path / name
+    if name.endswith("npy"):
+        np.save(path, query.numpy())
+    elif name.endswith("pt"):
+        torch.save(query, path)
+    else:
+        pytest.importorskip("safetensors.torch").save_file({"x": query}, path)
+    inputs = made(input=path)
+    assert torch.equal(inputs.query, query)
+    assert inputs.query is inputs.key is inputs.value
+
+
+def test_a_key_that_is_missing_is_the_query_and_a_value_the_key(tmp_path: Path) -> None:
+    query, key = torch.randn(3, 5, 10), torch.randn(3, 7, 10)
+    inputs = made(input=saved(tmp_path / "a.pt", {"query": query, "key": key}))
+    assert torch.equal(inputs.key, key)
+    assert inputs.value is inputs.key
+    inputs = made(input=saved(tmp_path / "b.pt", {"query": query, "value": torch.randn(3, 5, 10)}))
+    assert inputs.key is inputs.query
+    assert inputs.value is not inputs.key
+
+
+def test_numpys_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).normal(size=(2, 3, 10))
+    np.save(tmp_path / "query.npy", array)
+    query = made(input=tmp_path / "query.npy").query
+    assert query.dtype == torch.float32
+    assert torch.equal(query, torch.from_numpy(array).float())
+
+
+@pytest.mark.parametrize(
+    ("content", "inputs", "words"),
+    [
+        (torch.zeros(3, 7, 12), {}, ["[3, 7, 12]", "`batch query embed`", "last size must be 10", "--embed-dim 12"]),
+        (torch.zeros(3, 7, 9), {}, ["Try --embed-dim 9 --num-heads 1"]),
+        (torch.zeros(7, 10), {}, ["[7, 10]", "3 dimensions", "--unbatched"]),
+        (torch.zeros(3, 7, 10), {"unbatched": True}, ["`query embed`", "2 dimensions", "Drop --unbatched"]),
+        (torch.zeros(3, 7, 10, dtype=torch.int64), {}, ["int64", "floating-point", ".float()"]),
+        (torch.zeros(3, 7, 10, dtype=torch.complex64), {}, ["complex64", "floating-point"]),
+        ({"query": torch.zeros(3, 7, 10), "mask": torch.zeros(1)}, {}, ["'mask'", "query, key and value"]),
+        ({"key": torch.zeros(3, 7, 10), "value": torch.zeros(3, 7, 10)}, {}, ["query must be among them"]),
+        ({"query": torch.zeros(3, 7, 10), "key": torch.zeros(2, 7, 10)}, {}, ["batch sizes", "3, 2 and 2"]),
+        (
+            {"query": torch.zeros(3, 7, 10), "key": torch.zeros(3, 5, 10), "value": torch.zeros(3, 4, 10)},
+            {},
+            ["length 5", "value 4"],
+        ),
+        ({"query": torch.zeros(3, 7, 10), "key": torch.zeros(3, 7, 11)}, {}, ["key", "kdim 10", "--kdim 11"]),
+        (torch.zeros(3, 7, 10), {"padding": (1, 2)}, ["2 numbers for batch 3"]),
+        (torch.zeros(3, 7, 10), {"padding": (8,)}, ["padding 8", "7 keys"]),
+    ],
+)
+def test_a_file_that_does_not_fit_is_answered_with_the_rule(
+    content: Any, inputs: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as caught:
+        made(input=saved(tmp_path / "given.pt", content), **inputs)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert str(caught.value).count("\n") <= 1
+
+
+def test_masks_of_one_kind_are_merged_with_the_causal_one(tmp_path: Path) -> None:
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    boolean = torch.zeros(5, 5, dtype=torch.bool)
+    boolean[3, 2] = True
+    mask = made(seq_len=5, causal=True, attn_mask=saved(tmp_path / "b.pt", boolean)).attn_mask
+    assert torch.equal(mask, causal | boolean)  # type: ignore[arg-type]
+    bias = torch.randn(2 * 2, 5, 5)
+    mask = made(batch=2, seq_len=5, causal=True, attn_mask=saved(tmp_path / "f.pt", bias)).attn_mask
+    assert torch.equal(mask, bias.masked_fill(causal, float("-inf")))  # type: ignore[arg-type]
+
+
+def test_an_additive_mask_is_in_the_layers_dtype(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m.pt", torch.randn(5, 5, dtype=torch.float64))
+    mask = made(seq_len=5, attn_mask=path).attn_mask
+    assert mask is not None
+    assert mask.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.zeros(7, 5, dtype=torch.bool), ["[7, 5]", "`query key` [5, 7]", "[6, 5, 7]", "mask.T"]),
+        (torch.zeros(3, 5, 7, dtype=torch.bool), ["repeat_interleave(2, dim=0)"]),
+        (torch.zeros(3, 2, 5, 7, dtype=torch.bool), ["flatten(0, 1)"]),
+        (torch.eye(5, 7), ["float32 numbers 0 and 1", "booleans", "mask.bool()"]),
+        (torch.eye(5, 7, dtype=torch.int64), ["int64 numbers 0 and 1", "mask.bool()"]),
+        (torch.zeros(5, 7, dtype=torch.uint8), ["uint8 numbers 0 and 1"]),
+        (torch.full((5, 7), 3), ["int64", "boolean", "mask.float()"]),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_answered_with_the_rule(mask: Tensor, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        made(batch=3, seq_len=5, key_len=7, attn_mask=saved(tmp_path / "mask.pt", mask))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_mask_of_zeros_bars_nothing_and_is_taken(tmp_path: Path) -> None:
+    mask = made(seq_len=5, attn_mask=saved(tmp_path / "m.pt", torch.zeros(5, 5))).attn_mask
+    assert mask is not None
+    assert not mask.any()

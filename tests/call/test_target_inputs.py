@@ -1,0 +1,271 @@
+"""What a target's forward is called with: by its signature, by what it does with it, and by what somebody says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mha_inspect.build.build import load_target
+from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.values import InputShape, parse_shapes
+from mha_inspect.build.vocabulary import Flags
+from mha_inspect.call.call import Call
+from mha_inspect.call.inputs import Asked, make_call
+from mha_inspect.errors import InputError, MhaInspectError, SpecError
+from mha_inspect.layers.spec import InputSpec
+
+STYLES = str(Path(__file__).parent / "styles.py")
+SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "batch_first": True, "seq_len": 5}
+
+
+def target(name: str, settings: dict[str, str] | None = None, **typed: Any) -> Target:
+    flags = Flags({**SIZES, **typed}, frozenset(typed), frozenset(typed))
+    text = name if ":" in name else f"{STYLES}:{name}"
+    return load_target(text, settings or {}, TargetSpec(flags=flags))
+
+
+def call(made: Target, shapes: tuple[str, ...] = (), given: dict[str, Any] | None = None, **inputs: Any) -> Call:
+    typed = {**(given or {}), **{name: inputs[name] for name in ("key_len", "causal") if name in inputs}}
+    flags = Flags({**SIZES, **typed}, frozenset(typed), frozenset(typed))
+    spec = InputSpec(**{"batch": 3, "seq_len": 5, **inputs})
+    return make_call(made, Asked(spec, flags, parse_shapes(shapes), seed=0))
+
+
+def shapes_of(made: Call) -> dict[str, Any]:
+    return {name: tuple(v.shape) if isinstance(v, torch.Tensor) else v for name, v in made.kwargs.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("Configured", {}, {"x": (3, 5, 14)}),
+        ("Tutorial", {}, {"values": (3, 5, 14), "keys": (3, 5, 14), "query": (3, 5, 14), "mask": None}),
+        ("GPT", {}, {"idx": (3, 5)}),
+        ("Cross", {"context_dim": "14"}, {"x": (3, 5, 14)}),
+        ("Matrices", {}, {"data": (3, 5, 13)}),
+        ("Tokens", {}, {"x": (3, 5)}),
+        ("Picture", {}, {"x": (3, 5, 32, 32)}),
+        ("Stepping", {"start_pos": "2"}, {"x": (3, 5, 8), "start_pos": 2}),
+        ("torch.nn:Linear", {"in_features": "11", "out_features": "3"}, {"input": (3, 5, 11)}),
+        ("torch.nn:TransformerEncoderLayer", {"batch_first": "true"}, {"src": (3, 5, 14)}),
+        ("torch.nn:TransformerEncoderLayer", {}, {"src": (5, 3, 14)}),
+        (
+            "torch.nn:MultiheadAttention",
+            {"kdim": "11", "vdim": "17", "batch_first": "yes"},
+            {"query": (3, 5, 14), "key": (3, 5, 11), "value": (3, 5, 17)},
+        ),
+    ],
+)
+def test_inputs_follow_the_forward(name, settings, expected):
+    made = target(name, settings)
+    arguments = call(made)
+    assert shapes_of(arguments) == expected
+    made.module(*arguments.args, **arguments.kwargs)
+
+
+def test_lengths_of_query_and_key():
+    assert shapes_of(call(target("Tutorial"), key_len=7)) == {
+        "values": (3, 7, 14),
+        "keys": (3, 7, 14),
+        "query": (3, 5, 14),
+        "mask": None,
+    }
+    assert shapes_of(call(target("Cross"), key_len=7)) == {"x": (3, 5, 14), "context": (3, 7, 11)}
+    layer = target("torch.nn:TransformerDecoderLayer")
+    assert shapes_of(call(layer, key_len=7)) == {"tgt": (5, 3, 14), "memory": (7, 3, 14)}
+    model = target(
+        "torch.nn:Transformer", {"num_encoder_layers": "1", "num_decoder_layers": "1", "d_model": "14"}, num_heads=2
+    )
+    assert shapes_of(call(model, key_len=7)) == {"src": (7, 3, 14), "tgt": (5, 3, 14)}
+    with pytest.raises(SpecError, match="takes one sequence"):
+        call(target("Configured"), key_len=7)
+
+
+def test_layouts():
+    assert shapes_of(call(target("Configured"), batch=1, unbatched=True))["x"] == (5, 14)
+    assert shapes_of(call(target("Configured"), given={"batch_first": False}))["x"] == (5, 3, 14)
+
+
+def test_one_tensor_where_nothing_tells_them_apart():
+    made = call(target("Tutorial"))
+    assert made.kwargs["query"] is made.kwargs["keys"] is made.kwargs["values"]
+    crossed = call(target("Tutorial"), key_len=5)
+    assert crossed.kwargs["query"] is not crossed.kwargs["keys"]
+    assert crossed.kwargs["values"] is crossed.kwargs["keys"]
+
+
+def test_numbers_come_from_the_seed_and_ids_from_the_vocabulary():
+    first, again = (call(target("GPT"), batch=11, seq_len=13).kwargs["idx"] for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.dtype == torch.int64
+    assert (int(first.min()), int(first.max())) == (0, 28)  # 143 draws of 29 tokens: all but certain to hold both ends
+    widths = [call(target("Matrices")).kwargs["data"] for _ in range(2)]
+    assert torch.equal(*widths)
+
+
+def test_probing_leaves_the_module_and_the_generators_as_they_were():
+    made = target("torch.nn:BatchNorm1d", {"num_features": "5"})
+    made.module.train()
+    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
+    state = torch.get_rng_state()
+    call(made)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_argument_that_is_needed_is_named_with_its_flag():
+    with pytest.raises(InputError, match=r"Needy.forward needs freqs_cis.*--input-shape freqs_cis=.*--input FILE"):
+        call(target("Needy"))
+    with pytest.raises(InputError, match=r"Stepping.forward needs start_pos.*--set start_pos=VALUE"):
+        call(target("Stepping"))
+    given = call(target("Needy"), ("freqs_cis=5x8",))
+    assert shapes_of(given) == {"x": (3, 5, 8), "freqs_cis": (5, 8)}
+    assert (given.drawn, given.guessed) == (("x", "freqs_cis"), {"x": "3x5x8:float32"})
+
+
+def test_what_a_forward_does_without_is_none():
+    made = target("Lazy", {"num_hiddens": "14", "num_heads": "2"})
+    assert shapes_of(call(made))["valid_lens"] is None
+
+
+def test_shapes_that_were_said():
+    made = call(target("Configured"), ("x=2x3x14:float64",))
+    assert (shapes_of(made)["x"], made.kwargs["x"].dtype) == ((2, 3, 14), torch.float64)
+    assert shapes_of(call(target("Configured"), ("2x3x14",)))["x"] == (2, 3, 14)
+    ids = call(target("GPT"), ("idx=7x2",)).kwargs["idx"]
+    assert (ids.dtype, tuple(ids.shape), int(ids.max()) < 29) == (torch.int64, (7, 2), True)
+    barred = call(target("Tutorial"), ("mask=3x1x5x5:bool",)).kwargs["mask"]
+    assert barred.dtype == torch.bool
+    # Whatever True means, no row is masked altogether.
+    assert bool(barred.any(-1).all()) and not bool(barred.all(-1).any())  # noqa: PT018
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x=", "NAME=SIZExSIZE:DTYPE"),
+        ("x=2y3", "NAME=SIZExSIZE:DTYPE"),
+        ("x=2x0", "every size is 1 or more"),
+        ("x=" + "9" * 40, "every size is 1 or more"),
+        ("x=2x3:float23", "float32"),
+        ("\x1b[2J", "NAME=SIZExSIZE:DTYPE"),
+    ],
+)
+def test_shapes_that_are_none(text, said):
+    with pytest.raises(SpecError) as refused:
+        parse_shapes([text])
+    assert said in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_shapes_as_they_are_read():
+    assert parse_shapes(["x=2x10x512:float32", "mask=3:bool", "7x5"]) == {
+        "x": InputShape((2, 10, 512), "float32"),
+        "mask": InputShape((3,), "bool"),
+        "": InputShape((7, 5), None),
+    }
+    with pytest.raises(SpecError, match="twice"):
+        parse_shapes(["x=2", "x=3"])
+
+
+def test_a_shape_for_no_argument_of_the_forward():
+    with pytest.raises(SpecError, match=r"names quary, .*values, keys, query, mask\. Did you mean query\?"):
+        call(target("Tutorial"), ("quary=2x3x14",))
+
+
+def test_tensors_from_a_file(tmp_path):
+    file = tmp_path / "inputs.pt"
+    query, keys = torch.randn(2, 7, 14), torch.randn(2, 3, 14)
+    torch.save({"query": query, "keys": keys}, file)
+    made = call(target("Tutorial"), input=file)
+    assert torch.equal(made.kwargs["query"], query)
+    assert torch.equal(made.kwargs["keys"], keys)
+    assert made.kwargs["values"] is made.kwargs["keys"]
+    torch.save(query.double(), file)
+    assert torch.equal(call(target("Configured"), input=file).kwargs["x"], query)
+    torch.save({"query": query, "kees": keys}, file)
+    with pytest.raises(SpecError, match=r"kees.*Did you mean keys"):
+        call(target("Tutorial"), input=file)
+
+
+def test_masks_of_torchs_own_modules_mean_what_torch_says():
+    layer = target("torch.nn:MultiheadAttention", {"batch_first": "true"})
+    made = call(layer, causal=True, padding=(2,))
+    mask, padding = made.kwargs["attn_mask"], made.kwargs["key_padding_mask"]
+    assert torch.equal(mask, torch.ones(5, 5).triu(1).bool())
+    assert padding.tolist() == [[False] * 3 + [True] * 2] * 3
+    _, weights = layer.module(*made.args, **made.kwargs)
+    assert float(weights.detach()[:, mask].abs().max()) == 0.0
+    assert float(weights.detach()[..., 3:].abs().max()) == 0.0
+
+
+def test_a_mask_file_is_given_as_it_is(tmp_path):
+    file = tmp_path / "mask.pt"
+    torch.save(torch.ones(5, 5).tril(), file)
+    assert torch.equal(call(target("Tutorial"), attn_mask=file).kwargs["mask"], torch.ones(5, 5).tril())
+    with pytest.raises(SpecError, match="takes no mask"):
+        call(target("Configured"), attn_mask=file)
+
+
+def test_switches_of_torchs_layer_reach_no_other():
+    layer = target("torch.nn:MultiheadAttention")
+    made = call(layer, given={"need_weights": False, "average_weights": False})
+    assert made.kwargs["need_weights"] is made.kwargs["average_attn_weights"] is False
+    with pytest.raises(SpecError, match="--need-weights is of no use"):
+        call(target("Configured"), given={"need_weights": False})
+
+
+def test_a_forward_of_nothing_but_stars():
+    class Stars(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 2)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.linear(*args)
+
+    made = call(Target(Stars(), "stars", {}))
+    assert tuple(made.args[0].shape) == (3, 5, 7)
+
+
+def test_a_dict_of_errors_is_printable():
+    with pytest.raises(MhaInspectError) as refused:
+        call(target("Configured"), ("\u202ex=2x3",))
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "said"),
+    [
+        ({"query": torch.zeros(3, 5, 12)}, "input", r"embed_dim 14.*Try --embed-dim 12"),
+        ({"query": torch.zeros(3, 5, 14), "key": torch.zeros(2, 5, 14)}, "input", "3, 2 and 2"),
+        (torch.zeros(7, 5, dtype=torch.bool), "attn_mask", r"`query key` \[5, 7\].*mask.T"),
+        (torch.eye(5, 7), "attn_mask", "float32 numbers 0 and 1"),
+    ],
+)
+def test_files_for_torchs_layer_are_checked_as_for_the_layer_of_that_name(held, asked, said, tmp_path):
+    file = tmp_path / "held.pt"
+    torch.save(held, file)
+    layer = target("torch.nn:MultiheadAttention", {"batch_first": "true"})
+    lengths = {} if asked == "input" else {"key_len": 7}
+    with pytest.raises(InputError, match=said):
+        call(layer, **{asked: file}, **lengths)
+
+
+def test_a_mask_of_torchs_layer_is_merged_with_the_causal_one(tmp_path):
+    file, barred = tmp_path / "mask.pt", torch.zeros(5, 5, dtype=torch.bool)
+    barred[4, 1] = True
+    torch.save(barred, file)
+    made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), attn_mask=file, causal=True)
+    assert torch.equal(made.kwargs["attn_mask"], barred | torch.ones(5, 5).triu(1).bool())
+
+
+def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
+    file = tmp_path / "query.pt"
+    torch.save(torch.randn(2, 9, 14), file)
+    made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
+    assert made.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2

@@ -1,0 +1,479 @@
+"""Checkpoints by their headers: roles as the module's own run shows them, head counts, damaged and split files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.answers.checkpoint.params import params_of_checkpoint
+from mha_inspect.call.load import load_layer
+from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFileError
+from mha_inspect.files.content import content_of
+from mha_inspect.files.tensors import read_tensors
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from mha_inspect.naming.subject import Subject
+from mha_inspect.render import to_text
+
+from ..checkpoints import saved
+
+
+def roles(report: Any) -> dict[str, tuple[str, str]]:
+    return {p.name: (p.role, p.axes) for p in report.parameters if p.role[:2] in ("W_", "b_")}
+
+
+@pytest.mark.parametrize("layer", ["torch", "split-heads", "bert", "grouped-query"])
+def test_roles_are_those_that_the_run_shows(layer, tmp_path):
+    kv = {"num_kv_heads": 3} if layer == "grouped-query" else {}
+    subject = load_layer(
+        AttentionSpec(embed_dim=42, num_heads=6, **kv), InputSpec(batch=2, seq_len=5), RunSpec(), layer
+    )
+    run = mha_inspect.params(subject.module, *subject.args, per_head=True, **subject.kwargs).report
+    path = saved(tmp_path / "x.safetensors", {f"layers.0.attn.{n}": p for n, p in subject.module.named_parameters()})
+    found = params_of_checkpoint(path, num_heads=6, per_head=True)
+    expected = {f"layers.0.attn.{name}": own for name, own in roles(run).items()}
+    assert roles(found) == expected
+    by_head = {f"layers.0.attn.{p.name}": p.heads for p in run.parameters if p.heads}
+    assert {p.name: p.heads for p in found.parameters if p.heads} == by_head
+    (attention,) = found.stored_attentions
+    assert (attention.num_heads, attention.head_dim) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ([1], "a list"),
+        (5, "an int"),
+        ({"epoch": 3}, "a dict without tensors"),
+        (torch.zeros(3, 7).to_sparse(), "a sparse, nested or quantized tensor"),
+    ],
+)
+def test_what_is_no_state_dict(content, what, tmp_path):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=f"x.pt is {what}, and not a state dict"):
+        params_of_checkpoint(tmp_path / "x.pt")
+
+
+def test_an_array_is_no_checkpoint(tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"x\.npy is not a \.safetensors, \.pt, \.pth or \.bin file"):
+        mha_inspect.params(tmp_path / "x.npy")
+
+
+def test_head_by_head_is_told_by_the_config(tmp_path):
+    """GPT-NeoX packs head by head, and says so nowhere but in the type of its config."""
+    saved(
+        tmp_path / "model.safetensors",
+        {
+            "h.0.attention.query_key_value.weight": torch.zeros(66, 22),
+            "h.0.attention.dense.weight": torch.zeros(22, 22),
+        },
+    )
+    (parameter, _) = params_of_checkpoint(tmp_path).parameters[::-1]
+    assert "neither its name nor its shape tells" in parameter.role
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "num_attention_heads": 2}))
+    (parameter, _) = params_of_checkpoint(tmp_path, per_head=True).parameters[::-1]
+    assert parameter.role == "W_q, W_k, W_v head by head: 11 rows of q, 11 of k, 11 of v each"
+    assert [(s.head, s.part, s.rows) for s in parameter.heads if s.head == 1] == [
+        (1, "W_q", (33, 44)),
+        (1, "W_k", (44, 55)),
+        (1, "W_v", (55, 66)),
+    ]
+
+
+PACKED = {
+    "falcon": {"new_decoder_architecture": True, "num_attention_heads": 4, "num_kv_heads": 2, "num_hidden_layers": 1},
+    "codegen": {"n_head": 8, "n_layer": 1, "rotary_dim": 4},
+    "convbert": {"num_attention_heads": 8, "num_hidden_layers": 1, "embedding_size": 32, "intermediate_size": 30},
+    "gpt_neox": {"num_attention_heads": 4, "num_hidden_layers": 1},
+    "bloom": {"n_head": 4, "n_layer": 1},
+    "gpt2": {"n_head": 4, "n_layer": 1},
+    "gpt_bigcode": {"n_head": 4, "n_layer": 1},
+    "deberta": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "intermediate_size": 30},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 10},
+    "mpt": {"n_heads": 4, "n_layers": 1, "d_model": 32},
+    "bert": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
+    "t5": {"num_heads": 4, "num_layers": 1, "d_model": 32, "d_kv": 8, "d_ff": 30},
+    "clip_text_model": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
+    "deepseek_v3": {
+        **{"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 1, "q_lora_rank": 10},
+        **{"kv_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 8},
+        **{"intermediate_size": 30, "moe_intermediate_size": 8},
+    },
+}
+"""Types of Hugging Face models that pack or name their projections in ways of their own."""
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_names_tell_what_the_run_of_the_model_tells(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "n_embd": 32} | PACKED[kind]
+    config = transformers.CONFIG_MAPPING[kind](vocab_size=60, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    ids = torch.randint(3, 50, (2, 7))
+    given = {"decoder_input_ids": ids} if kind == "t5" else {}
+    run = mha_inspect.params(model, ids, per_head=True, **given).report
+    saved(tmp_path / "model.safetensors", model.state_dict(), json.loads(config.to_json_string(use_diff=False)))
+    found = params_of_checkpoint(tmp_path, per_head=True)
+    expected = roles(run)
+    if kind == "convbert":  # convolutions write into its other columns, which no name tells
+        del expected["encoder.layer.0.attention.output.dense.weight"]
+    # The rank of a projection on the way to the queries is a number in what the run tells, and a word in names.
+    words = {n: text for n, (text, _) in roles(found).items()}
+    if kind == "codegen":
+        packed = "h.0.attn.qkv_proj.weight"
+        assert words[packed] == "W_q, W_v, W_k group by group: 2·4 rows of q, 2·4 of v, 2·4 of k each"
+        words[packed] = "W_q, W_v, W_k in one, their rows between one another: --per-head says which"
+    assert words == {n: text for n, (text, _) in expected.items()}
+    heads = {p.name: {*p.heads} for p in run.parameters if p.heads and p.name in expected}
+    assert {p.name: {*p.heads} for p in found.parameters if p.heads} == heads
+    counts = {"deepseek_v3": 3, "codegen": 8}
+    assert {own.num_heads for own in found.stored_attentions} == {counts.get(kind, 4)}
+
+
+def test_a_matrix_for_each_head_as_transformerlens_has_it(tmp_path):
+    named = {f"blocks.0.attn.W_{n}": torch.zeros(3, 12, 5) for n in "QKV"}
+    named |= {"blocks.0.attn.W_O": torch.zeros(3, 5, 12), "blocks.0.attn.b_Q": torch.zeros(3, 5)}
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named))
+    (attention,) = report.stored_attentions
+    assert (attention.num_heads, attention.head_dim) == (3, 5)
+    assert roles(report)["blocks.0.attn.W_Q"] == ("W_q: a matrix for each head", "heads embed head_dim")
+    assert roles(report)["blocks.0.attn.W_O"] == ("W_o: a matrix for each head", "heads head_dim embed")
+    assert roles(report)["blocks.0.attn.b_Q"] == ("b_q", "heads head_dim")
+
+
+def test_a_table_of_positions_tells_the_heads_that_a_configuration_does_not(tmp_path):
+    """Swin has other head counts at every stage, which its config lists: what the model was built with is in tables."""
+    transformers = pytest.importorskip("transformers")
+    heads = [2, 4, 8]
+    config = transformers.SwinConfig(image_size=32, embed_dim=16, depths=[1, 2, 1], num_heads=heads, window_size=2)
+    model = transformers.SwinModel(config)
+    built = {
+        name: own.num_attention_heads for name, own in model.named_modules() if hasattr(own, "num_attention_heads")
+    }
+    assert {*built.values()} == {*heads}
+    found = params_of_checkpoint(saved(tmp_path / "x.safetensors", model.state_dict())).stored_attentions
+    assert {own.module: own.num_heads for own in found} == built
+
+
+@pytest.mark.parametrize(
+    ("beside", "shape", "told"),
+    [
+        ("relative_attention_bias.weight", (32, 6), 6),  # T5
+        ("rel_pos.relative_position_bias_table", (6, 13, 13), 6),  # MaxViT of TensorFlow
+        ("attention_biases", (6, 49), 6),  # LeViT
+        ("pos_bias_u", (6, 7), 6),  # Conformer
+        ("rel_pos_h", (13, 7), 6),  # SAM: as wide as a head
+        ("logit_scale", (6, 1, 1), 6),  # Swin 2
+        ("temperature", (6, 1, 1), 6),  # XCiT
+        ("head_scale_params", (1, 6, 1, 1), 6),  # x-transformers
+        ("proj_l.weight", (6, 6), 6),  # CaiT
+        ("pre_softmax_talking_heads.weight", (6, 6, 1, 1), 6),  # x-transformers
+        ("temperature", (1,), None),  # one for all of them
+        ("relative_position_bias_table", (169, 5), None),  # of something else: 5 heads do not fit 42
+        ("proj_l.weight", (6, 3), None),
+        ("logit_scale", (), None),
+    ],
+)
+def test_what_stands_beside_the_projections_tells_the_heads(beside, shape, told, tmp_path):
+    named = {f"a.{name}.weight": torch.zeros(42, 42) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    named[f"a.{beside}"] = torch.zeros(shape)
+    (attention,) = params_of_checkpoint(saved(tmp_path / "x.safetensors", named)).stored_attentions
+    assert attention.num_heads == told
+    assert (f"a.{beside}" in attention.parameters) == (told is not None or shape == (169, 5))
+
+
+def test_the_head_count_of_the_configuration_that_fits(tmp_path):
+    """A text tower and a picture tower have their own, and their widths tell which is whose."""
+    named = {f"vision.layers.0.{n}_proj.weight": torch.zeros(24, 24) for n in "qkvo"}
+    named |= {f"text.layers.0.{n}_proj.weight": torch.zeros(36, 36) for n in "qkvo"}
+    towers = {
+        "text_config": {"hidden_size": 36, "num_attention_heads": 12},
+        "vision_config": {"hidden_size": 24, "num_attention_heads": 3},
+    }
+    saved(tmp_path / "x.safetensors", named, towers)
+    found = {own.module: own.num_heads for own in params_of_checkpoint(tmp_path).stored_attentions}
+    assert found == {"text.layers.0": 12, "vision.layers.0": 3}
+
+
+def test_head_counts_that_the_shapes_allow(tmp_path):
+    def file(**more: torch.Tensor) -> Path:
+        q, k = torch.zeros(30, 13), torch.zeros(10, 13)
+        named = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q.T, **more}
+        return saved(tmp_path / "x.safetensors", {f"a.{name}.weight": own for name, own in named.items()})
+
+    (attention,) = params_of_checkpoint(file()).stored_attentions
+    # By hand: 30 features of queries and 10 of keys are heads of 10, 5, 2 or 1 features.
+    assert (attention.num_heads, attention.fits) == (None, (3, 6, 15, 30))
+    assert "3, 6, 15 and 30 fit" in " ".join(params_of_checkpoint(file()).notes)
+    (attention,) = params_of_checkpoint(file(q_norm=torch.zeros(5))).stored_attentions
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (6, 2, 5)
+    with pytest.raises(SpecError, match="num_heads 4 does not fit"):
+        params_of_checkpoint(file(), num_heads=4)
+
+
+def test_what_a_training_script_saves(tmp_path):
+    model = nn.Sequential(nn.MultiheadAttention(14, 2))
+    wrapped = {f"module.{name}": own for name, own in model.state_dict().items()}
+    torch.save({"epoch": 3, "optimizer": {"state": {0: {"m": torch.zeros(3)}}}, "model": wrapped}, tmp_path / "x.pt")
+    report = params_of_checkpoint(tmp_path / "x.pt", show=Show(stats=True))
+    assert {p.name for p in report.parameters} == set(model.state_dict())
+    assert [own.module for own in report.stored_attentions] == ["0"]
+    for parameter in report.parameters:
+        assert parameter.stats.max == pytest.approx(float(model.state_dict()[parameter.name].max()))
+
+
+def test_shards_and_what_lies_outside(tmp_path):
+    saved(tmp_path / "a.safetensors", {"x.q_proj.weight": torch.zeros(4, 4), "x.k_proj.weight": torch.zeros(4, 4)})
+    saved(tmp_path / "b.safetensors", {"x.v_proj.weight": torch.zeros(4, 4)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"1": "a.safetensors", "2": "b.safetensors"}}))
+    for path in (index, tmp_path):
+        assert [own.module for own in params_of_checkpoint(path).stored_attentions] == ["x"]
+    index.write_text(json.dumps({"weight_map": {"1": "../../etc/x.safetensors"}}))
+    with pytest.raises(UnsafeFileError, match="beside their index"):
+        params_of_checkpoint(index)
+    index.write_text(json.dumps({"weight_map": {"1": "c.safetensors"}}))
+    with pytest.raises(InputError, match="is not there"):
+        params_of_checkpoint(index)
+
+
+def test_layers_that_are_alike_are_one_row_of_the_page(tmp_path):
+    named = {f"layers.{i}.{p}_proj.weight": torch.zeros(4, 4) for i in range(12) for p in "qkvo"}
+    page = to_text(params_of_checkpoint(saved(tmp_path / "x.safetensors", named)), "plain")
+    assert "layers.0–11.q_proj.weight ×12" in page
+    assert page.count("q_proj") == 1
+    assert "total" in page
+    assert "768" in page  # 12 layers of 4 matrices of 16
+
+
+@pytest.mark.parametrize(
+    "name", ["\x1b[31mred.weight", "a\u202eb", "x" * 30_000, "layers.99999999999999999999.q_proj.weight"]
+)
+def test_hostile_names(name, tmp_path):
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", {name: torch.zeros(2)}))
+    page = to_text(report, "plain")
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert json.loads(to_text(report, "json"))["parameters"][0]["name"] == name
+
+
+def test_torch_is_not_needed(tmp_path):
+    path = saved(tmp_path / "x.safetensors", {"q_proj.weight": torch.zeros(4, 4)})
+    code = "import sys; from mha_inspect.__main__ import run; print(int(run(sys.argv[1:])), 'torch' in sys.modules)"
+    for file in (path, tmp_path / "x.pt"):
+        torch.save({"q_proj.weight": torch.zeros(4, 4)}, tmp_path / "x.pt")
+        out = subprocess.run(
+            [sys.executable, "-c", code, "params", str(file)], capture_output=True, text=True, check=True
+        ).stdout
+        assert out.splitlines()[-1] == "0 False"
+
+
+def test_options_that_a_checkpoint_has_no_use_for(invoke, tmp_path):
+    path = saved(tmp_path / "x.safetensors", {"q_proj.weight": torch.zeros(4, 4)})
+    code, out, err = invoke("params", str(path), "--embed-dim", "4")
+    assert (code, out) == (2, "")
+    assert "--embed-dim cannot change: drop it" in err
+    assert invoke("params", str(path), "--format", "json")[0] == 0
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64]
+)
+def test_what_torch_saves_is_read_as_torch_reads_it(dtype, new, tmp_path):
+    if dtype == torch.uint16 and not new:
+        pytest.skip("torch cannot read what it wrote")
+    whole = (torch.arange(60).reshape(3, 4, 5) % 7).to(dtype)
+    views = {
+        "a": whole,
+        "b": whole[1:, ::2].transpose(0, 2),
+        "c": whole[:1, :1, :1].expand(2, 3, 4),
+        "d": whole[2, 3, 4],
+    }
+    torch.save(
+        {name: nn.Parameter(own, requires_grad=False) for name, own in views.items()} | views,
+        tmp_path / "x.pt",
+        _use_new_zipfile_serialization=new,
+    )
+    found, expected = read_tensors(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
+    for name, own in expected.items():
+        assert found[name].dtype == own.dtype
+        assert torch.equal(found[name], own)
+
+
+def test_a_library_of_safetensors_reads_the_same(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    names = ("float32", "float16", "bfloat16", "int8", "bool", "float8_e4m3fn", "uint32", "int64")
+    tensors = {name: (torch.arange(6).reshape(2, 3) % 2).to(getattr(torch, name)) for name in names}
+    library.save_file(tensors, tmp_path / "x.safetensors")
+    for name, own in read_tensors(tmp_path / "x.safetensors").items():
+        assert own.dtype == tensors[name].dtype
+        assert torch.equal(own.float(), tensors[name].float())
+    assert list(content_of(tmp_path / "x.safetensors", (".safetensors",))["int8"].shape) == [2, 3]
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "x.pt", tmp_path / "empty", tmp_path / "absent.safetensors", Path("/dev/zero.pt")):
+        with pytest.raises(MhaInspectError) as caught:
+            params_of_checkpoint(path)
+        assert "\n" not in str(caught.value)
+
+
+def attention_layers(tmp_path: Path, **changed: torch.Tensor) -> Any:
+    torch.manual_seed(0)
+    named = {f"a.{n}_proj.weight": torch.randn(24, 24).pow(3) for n in "qkvo"} | {
+        f"a.{k}": v for k, v in changed.items()
+    }
+    return params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=4, norms=True)
+
+
+def test_twin_heads(tmp_path):
+    w = torch.randn(24, 24)
+    w[6:12] = w[18:24]
+    assert (
+        "W_q of a: heads 1, 3 are twins: they hold the same numbers."
+        in attention_layers(tmp_path, **{"q_proj.weight": w}).notes
+    )
+    assert not [note for note in attention_layers(tmp_path).notes if "twins" in note]
+
+
+@pytest.mark.parametrize("kind", ["Linear", "MultiheadAttention", "normal", "trained"])
+def test_what_never_learned_is_told(tmp_path, kind):
+    torch.manual_seed(0)
+    if kind == "MultiheadAttention":
+        named = dict(nn.MultiheadAttention(64, 4).state_dict())
+    else:
+        named = {f"{n}_proj.weight": nn.Linear(64, 64).weight for n in "qkvo"}
+    if kind == "normal":
+        named = {name: torch.randn(64, 64) * 0.02 for name in named}
+    if kind == "trained":
+        # What a few steps do to the numbers of one matrix is enough.
+        named["k_proj.weight"] = named["k_proj.weight"] + 0.02 * torch.randn(64, 64)
+    notes = " ".join(params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=4, norms=True).notes)
+    assert ("never trained" in notes) is (kind != "trained")
+
+
+def test_one_module_alone_is_read(tmp_path):
+    named = {f"layers.{i}.{n}_proj.weight": torch.zeros(8, 8) for i in range(3) for n in "qkvo"}
+    path = saved(tmp_path / "x.safetensors", named)
+    os.truncate(path, path.stat().st_size - 8 * 8 * 4 * 8)  # the other layers cannot be read
+    with pytest.raises(InputError):
+        params_of_checkpoint(path)
+    path = saved(path, named)
+    report = params_of_checkpoint(path, module="layers.1", show=Show(stats=True), num_heads=2)
+    assert {p.name for p in report.parameters} == {f"layers.1.{n}_proj.weight" for n in "qkvo"}
+    assert [own.module for own in report.stored_attentions] == ["layers.1"]
+    assert "Those of layers.1 alone: 4 of 12 tensors." in report.notes
+    with pytest.raises(SpecError, match=r"Did you mean layers\.2"):
+        params_of_checkpoint(path, module="layer.2")
+
+
+def test_a_file_against_a_module(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 3, batch_first=True), "head": nn.Linear(12, 7)})
+    state = dict(model.state_dict())
+    del state["attn.out_proj.bias"]
+    state |= {"head.weight": torch.zeros(8, 12), "more": torch.zeros(3)}
+    path = saved(tmp_path / "x.safetensors", {f"model.{name}": own for name, own in state.items()})
+    report = mha_inspect.params(path, like=model).report.like
+    assert (report.prefix, report.matching) == ("model.", 4)
+    assert [(one.name, one.shape) for one in report.missing] == [("attn.out_proj.bias", (12,))]
+    assert [(one.name, one.shape) for one in report.unexpected] == [("model.more", (3,))]
+    assert [(one.name, one.shape, one.expected) for one in report.wrong_shape] == [
+        ("model.head.weight", (8, 12), (7, 12))
+    ]
+    with pytest.raises(InputError, match="No name of ParameterDict is among those of the file"):
+        mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
+
+
+def test_roles_from_the_run_of_a_module(tmp_path):
+    """Names that tell nothing, and a packing that only the forward knows."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 36), nn.Linear(12, 12)
+
+        def forward(self, x):
+            q, k, v = self.first(x).unflatten(-1, (3, 3, 4)).permute(3, 0, 2, 1, 4)
+            weights = (q @ k.mT / 2).softmax(-1)
+            return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+    model = Own()
+    path = saved(tmp_path / "x.safetensors", model.state_dict())
+    report = mha_inspect.params(path, torch.zeros(2, 5, 12), like=model, per_head=True).report
+    assert roles(report)["first.weight"][0] == "W_q, W_k, W_v head by head: 4 rows of q, 4 of k, 4 of v each"
+    heads = {p.name: p.heads for p in report.parameters}
+    assert [(s.part, s.rows) for s in heads["first.weight"] if s.head == 2] == [
+        ("W_q", (24, 28)),
+        ("W_k", (28, 32)),
+        ("W_v", (32, 36)),
+    ]
+    (attention,) = report.stored_attentions
+    assert (attention.num_heads, attention.fits) == (3, (1, 2, 3, 4, 6, 12))
+    norms = params_of_checkpoint(path, like=Subject(model, (torch.zeros(2, 5, 12),), {}), norms=True).head_norms
+    rows = model.first.weight.detach().double().unflatten(0, (3, 3, 4))
+    assert {own.part: own.norms for own in norms}["W_k"] == pytest.approx(rows[:, 1].flatten(1).norm(dim=1).tolist())
+
+
+def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
+    pytest.importorskip("transformers")
+    shapes = ["--set", "n_layer=1", "--set", "n_embd=12", "--set", "n_head=3", "--set", "vocab_size=50"]
+    named = {"transformer.h.0.attn.c_attn.weight": torch.zeros(12, 36), "transformer.wte.weight": torch.zeros(51, 12)}
+    path = saved(tmp_path / "x.safetensors", named)
+    code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes, "--format", "json")
+    assert code == 0, err
+    like = json.loads(out)["like"]
+    assert like["matching"] == 1
+    assert [one["name"] for one in like["wrong_shape"]] == ["transformer.wte.weight"]
+    code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes)
+    assert "W_q, W_k, W_v side by side: columns 0–11, 12–23, 24–35" in out
+    assert "wrong shape" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["params", "--like", "torch"], "--like is for a checkpoint, and none was named"),
+        (["params", "torch.nn:Linear", "--module", "x"], "--module is for a checkpoint, and torch.nn:Linear is none"),
+        (["params", "{}", "--like", "nothing"], "is not a target"),
+        (["diff", "{}", "torch"], "is a checkpoint, and torch is none"),
+        (["diff", "{}"], "is a checkpoint, and no other is named"),
+        (["diff", "{}", "{}", "--seq-len", "3"], "--seq-len cannot change"),
+        (["diff", "{}", "{}", "--left-set", "a=3"], "--left-set cannot change"),
+        (["diff", "{}", "{}", "--num-heads", "5"], "num_heads 5 does not fit"),
+    ],
+)
+def test_what_a_checkpoint_is_no_answer_to(invoke, tmp_path, line, said):
+    path = saved(tmp_path / "x.safetensors", {f"{n}_proj.weight": torch.zeros(8, 8) for n in "qkvo"})
+    code, out, err = invoke(*(word.replace("{}", str(path)) for word in line))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_norms_of_heads_are_those_of_the_numbers(tmp_path):
+    q, k, v = (torch.randn(30, 13) for _ in range(3))
+    q[5:10] = 0
+    v[29, 12] = float("nan")
+    named = {f"a.{n}_proj.weight": own for n, own in zip("qkv", (q, k, v), strict=True)}
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=6, norms=True)
+    by_part = {own.part: own.norms for own in report.head_norms}
+    assert by_part["W_k"] == pytest.approx(k.double().unflatten(0, (6, 5)).flatten(1).norm(dim=1).tolist())
+    notes = " ".join(report.notes)
+    assert "W_q of a: head 1 is zero: dead." in notes
+    assert "W_v of a: head 5 is not finite" in notes
+    assert all(parameter.heads is None for parameter in report.parameters)

@@ -1,0 +1,174 @@
+"""Files of tensors: what is read, and what is refused before it can do harm."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, UnsafeFileError
+from mha_inspect.files.tensors import read_tensor, read_tensors
+
+
+class Touches:
+    """Pickled so that opening it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_reads_what_torch_saves(legacy: bool, tmp_path: Path) -> None:
+    tensor = torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)
+    torch.save(
+        {"a": tensor, "b": torch.nn.Parameter(tensor)}, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy
+    )
+    content = read_tensors(tmp_path / "x.pt")
+    assert isinstance(content, dict)
+    assert list(content) == ["a", "b"]
+    assert torch.equal(content["a"], tensor)
+    assert not content["a"].requires_grad
+
+
+@pytest.mark.parametrize("array", [np.arange(6).reshape(2, 3).T, np.arange(6.0).astype(">f8"), np.array([True, False])])
+def test_reads_what_numpy_saves(array: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", array)
+    assert np.array_equal(read_tensor(tmp_path / "x.npy").numpy(), array)
+
+
+def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Touches(trap)))
+    torch.save(Touches(trap), tmp_path / "zipped.pt")
+    np.save(tmp_path / "x.npy", np.array([Touches(trap)], dtype=object), allow_pickle=True)
+    for name in ("zipped.pt", "x.npy"):
+        with pytest.raises(UnsafeFileError) as caught:
+            read_tensors(tmp_path / name)
+        assert caught.value.exit_code == ExitCode.REFUSED
+        assert str(caught.value).count("\n") == 0
+    with pytest.raises((UnsafeFileError, InputError)):
+        read_tensors(tmp_path / "plain.pt")
+    assert not trap.exists()
+
+
+def test_the_environment_cannot_turn_safe_loading_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save(Touches(tmp_path / "trap"), tmp_path / "x.pt")
+    with pytest.raises(UnsafeFileError):
+        read_tensors(tmp_path / "x.pt")
+    assert not (tmp_path / "trap").exists()
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1000), tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as stored,
+        zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as deflated,
+    ):
+        for entry in stored.namelist():
+            deflated.writestr(entry, stored.read(entry))
+    with pytest.raises(UnsafeFileError, match="any size"):
+        read_tensors(tmp_path / "small.pt")
+
+
+def test_a_tensor_that_claims_more_than_there_is_memory_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1).expand(2**50), tmp_path / "x.pt")
+    with pytest.raises(DoesNotFitError):
+        read_tensors(tmp_path / "x.pt")
+
+
+def test_an_npy_header_that_claims_more_than_the_file_has(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 7)))
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(whole[:-8])
+    with pytest.raises(InputError, match="cut short"):
+        read_tensors(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("absent.pt", None, "is not there"),
+        ("x.txt", b"1 2 3", "suffix"),
+        ("x.pt", b"", "empty"),
+        ("x.npy", b"", "empty"),
+        ("x.pt", b"not a tensor at all", "torch.save"),
+        ("x.npy", b"not an array at all", "numpy.save"),
+        ("x.npy", b"\x93NUMPY\x01\x00\x05\x00abcde", "header"),
+        ("x.safetensors", b"\xff" * 20, "safetensors"),
+    ],
+)
+def test_a_file_that_is_no_tensor(name: str, content: bytes | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=words) as caught:
+        read_tensors(tmp_path / name)
+    assert str(caught.value).count("\n") <= 1
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([1, 2], "list"),
+        ({"a": 3}, "'a'.* an int"),
+        ({3: torch.zeros(1)}, "names of tensors"),
+        (torch.zeros(0, 7), r"\[0, 7\]"),
+        (torch.zeros(3, 7).to_sparse(), "to_dense"),
+    ],
+)
+def test_a_torch_file_that_holds_something_else(content: object, words: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=words):
+        read_tensors(tmp_path / "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="torch makes no quantized tensors any more")
+def test_a_torch_file_of_a_quantized_tensor(tmp_path: Path) -> None:
+    torch.save(torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), tmp_path / "x.pt")
+    with pytest.raises(InputError, match="quantized tensor"):
+        read_tensors(tmp_path / "x.pt")
+
+
+def test_a_torch_file_cut_short(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1000), tmp_path / "x.pt")
+    (tmp_path / "x.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:2000])
+    with pytest.raises(InputError):
+        read_tensors(tmp_path / "x.pt")
+
+
+def test_a_folder_and_words_for_a_terminal(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a file"):
+        read_tensors(tmp_path)
+    with pytest.raises(InputError) as caught:
+        read_tensors(tmp_path / "\x1b[31mred.pt")
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "kind"),
+    [
+        (np.array(["a"]), "U1"),
+        (np.zeros(2, dtype="M8[ns]"), "'<M8[ns]'"),
+        (np.zeros(2, dtype=[("a", "f4"), ("b", "i4")]), "[('a', '<f4'), ('b', '<i4')]"),
+    ],
+)
+def test_what_is_no_number_is_no_tensor(array: np.ndarray, kind: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(InputError, match=re.escape(f"x.npy holds {kind}, and tensors hold numbers or booleans.")):
+        read_tensors(tmp_path / "x.npy")
+
+
+def test_one_tensor_is_meant(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "x.pt")
+    with pytest.raises(InputError, match="2 tensors"):
+        read_tensor(tmp_path / "x.pt")

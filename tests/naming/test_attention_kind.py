@@ -1,0 +1,253 @@
+"""The kind of an attention: self or cross, causal, grouped, each from evidence and never from a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mha_inspect
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+
+from ..built import trace_layer, trace_module
+
+LOW = float("-inf")
+
+
+class Masked(nn.Module):
+    """One head over `batch seq 6`, its scores handed to a function that masks them."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], key_first: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.mask, self.key_first = mask, key_first
+        self.register_buffer("seen", torch.ones(11, 11).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.key_first:
+            weights: Tensor = self.mask((k @ q.mT).mT).mT.softmax(-2)
+            return weights.mT @ v
+        return self.mask(q @ k.mT).softmax(-1) @ v
+
+
+def tril(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+
+
+def in_place(scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-2:])
+    mask.masked_fill_(~tril(scores), LOW)
+    return scores + mask
+
+
+def by_positions(scores: Tensor) -> Tensor:
+    place = torch.arange(scores.shape[-1])
+    return torch.where(place[None, :] <= place[:, None], scores, torch.finfo(scores.dtype).min)
+
+
+def row_by_row(scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-2:], dtype=torch.bool)
+    for row in range(len(mask)):
+        mask[row, row + 1 :] = True
+    return scores.masked_fill(mask, LOW)
+
+
+def by_index(scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-2:])
+    mask[torch.triu_indices(*mask.shape, 1).unbind(0)] = LOW
+    return scores + mask
+
+
+OUTSIDE = torch.ones(11, 11).triu(1).bool()
+
+
+def held_outside(scores: Tensor) -> Tensor:
+    return scores.masked_fill(OUTSIDE[: scores.shape[-2], : scores.shape[-1]], LOW)
+
+
+def padded(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.arange(scores.shape[-1]) > 2, LOW)
+
+
+def window(scores: Tensor) -> Tensor:
+    place = torch.arange(scores.shape[-1])
+    return scores.masked_fill((place[None, :] - place[:, None]).abs() > 1, LOW)
+
+
+def behind(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).tril(-1).bool(), LOW)
+
+
+CAUSAL = {
+    "masked_fill": lambda s: s.masked_fill(~tril(s), LOW),
+    "where": lambda s: torch.where(tril(s), s, torch.tensor(-1e9)),
+    "where, the other way": lambda s: torch.where(~tril(s), torch.tensor(LOW), s),
+    "added": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), LOW),
+    "added, as low as BERT's masks": lambda s: s + torch.zeros_like(s).masked_fill(~tril(s), -1e4),
+    "subtracted": lambda s: s - 1e9 * (~tril(s)).float(),
+    "written into": in_place,
+    "from positions": by_positions,
+    "row by row": row_by_row,
+    "by an index": by_index,
+    "held outside": held_outside,
+    "and padded": lambda s: padded(s.masked_fill(~tril(s), LOW)),
+}
+OTHER = {
+    "nothing": lambda s: s,
+    "padding": padded,
+    "padding, written for each query": lambda s: s.masked_fill((torch.arange(5) > 0).expand(s.shape), LOW),
+    "a window": window,
+    "the past": behind,
+    "the past alone": lambda s: s.masked_fill(torch.ones(s.shape[-2:]).triu().bool(), LOW),
+    "everything": lambda s: s.masked_fill(torch.ones(s.shape[-2:]).bool(), LOW),
+    "a small bias": lambda s: s + torch.ones(s.shape[-2:]).triu(1) * -3.0,
+}
+
+
+def kinds(module: nn.Module, *args: Tensor, **kwargs: object) -> list[tuple[str, ...]]:
+    with torch.no_grad():
+        return [attention.kind for attention in trace_module(module.eval(), *args, **kwargs).attentions]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_mask_that_bars_the_future_is_causal(name):
+    assert kinds(Masked(CAUSAL[name]), torch.randn(2, 5, 6)) == [("self", "causal")]
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_any_other_mask_is_not(name):
+    assert kinds(Masked(OTHER[name]), torch.randn(2, 5, 6)) == [("self",)]
+
+
+def test_a_mask_from_a_buffer_and_from_an_argument():
+    module = Masked(lambda s: s)
+    module.mask = lambda s: s.masked_fill(~module.seen[: s.shape[-2], : s.shape[-1]], LOW)
+    assert kinds(module, torch.randn(2, 5, 6)) == [("self", "causal")]
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    x, above = torch.randn(2, 5, 6), torch.ones(5, 5).triu(1).bool()
+    assert kinds(layer, x, x, x, attn_mask=above) == [("self", "causal")]
+    assert kinds(layer, x, x, x, attn_mask=above.T) == [("self",)]
+
+
+@pytest.mark.parametrize(("ahead", "causal"), [(3, True), (4, False)])
+def test_fewer_queries_than_keys_end_together(ahead, causal):
+    """As with a cache: the last query of 2 is at the last key of 5."""
+
+    class Last(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.q(x[:, -2:].clone()) @ self.k(x).mT
+            return scores.masked_fill(torch.ones(2, 5).triu(ahead + 1).bool(), LOW).softmax(-1) @ self.v(x)
+
+    (kind,) = kinds(Last(lambda s: s), torch.randn(2, 5, 6))
+    assert ("causal" in kind) is causal
+
+
+def test_one_mask_that_two_layers_read_the_other_way_round():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Masked(lambda s: s.masked_fill(self.later, LOW))
+            self.second = Masked(lambda s: torch.where(self.later, s, LOW))
+            self.register_buffer("later", torch.ones(5, 5).triu(1).bool())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    assert kinds(Two(), torch.randn(2, 5, 6)) == [("self", "causal"), ("self",)]
+
+
+def test_a_buffer_that_the_forward_writes_is_written_once():
+    class Written(Masked):
+        def __init__(self) -> None:
+            super().__init__(lambda s: s + self.bias.add_(torch.ones(5, 5).triu(1) * -1e9))
+            self.register_buffer("bias", torch.zeros(5, 5))
+
+    module = Written()
+    assert kinds(module, torch.randn(2, 5, 6)) == [("self", "causal")]
+    assert torch.equal(module.bias, torch.ones(5, 5).triu(1) * -1e9)
+
+
+@pytest.mark.parametrize(
+    "own", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
+@pytest.mark.parametrize("key_len", [3, 5, 7])
+def test_keys_of_the_layers_own_have_no_position(own, key_len):
+    spec = AttentionSpec(embed_dim=22, num_heads=2, **own)
+    for causal in (True, False):
+        inputs = InputSpec(batch=3, seq_len=5, key_len=key_len, causal=causal, padding=(0, 1, 2))
+        (attention,) = trace_layer(spec, inputs, RunSpec()).attentions
+        assert ("causal" in attention.kind) is causal
+
+
+def test_a_last_key_that_everyone_sees_is_no_key_of_the_layers_own():
+    mask = torch.ones(5, 5).triu(1).bool()
+    mask[:, -1] = False
+    assert kinds(Masked(lambda s: s.masked_fill(mask, LOW)), torch.randn(2, 5, 6)) == [("self",)]
+
+
+def test_keys_first():
+    assert kinds(Masked(CAUSAL["masked_fill"], key_first=True), torch.randn(2, 5, 6)) == [("self", "causal")]
+
+
+def test_fused_and_on_meta():
+    class Fused(nn.Module):
+        def forward(self, x: Tensor, causal: bool) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, is_causal=causal)
+
+    x = torch.randn(2, 3, 5, 8)
+    assert ["causal" in kind for kind in (*kinds(Fused(), x, True), *kinds(Fused(), x, False))] == [True, False]
+    on_meta = [*kinds(Fused(), x.to("meta"), True), *kinds(Fused(), x.to("meta"), False)]
+    assert ["causal" in kind for kind in on_meta] == [True, False]
+
+
+def test_self_is_one_tensor_and_cross_is_two():
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    x, y = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
+    assert kinds(layer, x, x, x) == [("self",)]
+    assert kinds(layer, x, y, y) == [("cross",)]
+    stack = nn.TransformerDecoderLayer(6, 2, 7, batch_first=True)
+    assert kinds(stack, x, y) == [("self",), ("cross",)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_built_layers(layer):
+    kv_heads = {"num_kv_heads": 2} if "num_kv_heads" in LAYERS[layer].takes else {}
+    spec = AttentionSpec(embed_dim=24, num_heads=4, **kv_heads)
+    trace = trace_layer(spec, InputSpec(batch=3, seq_len=5, causal=True), RunSpec(), layer=layer)
+    grouped = ("grouped",) if kv_heads else ()
+    assert {attention.kind for attention in trace.attentions} == {("self", "causal", *grouped)}
+
+
+def kinds_in_a_block(module: nn.Module, *args: Tensor, **kwargs: object) -> list[tuple[str, ...]]:
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        module.eval()(*args, **kwargs)
+    return [attention.kind for attention in seen.trace.attentions]
+
+
+@pytest.mark.parametrize("name", {**CAUSAL, **OTHER})
+def test_a_block_tells_kinds_in_the_same_words(name):
+    module, x = Masked({**CAUSAL, **OTHER}[name]), torch.randn(2, 5, 6)
+    assert kinds_in_a_block(module, x) == kinds(module, x)
+
+
+def test_masks_from_a_buffer_and_from_an_argument_in_a_block():
+    module, x = Masked(lambda s: s), torch.randn(2, 5, 6)
+    module.mask = lambda s: s.masked_fill(~module.seen[: s.shape[-2], : s.shape[-1]], LOW)
+    assert kinds_in_a_block(module, x) == [("self", "causal")]
+    layer, above = nn.MultiheadAttention(6, 2, batch_first=True), torch.ones(5, 5).triu(1).bool()
+    assert kinds_in_a_block(layer, x, x, x, attn_mask=above) == [("self", "causal")]
+    assert kinds_in_a_block(layer, x, x.clone(), x, attn_mask=above.T) == [("cross",)]
+
+
+def test_a_mask_that_was_written_after_the_block_tells_nothing():
+    layer, x = nn.MultiheadAttention(6, 2, batch_first=True).eval(), torch.randn(2, 5, 6)
+    mask = torch.ones(5, 5).tril(-1).bool()
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        layer(x, x, x, attn_mask=mask)
+    mask.copy_(torch.ones(5, 5).triu(1))
+    assert [attention.kind for attention in seen.trace.attentions] == [("self",)]

@@ -1,0 +1,214 @@
+"""Where each head's part of each parameter is, by changing it and looking at which head moves; and weights carried."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect.call.load import Layer, load_layer
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.measure.weights import Weights, carry, draw, weights_of
+from mha_inspect.naming.parameters import projections
+from mha_inspect.naming.subject import Subject
+
+from ..foreign import styles, unusual
+
+E, H, G, D = 22, 6, 3, 5
+
+
+class Grouped(nn.Module):
+    """Query head h reads key head h // 2 or, interleaved, h % 3. It keeps what its heads give."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+        self.qkv = nn.Linear(E, (H + 2 * G) * D)
+        self.o = nn.Linear(H * D, E)
+        self.weights, self.contexts = torch.zeros(()), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([H * D, G * D, G * D], dim=-1)
+        q, k, v = (one.unflatten(-1, (-1, D)).transpose(1, 2) for one in (q, k, v))
+        if self.interleaved:
+            k, v = (one.repeat(1, H // G, 1, 1) for one in (k, v))
+        else:
+            k, v = (one.repeat_interleave(H // G, dim=1) for one in (k, v))
+        self.weights = (q @ k.mT / D**0.5).softmax(-1)
+        self.contexts = self.weights @ v
+        return self.o(self.contexts.transpose(1, 2).flatten(2))
+
+
+def read(module: nn.Module, *args: Tensor) -> Weights:
+    with torch.no_grad():
+        (weights,) = weights_of(Subject(module, args, {}).recorded(), module)
+    return weights
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_shared_key_head_moves_the_heads_that_it_is_told_to_serve(interleaved: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Grouped(interleaved), torch.randn(2, 7, E)
+    weights = read(module, x)
+    expected = [head % G if interleaved else head // (H // G) for head in range(H)]
+    assert weights.users() == expected
+    with torch.no_grad():
+        module(x)
+        before = module.weights.clone(), module.contexts.clone()
+        for part, key_head in itertools.product(("W_k", "b_v"), range(G)):
+            kept = weights.read()
+            changed = kept[part].clone()
+            changed[key_head] += 1
+            weights.write({part: changed})
+            module(x)
+            after = (module.weights, module.contexts)
+            weights.write(kept)
+            place = 0 if part == "W_k" else 1
+            moved = [not torch.equal(before[place][:, head], after[place][:, head]) for head in range(H)]
+            assert moved == [user == key_head for user in expected]
+
+
+def test_pieces_of_other_sizes_in_one_matrix_have_an_offset_each() -> None:
+    module = Grouped(False)
+    found = {own.part: own for own in read(module, torch.randn(2, 7, E)).projections.values()}
+    assert {part: own.offset for part, own in found.items() if part[0] == "W"} == {
+        "W_q": 0,
+        "W_k": H * D,
+        "W_v": (H + G) * D,
+        "W_o": 0,
+    }
+    assert (found["W_k"].pattern, found["W_k"].shape) == ("(heads head_dim) embed", (G, D, E))
+    expected = module.qkv.weight[H * D : (H + G) * D].detach().reshape(G, D, E)
+    view = found["W_k"].view(module)
+    assert view is not None
+    assert torch.equal(view.read(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "pattern", "offset"),
+    [
+        ("Packed", "W_k", "(qkv heads head_dim) embed", 15),
+        ("Interleaved", "W_k", "(heads qkv head_dim) embed", 5),
+        ("Conv1D", "W_v", "embed (qkv heads head_dim)", 30),
+        ("EinsumWeights", "W_o", "heads head_dim embed", 0),
+        ("Loop", "W_q", "head_dim embed", 0),
+    ],
+)
+def test_the_pattern_says_how_a_parameter_lies(name: str, part: str, pattern: str, offset: int) -> None:
+    weights = read(getattr(styles, name)().eval(), torch.randn(7, 12, styles.E))
+    assert (weights.projections[part].pattern, weights.projections[part].offset) == (pattern, offset)
+
+
+STYLES = (
+    "Base",
+    "Packed",
+    "Interleaved",
+    "Conv1D",
+    "Einsum",
+    "LoopSlices",
+    "RotateHalf",
+    "RotatePairs",
+    "FoldBatchHeads",
+)
+
+
+@pytest.mark.parametrize("name", [*STYLES, "Grouped", "RepeatInterleave", "Loop"])
+def test_what_is_read_of_a_head_is_what_writes_it(name: str) -> None:
+    """Zeros in one head's rows of W_v and b_v make that head's columns of W_o no matter, and no others'."""
+    torch.manual_seed(0)
+    module = (getattr(styles, name, None) or getattr(unusual, name))().double().eval()
+    x = torch.randn(3, 12, styles.E, dtype=torch.float64)
+    weights = read(module, x)
+    kept = weights.read()
+    shared = weights.users()
+    with torch.no_grad():
+        for head in range(weights.num_kv_heads):
+            silent = {part: kept[part].clone() for part in ("W_v", "b_v") if part in kept}
+            for own in silent.values():
+                own[head] = 0
+            weights.write(silent)
+            before = module(x)
+            for query_head in range(weights.num_heads):
+                w_o = kept["W_o"].clone()
+                w_o[query_head] += 1
+                weights.write({"W_o": w_o})
+                assert torch.allclose(module(x), before, rtol=0, atol=1e-12) == (shared[query_head] == head)
+            weights.write(kept)
+
+
+def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
+    module = styles.Base().eval()
+    torch.nn.utils.parametrizations.weight_norm(module.q)
+    found = {own.part: own for own in projections(Subject(module, (torch.randn(2, 7, styles.E),), {}).recorded())}
+    assert not found["W_q"].is_whole
+    assert found["W_q"].view(module) is None
+    assert found["W_k"].is_whole
+    weights = read(module, torch.randn(2, 7, styles.E))
+    assert weights.missing
+    assert "W_q" in weights.missing[0]
+
+
+def filled(layer: str, **sizes: int) -> tuple[Layer, Weights]:
+    spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **sizes})  # type: ignore[arg-type]
+    forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+    with torch.no_grad():
+        for parameter in forward.module.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        (weights,) = weights_of(forward.recorded(), forward.module)
+    return forward, weights
+
+
+PLAIN = [layer for layer in LAYERS if layer not in ("narrow", "wide", "bert")]
+
+
+@pytest.mark.parametrize(("source", "destination"), [*itertools.permutations(PLAIN, 2)])
+def test_carried_weights_give_the_same_output(source: str, destination: str) -> None:
+    torch.manual_seed(0)
+    (one, given), (other, own) = filled(source), filled(destination)
+    carried = carry(given, own)
+    assert carried.whole
+    assert set(carried.went) == set(given.shapes)
+    with torch.no_grad():
+        left, right = (result[0] if isinstance(result := f.plain(), tuple) else result for f in (one, other))
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_place_is_left_out_and_said() -> None:
+    torch.manual_seed(0)
+    carried = carry(filled("torch")[1], filled("narrow")[1])
+    assert [one.part for one in carried.left_out] == ["W_q", "W_k", "W_v"]
+    assert carried.left_out[0].reason == "keeps 3 blocks of [4, 4] and loses the rest"
+    own = filled("bert")[1]
+    before = own.read()
+    refused = carry(filled("torch")[1], own, partly=False)
+    assert [one.part for one in refused.left_out] == ["W_o", "b_o"]
+    assert all(torch.equal(before[part], numbers) for part, numbers in own.read().items())
+    back = carry(own, filled("torch")[1])
+    assert (back.whole, back.filled) == (True, ("W_o", "b_o"))
+
+
+def test_keys_that_differ_cannot_be_shared_and_equal_ones_can() -> None:
+    torch.manual_seed(0)
+    fewer, all_of_them = filled("grouped-query", num_heads=4, num_kv_heads=2)[1], filled("torch", num_heads=4)[1]
+    assert {one.part for one in carry(all_of_them, fewer).left_out} == {"W_k", "W_v", "b_k", "b_v"}
+    assert carry(fewer, all_of_them).whole
+    assert carry(all_of_them, fewer).whole
+
+
+def test_another_number_of_heads_counts_the_rows_out_anew() -> None:
+    torch.manual_seed(0)
+    three, four = filled("torch")[1], filled("torch", num_heads=4)[1]
+    assert carry(three, four).whole
+    assert all(torch.equal(a, b) for a, b in zip(three.matrices().values(), four.matrices().values(), strict=True))
+
+
+def test_drawn_weights_do_not_depend_on_the_heads() -> None:
+    three, four = (
+        draw({"W_q": (n, 12 // n, 12), "W_o": (n, 12 // n, 12)}, seed=5, dtype=torch.float32) for n in (3, 4)
+    )
+    assert torch.equal(three["W_q"].flatten(0, 1), four["W_q"].flatten(0, 1))
+    assert torch.equal(three["W_o"].flatten(0, 1), four["W_o"].flatten(0, 1))
+    assert float(three["W_q"].abs().max()) <= 0.5

@@ -1,0 +1,134 @@
+"""Every pattern that is printed is one that einops takes, and does what the implementation did."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import einops
+import pytest
+import torch
+
+import mha_inspect
+from mha_inspect.errors import MhaInspectError
+from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from mha_inspect.naming.pattern import rearrangement
+
+from ..built import trace_layer
+from ..foreign import styles
+from ..foreign.test_styles import STYLES
+
+SOURCES = {
+    "q_heads": ("q_proj", "query"),
+    "k_heads": ("k_proj", "key"),
+    "v_heads": ("v_proj", "value"),
+    "concat": ("context",),
+}
+PATTERN = re.compile(
+    r"(?P<pattern>[^,]* -> [^,]*)(, (each head (?P<times>\d+) times|then (?P<more>\d+) .*|(?P<part>.*)))?"
+)
+SPECS: tuple[dict[str, Any], ...] = (
+    {},
+    {"batch_first": False},
+    {"add_bias_kv": True},
+    {"num_heads": 4, "embed_dim": 20, "num_kv_heads": 2},
+    {"num_kv_heads": 1},
+    {"kdim": 17, "vdim": 19},
+    {"head_dim": DerivedInt(7)},
+    {"num_heads": 1},
+    {"num_heads": 12},
+)
+INPUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"unbatched": True, "batch": 1},
+    {"batch": 1, "key_len": 13},
+    {"seq_len": 1},
+)
+
+
+def sizes_of(attention: Any, batch: int) -> dict[str, int]:
+    heads, shared = attention.num_heads, attention.num_kv_heads
+    # An attention of one head may be one turn of a loop over them.
+    groups = {"heads": heads, "kv_heads": shared, "group": heads // shared} if heads > 1 else {}
+    return {**groups, "head_dim": attention.head_dim, "batch": batch, "qkv": 3, "windows": 3}
+
+
+def run(pattern: str, tensor: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
+    # einops takes the size of an axis that it can work out as well, and complains of one that there is not.
+    inside = set(re.findall(r"\w+", " ".join(re.findall(r"\([^)]*\)", pattern.split(" -> ")[0]))))
+    return einops.rearrange(tensor, pattern, **{name: sizes[name] for name in sizes if name in inside})
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_patterns_of_a_layer_are_valid(layer: str) -> None:
+    seen = 0
+    for spec in SPECS:
+        for inputs in INPUTS:
+            given = {"batch": 7, "seq_len": 11, **inputs}
+            try:
+                asked = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **spec}), InputSpec(**given)
+                found = trace_layer(*asked, RunSpec(), layer=layer)
+            except MhaInspectError:
+                continue  # a layer has no use for every setting
+            for attention in found.attentions:
+                sizes = sizes_of(attention, given["batch"])
+                stages = {stage.name: stage for stage in attention.stages}
+                for stage in attention.stages:
+                    run(f"{stage.axes} -> {stage.axes}", torch.empty(stage.shape), sizes)
+                    if " -> " not in stage.formula:
+                        continue
+                    source = next(stages[name] for name in SOURCES[stage.name] if name in stages)
+                    told = PATTERN.fullmatch(stage.formula)
+                    assert told is not None, stage.formula
+                    made = run(told["pattern"], torch.empty(source.shape), sizes)
+                    expected = list(stage.shape)
+                    if told["times"]:
+                        expected[1] //= int(told["times"])
+                    if told["more"]:
+                        place = re.findall(r"\([^)]*\)|\S+", stage.axes).index("key")
+                        expected[place] -= int(told["more"])
+                    assert list(made.shape) == expected, (spec, inputs, stage.formula)
+                    seen += 1
+    assert seen >= 4
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
+    torch.manual_seed(0)
+    shape = (7, 3, 12, styles.E) if name == "Image" else (7, 12, styles.E)
+    trace = mha_inspect.trace(getattr(styles, name)().eval(), torch.randn(shape), keep=True)
+    for attention in trace.attentions:
+        stages = {stage.name: stage for stage in attention.stages}
+        for stage in attention.stages:
+            if " -> " not in stage.formula:
+                continue
+            source = next(stages[s] for s in SOURCES[stage.name] if s in stages)
+            told = PATTERN.fullmatch(stage.formula)
+            assert told is not None, stage.formula
+            made = run(told["pattern"], source.tensor, {**sizes_of(attention, 7), "query_1": 3})
+            if told["times"]:
+                made = made.repeat_interleave(int(told["times"]), dim=1)
+            if told["part"]:
+                parts = made if told["part"].startswith("one of") else made.split(stage.shape[-1], dim=-1)
+                assert any(torch.equal(part, stage.tensor) for part in parts if part.shape == stage.shape) or (
+                    name == "LowRank"  # a part, and behind it what is rotated
+                )
+            else:
+                assert torch.equal(made, stage.tensor), stage.formula
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "shapes", "expected"),
+    [
+        ("query batch (heads d)", "heads query d", ((5, 1, 6), (3, 5, 2)), "query 1 (heads d) -> heads query d"),
+        ("query batch (heads d)", "heads query d", ((5, 7, 6), (3, 5, 2)), None),
+        ("batch 3 query", "batch query 3", ((7, 3, 5), (7, 5, 3)), None),
+        ("batch key (heads d)", "batch heads key d", ((7, 5, 6), (7, 3, 4, 2)), None),
+        ("batch 3 query query", "batch query query 3", ((7, 3, 5, 5), (7, 5, 5, 3)), None),
+        ("batch query query", "(batch query) query", ((7, 5, 5), (35, 5)), None),
+        ("a (b c)", "(a b) c", ((7, 6), (21, 2)), "a (b c) -> (a b) c"),
+    ],
+)
+def test_what_no_pattern_says_has_none(left: str, right: str, shapes: Any, expected: str | None) -> None:
+    assert rearrangement(left, right, shapes) == expected

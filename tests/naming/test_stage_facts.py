@@ -1,0 +1,263 @@
+"""Formulas mean what they say, FLOPs are torch's count, and memory is shared where torch shares it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from einops import repeat
+from hypothesis import assume, given, settings
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mha_inspect.naming.canonical import canonical
+from mha_inspect.naming.stage_facts import StageFacts, scale_text
+
+from ..built import trace_module
+from ..drawn import LOOPS, Case, Setting, settings_of, sizes_of
+from ..layers.declared import read_weights
+from ..torch_math import torch_math
+
+SOURCES = {"q_heads": "q_proj", "k_heads": "k_proj", "v_heads": "v_proj", "concat": "context"}
+
+
+def facts_of(case: Case) -> StageFacts:
+    return StageFacts(case.seen.graph, case.seen.attentions[0][0], case.axes.stages[0])
+
+
+def evaluated(case: Case, stage: str, formula: str) -> Tensor | None:
+    """What a formula gives, laid out as the stage is or in canonical axes; None where it is only words."""
+    found = case.seen.attentions[0][0]
+
+    def at(name: str) -> Tensor:
+        content = canonical(case.value(name), name, case.axes.stages[0][name], sizes_of(case.forward))
+        assert content is not None
+        return content
+
+    if formula in ("the query", "the key"):
+        return case.value(formula.removeprefix("the "))
+    if projected := re.fullmatch(r"(a part of )?(\w+) · W_([qkvo])ᵀ( \+ b_([qkvo]))?", formula):
+        part, source, letter, _, bias = projected.groups()
+        weights = read_weights(case.forward.module).tensors()
+        assert bias in (None, letter)
+        assert (part is not None) == (
+            case.setting.layer == "narrow" and stage != "output" and "w_q" in weights and len(weights["w_q"]) > 1
+        )
+        if letter == "o":
+            matrix, shift = weights["w_o"].flatten(1), weights.get("b_o")
+        else:
+            heads = slice(1) if case.setting.layer in LOOPS else slice(None)
+            matrix = weights[f"w_{letter}"][heads].flatten(0, 1)
+            shift = weights[f"b_{letter}"][heads].flatten() if f"b_{letter}" in weights else None
+        assert (bias is not None) == (shift is not None)
+        return (at(source) @ matrix.T + (0 if shift is None else shift)).detach()
+    if product := re.fullmatch(r"q_heads · k_headsᵀ(?: / √(\d+)| · ([\d.e-]+))?", formula):
+        square, factor = product.groups()
+        scale = 1 / math.sqrt(int(square)) if square else float(factor or 1)
+        return at("q_heads") @ at("k_heads").mT * scale
+    if formula in ("softmax(scores)", "softmax(masked_scores)"):
+        return case.value(formula[8:-1]).softmax(found.softmax_dim)
+    if formula == "weights · v_heads":
+        return at("weights") @ at("v_heads")
+    if formula == SOURCES.get(stage):
+        return case.value(formula)
+    if " -> " in formula:
+        formula, *grown = formula.split(", ")
+        return with_what_it_has_more(case, stage, formula, grown)
+    return None
+
+
+def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]) -> Tensor:
+    """The rearranged source, its heads repeated and the layer's own keys appended as the formula says."""
+    spec, known = case.forward.spec, sizes_of(case.forward)
+    if times := [re.fullmatch(r"each head (\d+) times", words) for words in grown if "times" in words]:
+        assert times[0] is not None
+        assert int(times[0][1]) == known["group"] > 1
+        pattern = re.sub("-> batch (kv_heads|1) ", r"-> batch (\1 group) ", pattern)
+        grown = []
+    sizes = {name: size for name, size in known.items() if re.search(rf"\b{name}\b", pattern)}
+    result = repeat(case.value(SOURCES[stage]), pattern, **sizes)
+    if not grown:
+        return result
+    more = spec.add_bias_kv + spec.add_zero_attn
+    assert grown == [f"then {more} {'value' if stage == 'v_heads' else 'key'}{'s' * (more > 1)} of the layer's own"]
+    content = case.value(stage)
+    assert torch.equal(content.narrow(-2, 0, result.shape[-2]), result)
+    assert content.shape[-2] == result.shape[-2] + more
+    return content
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(settings_of())
+def test_each_formula_gives_the_stage(setting: Setting) -> None:
+    case = Case(setting)
+    assume(case.sizes["heads"] > 1 or case.sizes["query"] > 1)  # sizes of one leave no trace of what was moved
+    facts = facts_of(case)
+    for stage, pattern in case.axes.stages[0].items():
+        formula = facts.formula(stage)
+        expected = evaluated(case, stage, formula)
+        if expected is None:
+            assert formula in WORDS.get(stage, ()) or re.fullmatch(PHRASES.get(stage, ""), formula), (stage, formula)
+            continue
+        content = case.value(stage)
+        if expected.shape != content.shape or " · " in formula:
+            in_axes = canonical(content, stage, pattern, sizes_of(case.forward))
+            assert in_axes is not None
+            content = in_axes
+        torch.testing.assert_close(
+            content, expected, rtol=1e-6, atol=1e-9, msg=lambda text, s=stage, f=formula: f"{s} = {f}: {text}"
+        )
+
+
+WORDS = {
+    "query": ("given",),
+    "key": ("given",),
+    "value": ("given",),
+    "masked_scores": ("scores + mask", "scores where allowed, else masked"),
+    "context": ("dropout(weights) · v_heads",),
+}
+PHRASES = {
+    "q_heads": r"q_proj in heads, then [\w, ]+",
+    "k_heads": r"k_proj in heads, then [\w, ]+",
+    "v_heads": r"v_proj in heads, then [\w, ]+",
+    "masked_scores": r"mask \+ q_heads · k_headsᵀ.*",
+    "concat": r"the contexts of \d heads side by side",
+}
+
+
+BEFORE = {
+    **{f"{letter}_proj": (name,) for letter, name in (("q", "query"), ("k", "key"), ("v", "value"))},
+    **{f"{letter}_heads": (f"{letter}_proj",) for letter in "qkv"},
+    "scores": ("q_heads", "k_heads"),
+    "masked_scores": ("scores", "q_heads", "k_heads"),
+    "weights": ("masked_scores", "scores"),
+    "context": ("weights", "v_heads"),
+    "concat": ("context",),
+    "output": ("concat", "context"),
+}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(settings_of())
+def test_memory_is_what_pointers_say(setting: Setting) -> None:
+    case = Case(setting)
+    facts = facts_of(case)
+
+    def memory(tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    given_to_it = {memory(tensor) for tensor in case.forward.tensors}
+    for stage in case.axes.stages[0]:
+        said, content = facts.memory(stage), case.value(stage)
+        if stage in ("query", "key", "value"):
+            assert (said == "input") == (case.seen.recording.producer(case.seen.attentions[0][0].stages[stage]) is None)
+            assert (said == "input") <= (memory(content) in given_to_it)
+            continue
+        sources = [case.value(name) for name in BEFORE[stage] if name in case.axes.stages[0]]
+        if case.setting.layer in LOOPS and stage == "concat":
+            assert said == "copy" or case.sizes["heads"] == 1
+            continue
+        if said == "input":  # nothing is done: the stage before it, as it is
+            assert any(memory(content) == memory(source) and content.shape == source.shape for source in sources)
+        elif said == "view":
+            assert any(memory(content) == memory(source) for source in sources)
+        else:
+            assert not any(memory(content) == memory(source) for source in sources)
+            moved = torch.isin(content, torch.cat([sources[0].flatten(), torch.zeros(1)])).all()
+            if said == "copy" and not (case.forward.spec.add_bias_kv and stage in ("k_heads", "v_heads")):
+                assert bool(moved)
+            if said == "new" and stage != "masked_scores":  # a mask of nothing changes no number
+                assert not bool(moved) or content.numel() < 5 or case.sizes["key"] == 1
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(settings_of(layers=("torch", "split-heads", "fold-heads", "bert", "grouped-query", "wide")))
+def test_the_flops_of_all_stages_are_torchs_count(setting: Setting) -> None:
+    case = Case(setting)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), torch_math(), counter:
+        case.forward.module(*case.forward.args, **case.forward.kwargs)
+    facts = facts_of(case)
+    assert sum(facts.flops(stage) for stage in case.axes.stages[0]) == counter.get_total_flops()
+    sizes = case.sizes_in("scores")
+    product = 2 * sizes["batch"] * sizes["heads"] * sizes["query"] * sizes["key"] * sizes["head_dim"]
+    assert facts.flops("context") == product
+    assert facts.flops("scores" if "scores" in case.axes.stages[0] else "masked_scores") == product
+    assert facts.flops("weights") == facts.flops("q_heads") == 0
+    width = sizes["heads"] * sizes["head_dim"]
+    assert facts.flops("q_proj") == 2 * sizes["batch"] * sizes["query"] * sizes["embed"] * width
+
+
+class SharedKeysAndValues(nn.Module):
+    """One projection for keys and values, each taking the whole of it, or all three."""
+
+    def __init__(self, for_the_query_too: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = (nn.Linear(22, 22) for _ in range(3))
+        self.for_the_query_too = for_the_query_too
+
+    def forward(self, x: Tensor) -> Tensor:
+        kv = self.kv(x).view(3, 5, 2, 11).transpose(1, 2)
+        q = kv if self.for_the_query_too else self.q(x).view(3, 5, 2, 11).transpose(1, 2)
+        weights = (q @ kv.mT / 11**0.5).softmax(-1)
+        return self.o((weights @ kv).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("for_the_query_too", [False, True])
+def test_a_product_that_stages_share_whole_is_counted_once(for_the_query_too: bool) -> None:
+    module, x = SharedKeysAndValues(for_the_query_too).eval(), torch.randn(3, 5, 22)
+    with torch.no_grad():
+        (attention,) = trace_module(module, x).attentions
+    flops = {stage.name: stage.flops for stage in attention.stages}
+    assert flops["k_proj"] == flops["v_proj"] == 2 * 15 * 22 * 22 // (3 if for_the_query_too else 2)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(x)
+    assert sum(count or 0 for count in flops.values()) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (1.0, ""),
+        (1 / 8, " / √64"),
+        (1 / math.sqrt(50), " / √50"),
+        (1 / math.sqrt(2) * (1 + 1e-6), " / √2"),
+        (0.3, " · 0.3"),
+        (2.0, " · 2"),
+        (-0.125, " · -0.125"),
+        (None, " · scale"),
+        (0.0, " · 0"),
+    ],
+)
+def test_how_a_scale_is_written(scale: float | None, text: str) -> None:
+    assert scale_text(scale) == text
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 1.0, "tensor", "both"])
+def test_the_scale_is_the_one_that_was_applied(scale: object) -> None:
+    """By a number, by a tensor of no dimension, on both sides, or by torch where none is given."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed = nn.Linear(22, 66)
+            self.register_buffer("factor", torch.tensor(0.7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.packed(x).unflatten(-1, (3, 2, 11)).permute(2, 0, 3, 1, 4)
+            if scale is None or isinstance(scale, float):
+                x = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+            elif scale == "tensor":
+                x = (q @ k.mT * self.factor).softmax(-1) @ v
+            else:
+                x = ((q * 0.5) @ (k / 4).mT * 3).softmax(-1) @ v
+            return x.transpose(1, 2).flatten(2)
+
+    expected = {None: 1 / math.sqrt(11), "tensor": 0.7, "both": 0.375}.get(scale, scale)  # type: ignore[arg-type]
+    trace = trace_module(Scaled(), torch.randn(3, 5, 22, generator=torch.Generator().manual_seed(0)))
+    (attention,) = trace.attentions
+    assert attention.scale == pytest.approx(expected, rel=1e-6)
+    scores = next(stage for stage in attention.stages if stage.name == "scores")
+    assert scores.formula == f"q_heads · k_headsᵀ{scale_text(float(expected))}"  # type: ignore[arg-type]

@@ -1,0 +1,318 @@
+"""Recording changes nothing: not a bit of the result, no setting, no generator, no lifetime, and no exception."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import mha_inspect
+
+from ..recorded import record, record_opened
+
+EMBED, HEADS, BATCH, QUERY = 22, 2, 3, 5
+
+
+class Attention(nn.Module):
+    """Written out by hand, so that every step of it is an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(EMBED, 3 * EMBED)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.packed(x).chunk(3, -1)
+        return (q @ k.transpose(-1, -2) / EMBED**0.5).softmax(-1) @ v
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def mha(*, train: bool = False, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.MultiheadAttention:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **settings})
+        for parameter in layer.parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter)  # torch starts biases at 0: a bias that is lost would not show
+    return layer.to(dtype).train(train)
+
+
+def same(left: Any, right: Any) -> bool:
+    """The same tensors to the bit, in the same layout, with gradients where the other has them."""
+    if left is None or right is None:
+        return left is right
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return (
+        torch.equal(left, right)
+        and left.stride() == right.stride()
+        and left.dtype == right.dtype
+        and left.requires_grad == right.requires_grad
+        and left.is_inference() == right.is_inference()
+    )
+
+
+MODES = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "eval": mha,
+    "train": lambda: mha(train=True, dropout=0.5),
+    "sequence first": lambda: mha(batch_first=False),
+    "bfloat16": lambda: mha(dtype=torch.bfloat16),
+    "float64": lambda: mha(dtype=torch.float64, batch_first=False),
+    "bias_kv": lambda: mha(add_bias_kv=True, add_zero_attn=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recorded_by", [record, record_opened], ids=["closed", "opened"])
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "fused"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_result_is_the_same_to_the_bit_also_the_second_time(
+    mode: str, recorded_by: Callable[..., Any], need_weights: bool, layer: str
+) -> None:
+    module = LAYERS[layer]()
+    x = drawn(BATCH, QUERY, EMBED, dtype=next(module.parameters()).dtype)
+    with MODES[mode]():
+        torch.manual_seed(7)
+        plain = module(x, x, x, need_weights=need_weights)
+        after = torch.get_rng_state()
+        for _ in range(2):
+            torch.manual_seed(7)
+            _, recorded = recorded_by(module, x, x, x, need_weights=need_weights)
+            assert same(plain, recorded)
+            assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_composite_operation_takes_the_kernels_of_a_plain_run(dtype: torch.dtype) -> None:
+    """In inference mode they arrive whole. What a product is taken apart into hangs on the views that it is given."""
+    for width in (7, 12, 20, 28, 42, 64):
+        linear, weight = nn.Linear(width, 3 * width).to(dtype), nn.Parameter(drawn(3 * width, width, dtype=dtype))
+        x, y = drawn(BATCH, QUERY, width, dtype=dtype), drawn(2, BATCH, width, QUERY, seed=1, dtype=dtype)
+        with torch.inference_mode():
+            for run in (
+                lambda linear=linear, x=x: linear(x.transpose(0, 1)),
+                lambda weight=weight, x=x: tuple(nn.functional.linear(x, part) for part in weight.chunk(3)),
+                lambda linear=linear, x=x: linear(torch.cat((x, x), -1).chunk(2, -1)[1]),
+                lambda weight=weight, x=x: x[..., ::2] @ weight[:, ::2].T,
+                lambda x=x, y=y: x @ y,
+                lambda x=x, y=y: torch.einsum("bqe,cbek->cbqk", x, y),
+            ):
+                assert same(run(), record(run)[1])
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_gradients_are_the_same_to_the_bit(train: bool) -> None:
+    module, x = mha(train=train, dropout=0.5), drawn(BATCH, QUERY, EMBED)
+
+    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        query = x.clone().requires_grad_()
+        return list(torch.autograd.grad(run(query).square().sum(), [query, *module.parameters()]))
+
+    plain = gradients(lambda q: module(q, q, q)[0])
+    recorded = gradients(lambda q: record(module, q, q, q)[1][0])
+    assert all(map(torch.equal, plain, recorded))
+    assert len(plain) == 5
+
+
+TRANSFORMS: dict[str, Callable[[Attention, torch.Tensor], torch.Tensor]] = {
+    "vmap": lambda module, x: torch.func.vmap(module)(x[None].expand(2, -1, -1, -1)),
+    "grad": lambda module, x: torch.func.grad(lambda y: module(y).sum())(x),
+    "jvp": lambda module, x: torch.func.jvp(module, (x,), (x,))[1],
+    "checkpoint": lambda module, x: checkpoint(module, x.clone().requires_grad_(), use_reentrant=False),
+    "reentrant checkpoint": lambda module, x: checkpoint(module, x.clone().requires_grad_(), use_reentrant=True),
+    "a recording": lambda module, x: record(module, x)[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own rules for jvp use it
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_wraps_a_forward_works_inside_of_a_recording(name: str) -> None:
+    module, x = Attention(), drawn(BATCH, QUERY, EMBED)
+    plain = TRANSFORMS[name](module, x)
+    recording, recorded = record(lambda: TRANSFORMS[name](module, x))
+    assert same(plain, recorded)
+    assert sum(op.base_name == "_softmax" for op in recording.ops) == 1
+
+
+def test_gradients_pass_through_a_checkpoint_that_was_recorded() -> None:
+    module, x = Attention(), drawn(BATCH, QUERY, EMBED).requires_grad_()
+    (plain,) = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).sum(), x)
+    _, output = record(lambda: checkpoint(module, x, use_reentrant=False))
+    assert torch.equal(plain, torch.autograd.grad(output.sum(), x)[0])
+
+
+def settings() -> tuple[Any, ...]:
+    cuda = torch.backends.cuda
+    return (
+        torch.backends.mha.get_fastpath_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView),
+    )
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_every_setting_is_as_it_was(fast_path: bool, raises: bool, mode: Callable[[], Any]) -> None:
+    class Layer(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            return output.view(-1, 1_000_003) if raises else output
+
+    layer, hooked = Layer().train(), []
+    layer.packed.register_forward_hook(lambda *_: hooked.append(1))
+    hooks, buffers = len(layer.packed._forward_hooks), dict(layer.named_buffers())
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    outside = settings()
+    try:
+        with mode():
+            before = settings()
+            with pytest.raises(RuntimeError, match="1000003") if raises else nullcontext():
+                record_opened(layer, drawn(BATCH, QUERY, EMBED))
+            assert settings() == before
+        assert settings() == outside
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert hooked == [1]
+    assert len(layer.packed._forward_hooks) == hooks
+    assert dict(layer.named_buffers()) == buffers
+    assert layer.training
+
+
+def test_an_error_inside_of_a_composite_operation_leaves_the_modes_as_they_were() -> None:
+    with torch.inference_mode():
+        before = settings()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            record(lambda: torch.matmul(torch.ones(2, 3), torch.ones(5, 7)))
+        assert settings() == before
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_buffers_come_out_as_a_plain_run_leaves_them(mode: Callable[[], Any]) -> None:
+    plain, recorded = nn.BatchNorm1d(EMBED), nn.BatchNorm1d(EMBED)
+    x = drawn(7, EMBED)
+    with mode():
+        assert same(plain(x), record(recorded, x)[1])
+    assert all(map(torch.equal, plain.buffers(), recorded.buffers()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_intermediate_result_is_held(mode: Callable[[], Any]) -> None:
+    alive: list[bool] = []
+
+    class Chain(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.packed(x)
+            memory = StorageWeakRef(first.untyped_storage())
+            second = first.relu()
+            alive.append(not memory.expired())
+            del first
+            third = second * 2
+            alive.append(not memory.expired())
+            return third
+
+    with mode():
+        record(Chain(), drawn(BATCH, QUERY, EMBED))
+    assert alive == [True, False]
+
+
+def test_a_sparse_intermediate_result_is_not_held_either() -> None:
+    alive = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            twice = x * 2
+            watch = weakref.ref(twice)
+            del twice
+            alive.append(watch() is not None)
+        return x
+
+    record(forward, torch.eye(3).to_sparse())
+    assert alive == [False] * 3
+
+
+class Nothing(nn.Module):
+    def forward(self) -> None:
+        return None
+
+
+def test_what_returns_nothing_and_does_nothing() -> None:
+    recording, returned = record(Nothing())
+    assert returned is None
+    assert recording.ops == recording.outputs == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_a_shape_or_memory_are_recorded_too() -> None:
+    """Rows of different lengths, as torch's own encoder packs them; zeros that take no memory; sparse ones."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 7, batch_first=True), 2).eval()
+    x, padding = drawn(BATCH, QUERY, EMBED), torch.zeros(BATCH, QUERY, dtype=torch.bool)
+    padding[1, 3:] = padding[2, 4:] = True
+    with torch.no_grad():
+        plain = encoder(x, src_key_padding_mask=padding)
+        recording, recorded = record(encoder, x, src_key_padding_mask=padding)
+    assert same(plain, recorded)
+    packed = next(op.output for op in recording.ops if op.base_name == "_nested_tensor_from_mask")
+    assert packed.shape == (int((~padding).sum()) * EMBED,)
+    sparse, dense = torch.eye(QUERY).to_sparse(), drawn(QUERY, EMBED)
+    recording, result = record(lambda: torch.sparse.mm(sparse * 2, dense))
+    assert same(result, 2 * dense)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_rows_are_one_buffer_that_nothing_is_claimed_of() -> None:
+    class Jagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(EMBED, EMBED) for _ in range(3))
+
+        def forward(self, *rows: torch.Tensor) -> torch.Tensor:
+            x = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+            q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).values()
+
+    module, rows = Jagged().eval(), (drawn(3, EMBED), drawn(5, EMBED))
+    with torch.no_grad():
+        plain = module(*rows)
+        recording, recorded = record(module, *rows)
+        trace = mha_inspect.trace(module, *rows)
+    assert same(plain, recorded)
+    jagged = next(op for op in recording.ops if op.base_name == "linear")
+    assert jagged.inputs[0].shape == jagged.output.shape == (8 * EMBED,)
+    assert recording.outputs[0].tensor.shape == (8, EMBED)
+    assert not trace.attentions
+    (note,) = trace.notes
+    assert "nested tensors" in note
+
+
+def test_a_fake_tensor_is_recorded() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        module, x = nn.MultiheadAttention(EMBED, HEADS, batch_first=True), torch.empty(BATCH, QUERY, EMBED)
+        recording, (output, _) = record(module, x, x, x)
+    assert output.shape == (BATCH, QUERY, EMBED)
+    assert recording.outputs[0].tensor.shape == (BATCH, QUERY, EMBED)

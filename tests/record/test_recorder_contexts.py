@@ -1,0 +1,311 @@
+"""A recording belongs to the thread and the task that entered it, in whatever order blocks are left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jacfwd, jacrev, vmap
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mha_inspect
+from mha_inspect.errors import RecordingError
+from mha_inspect.record.recorder import LINK, Recorder
+from mha_inspect.record.schema import about
+
+from ..recorded import record
+
+
+def modes() -> tuple[int, bool, bool, bool]:
+    """What torch knows of modes in this thread."""
+    return (
+        torch._C._len_torch_dispatch_stack(),
+        dispatch._is_in_torch_dispatch_mode,
+        dispatch._is_in_non_infra_torch_dispatch_mode,
+        dispatch._is_in_any_mode_without_ignore_compile_internals,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left_on() -> Iterator[None]:
+    before = modes()
+    yield
+    assert modes() == before
+
+
+def names(recorder: Recorder) -> list[str]:
+    return [op.base_name for op in recorder.finish().ops]
+
+
+def test_tasks_that_take_turns_are_kept_apart() -> None:
+    async def task(function: Callable[[torch.Tensor], torch.Tensor], turns: int) -> list[str]:
+        with Recorder() as recorder:
+            x = torch.ones(3)
+            for _ in range(turns):
+                x = function(x)
+                await asyncio.sleep(0)
+        return names(recorder)
+
+    async def both() -> list[list[str]]:
+        return list(await asyncio.gather(task(torch.exp, 2), task(torch.sin, 4), task(torch.cos, 3)))
+
+    assert asyncio.run(both()) == [["ones", *["exp"] * 2], ["ones", *["sin"] * 4], ["ones", *["cos"] * 3]]
+
+
+def test_a_task_that_was_started_in_a_block_belongs_to_it() -> None:
+    async def inner() -> None:
+        torch.ones(3).exp()
+
+    async def outer() -> list[str]:
+        with Recorder() as recorder:
+            await asyncio.gather(inner(), inner())
+        return names(recorder)
+
+    assert asyncio.run(outer()) == ["ones", "exp"] * 2
+
+
+class Other(TorchDispatchMode):
+    """A mode of somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("second", [Recorder, Other])
+def test_blocks_that_are_left_in_the_order_in_which_they_were_entered(second: Callable[[], Any]) -> None:
+    first, other, before = Recorder(), second(), modes()
+    first.__enter__()
+    other.__enter__()
+    x = torch.ones(3)
+    first.__exit__(None, None, None)
+    assert torch._C._len_torch_dispatch_stack() == before[0] + 1
+    x.exp()
+    other.__exit__(None, None, None)
+    assert modes() == before
+    x.sin()
+    assert names(first) == ["ones"]
+    assert (other.seen if isinstance(other, Other) else names(other)) == ["ones", "exp"]
+
+
+def test_generators_that_take_turns_are_kept_apart_and_leave_no_mode_on() -> None:
+    def steps(function: Callable[[torch.Tensor], torch.Tensor], found: list[Recorder]) -> Iterator[torch.Tensor]:
+        with Recorder() as recorder:
+            found.append(recorder)
+            x = torch.ones(3)
+            for _ in range(3):
+                yield (x := function(x))
+
+    found: list[Recorder] = []
+    one, two = steps(torch.exp, found), steps(torch.sin, found)
+    for step in (one, two, two, one, two, one):
+        next(step)
+    assert next(one, None) is next(two, None) is None
+    assert [names(recorder) for recorder in found] == [["ones", *["exp"] * 3], ["ones", *["sin"] * 3]]
+
+
+def test_a_block_in_somebodys_context_manager_inside_of_another_block_is_recorded_in_both() -> None:
+    @contextmanager
+    def mine() -> Iterator[Recorder]:
+        with Recorder() as recorder:
+            yield recorder
+
+    with Recorder() as outer:
+        with mine() as inner:
+            torch.ones(3).exp()
+        torch.ones(3).sin()
+    assert names(inner) == ["ones", "exp"]
+    assert names(outer) == ["ones", "exp", "ones", "sin"]
+
+
+def test_a_block_in_somebodys_context_manager_is_recorded() -> None:
+    @contextmanager
+    def mine() -> Iterator[mha_inspect.recording]:
+        with mha_inspect.recording() as seen:
+            yield seen
+
+    with mine() as seen:
+        torch.ones(3).exp()
+    assert seen._seen is not None
+    assert [op.base_name for op in seen._seen.recording.ops] == ["ones", "exp"]
+
+
+def in_a_thread(function: Callable[[], Any]) -> BaseException | None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # handed over, whatever it is
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_another_thread_is_not_recorded_and_cannot_leave_the_block() -> None:
+    recorder = Recorder()
+    with recorder:
+        torch.ones(3).exp()
+        assert in_a_thread(lambda: torch.ones(3).sin()) is None
+        error = in_a_thread(lambda: recorder.__exit__(None, None, None))
+        assert isinstance(error, RecordingError)
+        assert "thread" in str(error)
+        torch.ones(3).cos()  # it was told to end, though by the wrong one
+    assert names(recorder) == ["ones", "exp"]
+
+
+def test_threads_record_beside_each_other() -> None:
+    found: dict[str, list[str]] = {}
+    turn = threading.Barrier(2)
+
+    def run(name: str) -> None:
+        with Recorder() as recorder:
+            x = torch.ones(3)
+            for _ in range(50):
+                turn.wait(10)
+                x = getattr(torch, name)(x)
+        found[name] = names(recorder)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("sin", "cos")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"sin": ["ones", *["sin"] * 50], "cos": ["ones", *["cos"] * 50]}
+
+
+def test_a_recorder_is_entered_once_at_a_time() -> None:
+    with Recorder() as recorder:
+        with pytest.raises(RecordingError, match="under way already"):
+            recorder.__enter__()
+        torch.ones(3)
+    with pytest.raises(RecordingError):
+        recorder.__exit__(None, None, None)
+    with recorder:
+        torch.zeros(3)
+    assert names(recorder) == ["ones", "zeros"]
+
+
+class Net(nn.Module):
+    """Two layers and a scale that is a tensor of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu() * self.scale
+        return self.second(hidden) * torch.tensor(0.5)
+
+
+def per_sample(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    given = dict(net.named_parameters())
+    return vmap(grad(lambda p, row: functional_call(net, p, row).sum()), (None, 0))(given, x)["first.weight"]
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "vmap": lambda net, x: vmap(net)(x),
+    "vmap of grad": lambda net, x: vmap(grad(lambda row: net(row).sum()))(x),
+    "jacrev": lambda net, x: jacrev(net)(x),
+    "jacfwd": lambda net, x: jacfwd(net)(x),
+    "functional_call": lambda net, x: functional_call(net, {n: 2 * p for n, p in net.named_parameters()}, x),
+    "per sample": per_sample,
+    "ensemble": lambda net, x: vmap(lambda p: functional_call(net, p, x))(
+        {name: torch.stack([p, 2 * p]) for name, p in net.named_parameters()}
+    ),
+    "random": lambda net, x: vmap(lambda row: nn.functional.dropout(net(row)), randomness="different")(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own rules for jvp use it
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("known", [True, False], ids=["root", "block"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_inside_of_a_recording(name: str, known: bool, keep: bool) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return TRANSFORMS[name](self.net, x)
+
+    torch.manual_seed(0)
+    module, x = Wrapped(), torch.randn(3, 4)
+    torch.manual_seed(1)
+    plain = module(x)
+    torch.manual_seed(1)
+    if known:
+        recording, returned = record(module, x, keep=keep)
+    else:
+        with Recorder(keep=keep) as recorder:
+            returned = module(x)
+        recording = recorder.finish(returned)
+    assert torch.equal(plain, returned)
+    assert {op.module for op in recording.ops} >= {"net.first", "net.second"}
+
+
+def test_an_operation_that_ran_already_is_written_down_under_a_name_of_its_own() -> None:
+    class Opening(Recorder):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.ops.aten.sin.default:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            result = func(*args)
+            copy = func(*args)
+            self._asking = sys._getframe(1)
+            self._log(about(func), args, {}, copy)
+            self._log(LINK, (copy,), {"kernel": "sin"}, result, kind="copy")
+            self._asking = None
+            return result
+
+    def forward() -> torch.Tensor:
+        return torch.ones(3).sin().exp()
+
+    with Opening() as recorder:
+        out = forward()
+    recording = recorder.finish(out)
+    _, sin, same, exp = recording.ops
+    assert (sin.name, sin.pointwise, same.name, same.kind) == (
+        "aten.sin.default",
+        True,
+        "kernel.result.default",
+        "copy",
+    )
+    assert same.kwargs == {"kernel": "sin"}
+    assert recording.producer(exp.inputs[0]) is same
+    assert recording.producer(same.inputs[0]) is sin
+    assert sin.call == same.call != exp.call
+    assert sin.source == same.source != ""
+
+
+def test_calls_can_be_told_apart_and_held_together_by_whoever_knows() -> None:
+    class Marking(Recorder):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.sin.default:
+                self._new_call()
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    recorder = Marking()
+    with recorder, recorder._one_call():
+        x = torch.ones(3).exp().exp().sin().exp()
+    with recorder:
+        x.sin().cos().sin()
+    one, two = recorder.finish().ops[:5], recorder.finish().ops[5:]
+    assert len({op.call for op in one}) == 1
+    assert [op.call - two[0].call for op in two] == [0, 0, 1]

@@ -1,0 +1,101 @@
+"""What cannot be recorded is said, with what to do; what can be, is not refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect.record.recorder import Recorder
+
+from ..built import trace_module
+from ..recorded import record
+
+X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """Attention over six features, which torch.jit can script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(6, 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.packed(x).chunk(3, -1)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+def made(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    own = Attention().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "compiled":
+            return torch.compile(own, backend="eager")
+        if how == "compiled in place":
+            own.compile(backend="aot_eager")
+            return own
+        if how == "scripted":
+            return torch.jit.script(own)
+        return torch.jit.trace(own, X)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "part"])
+@pytest.mark.parametrize("how", ["compiled", "compiled in place", "scripted", "traced by torch.jit"])
+def test_code_that_is_no_longer_python_runs_as_it_does_alone(how, inside):
+    module = nn.Sequential(nn.Linear(6, 6), made(how), nn.ReLU()) if inside else made(how)
+    with torch.no_grad():
+        expected = module(X)
+        with mha_inspect.recording() as seen:
+            assert torch.equal(module(X), expected)
+        trace = mha_inspect.trace(module, X)
+    for shown in (seen.trace, trace):
+        assert len(shown.attentions) == 1
+        compiled = [note for note in shown.notes if "compiled (torch.compile)" in note]
+        assert len(compiled) == how.startswith("compiled")
+        assert all(note.startswith("Module 1 is" if inside else "The module is") for note in compiled)
+
+
+def test_flex_attention_is_opened_where_it_runs():
+    class Flex(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+            return flex_attention(heads, heads, heads)
+
+    x = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        expected = Flex()(x)
+        recording, returned = record(Flex(), x)
+        trace = trace_module(Flex(), x)
+    assert torch.equal(returned, expected)
+    assert [op.base_name for op in recording.ops].count("flex_attention") == 1
+    assert "flex attention: one kernel" in trace.path.plain
+    (attention,) = trace.attentions
+    weights = next(stage for stage in attention.stages if stage.name == "weights")
+    assert weights.opened
+    assert weights.shape == (2, 2, 128, 128)
+
+
+def test_a_lazy_module_can_be_built_and_run_inside_of_a_recording():
+    with Recorder() as recorder:
+        module = torch.nn.LazyLinear(5)
+        output = module(torch.ones(2, 3))
+    assert output.shape == (2, 5)
+    assert module.weight.shape == (5, 3)
+    (product,) = [op for op in recorder.finish(output).ops if op.base_name == "addmm"]
+    assert product.output.shape == (2, 5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_module_that_is_lazy_is_built_while_it_is_recorded(keep):
+    module = torch.nn.Sequential(torch.nn.LazyLinear(5), torch.nn.LazyBatchNorm1d())
+    recording, output = record(module, torch.ones(2, 3), keep=keep)
+    assert output.shape == (2, 5)
+    assert "addmm" in [op.base_name for op in recording.ops]

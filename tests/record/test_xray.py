@@ -1,0 +1,557 @@
+"""A run with its fused kernels opened computes what it computes without, and its steps are torch's own attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import mha_inspect
+from mha_inspect.naming.subject import Run
+from mha_inspect.record import kernels
+from mha_inspect.record.catalog import fused
+from mha_inspect.record.ops import Kernel, Recording
+from mha_inspect.record.xray import XRay
+
+from ..recorded import record_opened
+from ..torch_math import torch_math
+
+BATCH, LENGTH, HEADS, HEAD_DIM = 3, 7, 2, 5
+EMBED = HEADS * HEAD_DIM
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def opened(function: Callable[..., Any], *args: Any, budget: int = 1 << 30, keep: bool = True) -> tuple[Run, XRay]:
+    recorder = XRay(function if isinstance(function, nn.Module) else None, keep=keep, budget=budget)
+    recorder.take_inputs({str(place): arg for place, arg in enumerate(args)})
+    with recorder:
+        returned = function(*args)
+    return Run(recorder.finish(returned), returned), recorder
+
+
+def stage(run: Run, name: str, place: int = 0) -> Tensor:
+    found: Tensor = run.recording.values[run.attentions[place][0].stages[name].id]
+    return found
+
+
+def kernel(recording: Recording, start: str) -> Kernel:
+    (found,) = [one for one in recording.kernels if one.op.startswith(f"aten.{start}")]
+    return found
+
+
+class Fused(nn.Module):
+    def __init__(self, embed: int = EMBED, heads: int = HEADS, **settings: Any) -> None:
+        super().__init__()
+        self.heads, self.settings = heads, settings
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.packed, self.out = nn.Linear(embed, 3 * embed), nn.Linear(embed, embed)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        q, k, v = self.packed(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        settings = {**self.settings}
+        if not self.training:
+            settings.pop("dropout_p", None)
+        return self.out(F.scaled_dot_product_attention(q, k, v, **settings).transpose(1, 2).flatten(2))
+
+
+# -- the steps are torch's own -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 3),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
+    query=st.integers(1, 9),
+    key=st.integers(1, 9),
+    mask=st.sampled_from(["none", "causal", "bool", "float", "row"]),
+    scale=st.sampled_from([None, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+)
+def test_steps_are_those_of_torchs_math(
+    batch: int, heads: tuple[int, int], query: int, key: int, mask: str, scale: float | None, dtype: torch.dtype
+) -> None:
+    q = drawn(batch, heads[0], query, HEAD_DIM, dtype=dtype)
+    k, v = (drawn(batch, heads[1], key, HEAD_DIM, dtype=dtype, seed=seed) for seed in (1, 2))
+    attn_mask = {
+        "bool": drawn(query, key, seed=3) > 0,
+        "float": drawn(batch, 1, query, key, dtype=dtype, seed=3),
+        "row": torch.arange(key).expand(batch, 1, 1, key) % 2 == 0,
+    }.get(mask)
+    asked = {"attn_mask": attn_mask, "is_causal": mask == "causal", "scale": scale, "enable_gqa": heads[0] != heads[1]}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **asked)
+
+    with torch.no_grad():
+        plain = attend(q, k, v)
+        run, _ = opened(attend, q, k, v)
+        exact = asked["attn_mask"] if mask in ("bool", "row") or attn_mask is None else attn_mask.double()
+        whole = [t.double().repeat_interleave(heads[0] // t.shape[1], 1) for t in (q, k, v)]
+        scores = whole[0] @ whole[1].mT * (1 / math.sqrt(HEAD_DIM) if scale is None else scale)
+        barred = torch.ones(query, key, dtype=torch.bool).triu(1) if mask == "causal" else None
+        barred = ~exact if exact is not None and exact.dtype == torch.bool else barred
+        masked = scores if barred is None else scores.masked_fill(barred, -torch.inf)
+        masked = masked + exact if mask == "float" else masked
+        weights = masked.softmax(-1).nan_to_num(nan=0.0)
+    assert torch.equal(run.returned, plain)
+    fused = [one for one in run.recording.kernels if "scaled_dot_product" in one.op]
+    assert fused or heads[0] != heads[1] or dtype == torch.float16
+    for one in fused:
+        assert (one.opened, one.note) == (True, "")
+        assert one.check is not None
+        assert one.check.verdict != "differs"
+    if not fused or key == 1:
+        return
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype in (torch.float32, torch.float64) else {"rtol": 0.03, "atol": 0.03}
+    assert run.attentions
+    names = run.attentions[0][0].stages
+    assert ("masked_scores" in names) == (mask != "none")
+    for name, expected in {"scores": scores, "weights": weights}.items():
+        torch.testing.assert_close(stage(run, name).double().reshape(expected.shape), expected, **near)
+    assert torch.equal(stage(run, "context").reshape(plain.shape), plain)
+
+
+def mha(**settings: Any) -> nn.MultiheadAttention:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **settings}).eval()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_the_fast_path_is_seen_from_inside(padded: bool, need_weights: bool) -> None:
+    layer, x = mha(), drawn(BATCH, LENGTH, EMBED)
+    mask = torch.arange(LENGTH).expand(BATCH, LENGTH) > torch.tensor([[6], [4], [2]]) if padded else None
+
+    def forward(x: Tensor) -> Any:
+        return layer(x, x, x, key_padding_mask=mask, need_weights=need_weights)
+
+    with torch.no_grad():
+        run, _ = opened(forward, x)
+        plain = forward(x)
+        with torch_math():
+            _, weights = layer(x, x, x, key_padding_mask=mask, average_attn_weights=False)
+    assert torch.equal(run.returned[0], plain[0])
+    assert kernel(run.recording, "_native_multi_head").within is None
+    assert kernel(run.recording, "_transform_bias").within == 0
+    torch.testing.assert_close(stage(run, "weights"), weights)
+    for one in run.recording.kernels[1:]:
+        assert one.check is not None
+        assert one.check.verdict != "differs"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_of_different_lengths_are_opened_beside_the_kernel() -> None:
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 11, batch_first=True), 2).eval()
+    x, padding = drawn(BATCH, LENGTH, EMBED), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad():
+        plain = layers(x, src_key_padding_mask=padding)
+        run, _ = opened(lambda x: layers(x, src_key_padding_mask=padding), x)
+        with torch_math():
+            _, weights = layers.layers[0].self_attn(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+    assert torch.equal(run.returned, plain)
+    assert len(run.attentions) == 2
+    kept = ~padding[:, None, :, None].expand(BATCH, HEADS, LENGTH, LENGTH)
+    torch.testing.assert_close(stage(run, "weights")[kept], weights[kept])
+
+
+def test_a_mask_that_is_added_inside_of_a_product_leaves_scores_to_see() -> None:
+    layer, x, mask = mha().train(), drawn(BATCH, LENGTH, EMBED), drawn(LENGTH, LENGTH, seed=1)
+    plain, weights = layer(x, x, x, attn_mask=mask, average_attn_weights=False)
+    run, _ = opened(lambda x: layer(x, x, x, attn_mask=mask), x)
+    assert torch.equal(run.returned[0], plain)
+    scores, masked = stage(run, "scores"), stage(run, "masked_scores")
+    torch.testing.assert_close(scores + mask, masked)
+    torch.testing.assert_close(masked.softmax(-1).view(weights.shape), weights)
+    trace = mha_inspect.trace(layer, x, x, x, attn_mask=mask)
+    assert {one.name for one in trace.attentions[0].stages if one.opened} == {"scores"}
+    assert trace.path.plain == "separate operations: baddbmm, softmax, bmm"
+
+
+class Adding(nn.Module):
+    """Attention of one head whose mask is added inside of the product, with a learned query or learned keys."""
+
+    def __init__(self, learned: str, mask: torch.Tensor, *, batched: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(EMBED, EMBED) for _ in range(3))
+        self.own = nn.Parameter(drawn(LENGTH, EMBED, seed=3))
+        self.learned, self.mask, self.batched = learned, mask, batched
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.own.expand(BATCH, LENGTH, EMBED) if self.batched else self.own
+        q = own if self.learned == "q" else self.q(x)
+        k = own if self.learned == "k" else self.k(x)
+        add = torch.baddbmm if self.batched else torch.addmm
+        weights = add(self.mask, q, k.mT, alpha=0.25).softmax(-1)
+        return weights @ self.v(x), weights
+
+
+@pytest.mark.parametrize(
+    ("learned", "batched", "shape"),
+    [
+        *((learned, True, (LENGTH,)) for learned in ("", "q")),
+        *((learned, True, shape) for learned in ("", "q", "k") for shape in ((LENGTH, LENGTH), (1, LENGTH))),
+        *(("", False, shape) for shape in ((LENGTH, LENGTH), (1, LENGTH))),
+    ],
+)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_whatever_is_added_to_scores_inside_of_a_product_leaves_them_to_see(
+    learned: str, batched: bool, shape: tuple[int, ...], gradients: bool
+) -> None:
+    mask = drawn(*shape, seed=1)
+    module, x = Adding(learned, mask, batched=batched), drawn(*((BATCH,) if batched else ()), LENGTH, EMBED)
+    with torch.set_grad_enabled(gradients):
+        run, _ = opened(module, x)
+    scores, masked = stage(run, "scores"), stage(run, "masked_scores")
+    torch.testing.assert_close(scores.view(masked.shape) + mask, masked)
+    torch.testing.assert_close(masked.softmax(-1), run.returned[1].view(masked.shape))
+    (own,) = run.recording.kernels
+    assert own.check is not None
+    assert own.check.verdict == "same"
+
+
+def test_a_layer_hides_nothing_in_its_product() -> None:
+    """A bias is added to a product with a weight: packed, as GPT-2 has it, of each head, or made of other weights."""
+    x, w, b = drawn(BATCH, LENGTH, EMBED), nn.Parameter(drawn(EMBED, EMBED)), nn.Parameter(drawn(EMBED))
+    lead = w.expand(BATCH, EMBED, EMBED)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        made = torch.addmm(b, rows, w) + torch.addmm(b, rows, w * 2) + torch.addmm(b.data, rows, w.data.T)
+        return made.view(x.shape) + torch.baddbmm(b.expand(BATCH, 1, EMBED), x, lead)
+
+    assert not record_opened(forward, x)[0].kernels
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("barred", [False, True])
+def test_a_mask_of_keys_that_is_broadcast_inside_of_a_product_too(gradients: bool, barred: bool) -> None:
+    """By torch: what a float mask of keys gives is what -inf, or its numbers, in a mask of all scores give."""
+    layer, x = mha().eval(), drawn(BATCH, LENGTH, EMBED)
+    padding = (drawn(BATCH, LENGTH, seed=1) > 1).masked_fill(torch.arange(LENGTH) == 0, False)
+    mask = torch.zeros(BATCH, LENGTH).masked_fill(padding, -torch.inf if barred else 1.0)
+    with torch.set_grad_enabled(gradients):
+        run, _ = opened(lambda x: layer(x, x, x, key_padding_mask=mask, average_attn_weights=False), x)
+    scores, masked = stage(run, "scores"), stage(run, "masked_scores")
+    by_head = mask[:, None, None].expand(BATCH, HEADS, LENGTH, LENGTH)
+    torch.testing.assert_close(scores.view(by_head.shape) + by_head, masked.view(by_head.shape))
+    torch.testing.assert_close(masked.softmax(-1).view(by_head.shape), run.returned[1])
+
+
+# -- one run, and what it computes -------------------------------------------------------------------------------------
+
+
+def encoder(**settings: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(EMBED, HEADS, 11, batch_first=True, **settings)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Checkpointed(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
+class Normed(Fused):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], torch.dtype, bool]] = {
+    "fused": (lambda: Normed(), torch.float32, False),
+    "dropout": (lambda: Normed(dropout_p=0.5), torch.float32, False),
+    "causal": (lambda: Normed(is_causal=True), torch.float32, False),
+    "bfloat16": (lambda: Normed(), torch.bfloat16, False),
+    "autocast": (lambda: Normed(), torch.float32, True),
+    "checkpoint": (lambda: Checkpointed(dropout_p=0.5), torch.float32, False),
+    "encoder": (lambda: encoder(dropout=0.0), torch.float32, False),
+    "encoder, dropout": (lambda: encoder(dropout=0.3), torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_training_step_is_the_plain_one_to_the_bit(name: str, keep: bool) -> None:
+    make, dtype, autocast = STEPS[name]
+
+    def step(recording: Any) -> list[Tensor]:
+        module, x = make().to(dtype).train(), drawn(BATCH, LENGTH, EMBED, dtype=dtype).requires_grad_()
+        torch.manual_seed(7)
+        with recording, torch.autocast("cpu", enabled=autocast):
+            output = module(x)
+            output.float().square().sum().backward()
+        grads = [p.grad for p in module.parameters()]
+        return [output.detach(), x.grad, *grads, *module.buffers(), torch.get_rng_state()]  # type: ignore[list-item]
+
+    class Nothing:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    plain = step(Nothing())
+    block = mha_inspect.recording(keep=keep)
+    shown = step(block)
+    assert all(map(torch.equal, plain, shown))
+    assert block.trace.attentions
+    if "dropout" not in name and name != "checkpoint":
+        assert {"scores", "weights"} <= {one.name for one in block.trace.attentions[0].stages}
+        assert block.trace.proof.agrees
+
+
+def test_the_module_is_run_once_also_one_that_cannot_be_copied_or_cast() -> None:
+    class Stubborn(Fused):
+        def __deepcopy__(self, _: Any) -> Any:
+            raise TypeError("I am one of a kind")
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype == torch.float32
+            return super().forward(x)
+
+    module = Stubborn().eval()
+    with torch.no_grad():
+        trace = mha_inspect.trace(module, drawn(BATCH, LENGTH, EMBED))
+    assert module.calls == 1
+    assert trace.path.opened == ("aten._scaled_dot_product_flash_attention_for_cpu",)
+    assert trace.proof.agrees
+
+
+def test_a_module_that_chooses_its_own_backend_is_seen() -> None:
+    class Chooses(Fused):
+        def forward(self, x: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return super().forward(x)
+
+    with torch.no_grad():
+        trace = mha_inspect.trace(Chooses().eval(), drawn(BATCH, LENGTH, EMBED))
+    assert {"scores", "weights"} <= {one.name for one in trace.attentions[0].stages}
+
+
+def test_nothing_of_torchs_settings_is_switched() -> None:
+    seen = []
+
+    class Watches(Fused):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+            return super().forward(x)
+
+    mha_inspect.trace(Watches(), drawn(BATCH, LENGTH, EMBED))
+    assert seen == [(True, True)]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_beyond_the_budget_have_shapes_and_no_numbers() -> None:
+    module, x = Fused(is_causal=True).eval(), drawn(BATCH, LENGTH, EMBED)
+    with torch.no_grad():
+        full, _ = opened(module, x)
+        small, _ = opened(module, x, budget=BATCH * HEADS * LENGTH * LENGTH * 4 - 1)
+    assert torch.equal(full.returned, small.returned)
+    one, other = (kernel(run.recording, "_scaled") for run in (full, small))
+    assert (one.shapes_only, other.shapes_only) == (False, True)
+    assert other.check is not None
+    assert other.check.verdict != "differs"
+    stages = [run.attentions[0][0].stages for run in (full, small)]
+    described = [{name: (t.shape, t.stride, t.dtype) for name, t in found.items()} for found in stages]
+    assert described[0] == described[1]
+    assert small.recording.values.keys().isdisjoint({stages[1][name].id for name in ("scores", "weights")})
+    names = [[op.name for op in run.recording.ops] for run in (full, small)]
+    assert names[0] == names[1]
+
+
+def test_steps_that_are_described_are_those_that_are_run() -> None:
+    for module in (Fused(), Fused(is_causal=True), Fused(EMBED, 1), mha().train()):
+        x = drawn(BATCH, LENGTH, EMBED)
+        args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+        run, described = (record_opened(module, *args, keep=keep)[0] for keep in (True, False))
+        assert [(op.name, op.kind, op.call, op.outputs) for op in run.ops] == [
+            (op.name, op.kind, op.call, op.outputs) for op in described.ops
+        ]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(torch.OutOfMemoryError("out of memory"), "no room"), (RuntimeError("odd"), "odd")]
+)
+def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
+    monkeypatch.setattr("mha_inspect.record.xray.attention", fail)
+    with torch.no_grad():
+        trace = mha_inspect.trace(module, x)
+        assert torch.equal(record_opened(module, x)[1], module(x))
+    name = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert trace.path.not_opened == (f"{name}: {reason}",)
+    assert trace.path.opened == ()
+    assert trace.attentions == ()
+    assert trace.proof.agrees is None
+
+
+def test_wrong_steps_and_a_wrong_kernel_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
+    attention = kernels.attention
+
+    def wrong(do: Any, asked: Any, finer: Any = None) -> Tensor:
+        return do(torch.ops.aten.mul.Scalar, attention(do, asked, finer), 1.001)
+
+    with torch.no_grad():
+        assert mha_inspect.trace(module, x).proof.agrees
+        assert mha_inspect.trace(module, x, keep=True).proof.agrees
+        monkeypatch.setattr("mha_inspect.record.xray.attention", wrong)
+        monkeypatch.setattr(
+            "mha_inspect.record.kernel_proof.attention", lambda *a: wrong(*a) if len(a) < 3 else attention(*a)
+        )
+        assert mha_inspect.trace(module, x, keep=True).proof.agrees is False
+
+
+def test_float64_of_the_kernels_own_inputs_is_what_rounding_is_measured_against() -> None:
+    q, k, v = (drawn(1, 1, 2, HEAD_DIM, seed=seed) for seed in range(3))
+    with torch.no_grad():
+        run, _ = opened(F.scaled_dot_product_attention, q, k, v)
+        exact = (q.double() @ k.double().mT / math.sqrt(HEAD_DIM)).softmax(-1) @ v.double()
+    check = kernel(run.recording, "_scaled").check
+    assert check is not None
+    steps = run.recording.values[run.recording.ops[-1].inputs[0].id]
+    assert check.difference == float((steps - run.returned).abs().max())
+    error = float((steps.double() - exact).abs().max())
+    assert check.error == pytest.approx(max(error, float(exact.abs().max()) * 2**-24), rel=1e-3)
+
+
+# -- kernels of other devices, by their schemas ------------------------------------------------------------------------
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """The oracle: `heads query head_dim` in float64."""
+    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
+    scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1).nan_to_num(nan=0.0) @ v.double()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+def test_packed_rows_attend_to_their_own_sequence(causal: bool, window: tuple[int, int]) -> None:
+    lengths, others = [3, 5, 2], [4, 5, 6]
+    q, k, v = drawn(10, HEADS, 8), drawn(15, HEADS, 8, seed=1), drawn(15, HEADS, 8, seed=2)
+    starts = [torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32) for sizes in (lengths, others)]
+    func = torch.ops.aten._flash_attention_forward.default
+    given = {"window_size_left": window[0], "window_size_right": window[1]}
+    asked, rows_first = kernels.read_attention(func, (q, k, v, *starts, 5, 6, 0.0, causal, False), given)
+    assert rows_first
+    made = kernels.attention(kernels.run, asked.heads_first(kernels.run)).transpose(0, 1)
+    for at, (rows, keys) in enumerate(zip(lengths, others, strict=True)):
+        own, other = (s[at] for s in starts)
+        # The last query stands where the last key does.
+        distance = (torch.arange(rows) + keys - rows)[:, None] - torch.arange(keys)
+        allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window != (-1, -1):
+            allowed = allowed & (distance <= window[0]) & (distance >= -window[1])
+        parts = (q[own : own + rows], k[other : other + keys], v[other : other + keys])
+        expected = attended(*(part.transpose(0, 1) for part in parts), allowed).transpose(0, 1)
+        torch.testing.assert_close(made[own : own + rows].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+READ: dict[str, tuple[Any, Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
+    "CUDA flash": (
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        lambda q, k, v: (q, k, v, 0.0, True),
+        {"causal": True},
+    ),
+    "efficient": (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        lambda q, k, v: (q, k, v, torch.zeros(7, 7), True, 0.25),
+        {"dropout": 0.25},
+    ),
+    "cuDNN": (
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        lambda q, k, v: (q, k, v, None, False, 0.0, True),
+        {"causal": True},
+    ),
+    "overrideable": (
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        lambda q, k, v: (q, k, v, torch.zeros(7, 7)),
+        {},
+    ),
+    "mps": (
+        torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+        lambda q, k, v: (q, k, v, None, 0.0, True),
+        {"causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_kernels_of_other_devices_are_read_by_their_schemas(name: str) -> None:
+    func, arguments, expected = READ[name]
+    q, k, v = (drawn(BATCH, HEADS, LENGTH, HEAD_DIM, seed=seed) for seed in range(3))
+    asked, rows_first = kernels.read_attention(func, arguments(q, k, v), {"scale": 0.5})
+    assert (asked.query is q, asked.scale, rows_first) == (True, 0.5, False)
+    assert {name: getattr(asked, name) for name in expected} == expected
+
+
+def test_what_a_kernel_is_asked_for_that_no_steps_follow_is_named() -> None:
+    q, func = drawn(1, 3, HEADS, 8), torch.ops.aten._flash_attention_forward.default
+    with pytest.raises(kernels.NotOpenedError, match="seqused_k"):
+        kernels.read_attention(func, (q, q, q, None, None, 3, 3, 0.0, False, False), {"seqused_k": torch.ones(1)})
+    quantized = getattr(torch.ops.aten._scaled_dot_product_flash_attention, "quantized", None)
+    if quantized is not None:  # torch 2.10 has none
+        with pytest.raises(kernels.NotOpenedError, match="quantized"):
+            kernels.read_attention(quantized, (q, q, q, None, None, None), {})
+
+
+def test_every_kernel_of_torch_that_could_hide_attention_is_known() -> None:
+    words = ("scaled_dot_product", "flash_attention_forward", "efficient_attention_forward", "_multi_head_attention")
+    words += ("cudnn_attention_forward", "transformer_encoder_layer_fwd", "masked_softmax", "triton_scaled_dot")
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_")}
+    hiding = {n.replace("::", ".") for n in names if any(word in n for word in words) and "backward" not in n}
+    composite = {"aten._scaled_dot_product_attention_math"}
+    assert {name for name in hiding if not fused(f"{name}.default")} == composite
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_steps_of_cuda_kernels(backend: str, causal: bool) -> None:
+    q, k, v = (drawn(2, 4, 64, 32, dtype=torch.float16, seed=seed).cuda() for seed in range(3))
+    with torch.no_grad(), sdpa_kernel(getattr(SDPBackend, backend)):
+        plain = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        run, _ = opened(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    assert torch.equal(run.returned, plain)
+    (one,) = run.recording.kernels
+    assert one.opened
+    assert one.check is not None
+    assert one.check.verdict != "differs"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_steps_of_attention_over_packed_rows_on_cuda() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (drawn(10, 4, 32, dtype=torch.float16, seed=seed).cuda() for seed in range(3))
+    starts = torch.tensor([0, 3, 8, 10], dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        run, _ = opened(lambda: varlen_attn(q, k, v, starts, starts, 5, 5))
+    assert [one.check.verdict != "differs" for one in run.recording.kernels if one.check is not None] == [True]

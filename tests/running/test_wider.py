@@ -1,0 +1,178 @@
+"""A size of one tells nothing: names come from a run in which it is another, and all else from the run asked for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect.naming.subject
+from mha_inspect.answers.trace import traced
+from mha_inspect.layers.spec import InputSpec, Show
+from mha_inspect.naming.subject import Subject
+from mha_inspect.reports.trace import Trace
+
+from ..call.test_target_inputs import call, target
+from ..foreign import styles, unusual
+from ..foreign.styles import E
+
+STYLES = [
+    style
+    for file in (styles, unusual)
+    for style in vars(file).values()
+    if inspect.isclass(style) and issubclass(style, nn.Module) and style.__module__ == file.__name__
+]
+TARGETS = str(Path(__file__).parents[1] / "call" / "styles.py")
+
+
+def given(style: type, batch: int) -> Tensor:
+    shape = (batch, 3, 12, E) if style is styles.Image else (batch, 12, E)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
+    own = Subject(module, (x,), {}, without_ones=None if wide is None else lambda other: Subject(other, (wide,), {}))
+    with torch.no_grad():
+        return traced(own, Show(**show), keep=show.get("stats", False))[0]
+
+
+def names(report: Trace) -> list[Any]:
+    """Axes, and what follows from them; sizes are passed over."""
+    stages = [[(stage.name, stage.axes, stage.formula) for stage in one.stages] for one in report.attentions]
+    pairs = [[f.axes for p in (one.first, one.second) for f in (p, *p.factors)] for one in report.products]
+    return [stages, pairs, [returned.axes for returned in report.returns]]
+
+
+def without_names(report: Trace) -> str:
+    attentions = tuple(
+        replace(one, stages=tuple(replace(stage, axes="", formula="") for stage in one.stages))
+        for one in report.attentions
+    )
+    # As text: a scale that is none is not equal to itself.
+    return repr(replace(report, attentions=attentions, returns=tuple(replace(one, axes="") for one in report.returns)))
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+def test_a_batch_of_one_has_the_names_of_a_batch_of_three(style):
+    torch.manual_seed(0)
+    module = style().eval()
+    one = trace(module, given(style, 1), given(style, 2))
+    assert names(one) == names(trace(module, given(style, 3)))
+    own = trace(module, given(style, 1))
+    assert without_names(one) == without_names(own)
+
+
+class Restless(nn.Module):
+    """Whatever a forward may change: buffers, what hangs on the module, and every generator."""
+
+    def __init__(self, most: int = 9, apart: int = 9) -> None:
+        super().__init__()
+        self.most, self.apart = most, apart
+        self.norm = nn.BatchNorm1d(8)
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.calls: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise RuntimeError("too many")
+        self.calls.append(tuple(x.shape))
+        x = self.norm(x.mT).mT
+        for _ in range(1 + (len(x) > self.apart)):
+            x = self.attend(x, x, x)[0]
+        return x
+
+
+def run_of(wide: Tensor | None, **kinds: int) -> tuple[Trace, list[Any]]:
+    torch.manual_seed(0)
+    module = Restless(**kinds)
+    report = trace(module, torch.randn(1, 5, 8), wide, stats=True)
+    return report, [module.calls, module.norm.running_mean.tolist(), torch.rand(3).tolist(), module.state_dict().keys()]
+
+
+def test_the_wider_run_leaves_no_trace():
+    (wide, after), (own, expected) = run_of(torch.randn(2, 5, 8)), run_of(None)
+    assert after == expected
+    weights = [next(stage for stage in one.attentions[0].stages if stage.name == "weights") for one in (wide, own)]
+    assert [stage.axes for stage in weights] == ["(batch heads) query key", "heads query key"]
+    assert without_names(wide) == without_names(own)
+
+
+@pytest.mark.parametrize("kinds", [{"most": 1}, {"apart": 1}])
+def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
+    (wide, after), (own, expected) = run_of(torch.randn(2, 5, 8), **kinds), run_of(None, **kinds)
+    assert (names(wide), after) == (names(own), expected)
+
+
+def test_a_large_run_is_not_made_twice(monkeypatch):
+    monkeypatch.setattr(mha_inspect.naming.subject, "_SMALL", 1 << 9)
+    ran: list[int] = []
+
+    def without_ones(module: nn.Module, batch: int, length: int) -> Subject:
+        module.register_forward_pre_hook(lambda *_: ran.append(length))
+        return Subject(module, (torch.randn(batch, length, 8, device=next(module.parameters()).device),), {})
+
+    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, without_ones=lambda module: without_ones(module, 2, 5))
+    traced(own, Show(), keep=False)
+    assert not ran
+    traced(replace(own, without_ones=lambda module: without_ones(module, 2, 2)), Show(), keep=False)
+    assert ran == [2]
+    traced(replace(own, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False)
+    assert ran == [2, 5]
+
+
+def test_a_size_that_is_one_becomes_another():
+    inputs = InputSpec(batch=1, seq_len=7)
+    assert inputs.without_ones() == replace(inputs, batch=2)
+    assert replace(inputs, key_len=1).without_ones() == replace(inputs, batch=2, key_len=5)
+    assert replace(inputs, batch=3, seq_len=1).without_ones() == replace(inputs, batch=3, seq_len=3)
+    assert replace(inputs, batch=4).without_ones() is None
+    assert replace(inputs, unbatched=True).without_ones() is None
+
+
+def test_only_inputs_that_were_drawn_are_drawn_anew(tmp_path):
+    made = target("GPT")
+    wider = call(made, batch=1).without_ones
+    assert wider is not None
+    assert wider(made.module).kwargs["idx"].shape == (2, 5)
+    assert call(made, batch=2).without_ones is None
+    assert call(made, shapes=("idx=1x5:int64",), batch=1).without_ones is None
+    torch.save(torch.ones(1, 5, dtype=torch.int64), tmp_path / "idx.pt")
+    assert call(made, batch=1, input=tmp_path / "idx.pt").without_ones is None
+
+
+SMALL = ("--embed-dim", "14", "--num-heads", "2", "--seq-len", "5")
+
+
+def data_of(invoke: Any, *line: str) -> Any:
+    code, out, err = invoke(*line, "--format", "json")
+    assert code in (0, 1), err
+    return json.loads(out)
+
+
+def axes_of(data: Any) -> Any:
+    return [[(stage["name"], stage["axes"]) for stage in one["stages"]] for one in data["attentions"]]
+
+
+@pytest.mark.parametrize("name", ["GPT", "Configured"])
+def test_the_command_names_one_sequence_as_it_names_three(invoke, name):
+    one, three = (data_of(invoke, "trace", f"{TARGETS}:{name}", *SMALL, "--batch", batch) for batch in "13")
+    assert axes_of(one) == axes_of(three)
+    assert one["returns"][0]["axes"] == three["returns"][0]["axes"]
+    assert {stage["shape"][0] for stage in one["attentions"][0]["stages"]} == {1}
+
+
+@pytest.mark.parametrize("side", ["torch", "grouped-query", f"{TARGETS}:Configured"])
+def test_diff_names_one_sequence_as_it_names_three(invoke, side):
+    line = ("diff", f"{TARGETS}:Configured", side, *SMALL)
+    one, three = (data_of(invoke, *line, "--batch", batch) for batch in "13")
+    for name in ("left", "right"):
+        assert [(row["name"], row[name]["axes"]) for row in one["stages"] if row[name]] == [
+            (row["name"], row[name]["axes"]) for row in three["stages"] if row[name]
+        ]
+    assert [row["verdict"] for row in one["stages"]] == [row["verdict"] for row in three["stages"]]
