@@ -13,16 +13,14 @@ from ..layers.spec import Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes
-from ..naming.linear import product_pairs
 from ..naming.stage_facts import StageFacts, without_dot
 from ..naming.stages import STAGES
 from ..naming.subject import Run, Subject
-from ..naming.wider import pairs_named_after
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Path, ProductPair, Proof, Returned, Stage, Trace
+from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
 
 _UNSAID = "torch names none; its fast path asks for biases"
 """It goes on without a word where there is no in_proj_bias."""
@@ -149,7 +147,6 @@ def report(
         proof=proof_of(seen) if proof is None else proof,
         masked_rows=masked,
         notes=(*_of_rows(seen), *seen.recording.notes),
-        products=_products(seen),
         ops=_op_lines(seen, axes) if show.ops else None,
     )
 
@@ -161,12 +158,6 @@ def _of_rows(seen: Run) -> tuple[str, ...]:
     nested = missed and any("nested" in op.base_name for op in seen.graph.recording.ops)
     said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
     return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
-
-
-def _products(seen: Run) -> tuple[ProductPair, ...]:
-    """Products without a softmax between them, named as in the wider run where there is one."""
-    own = product_pairs(seen.graph, (found for found, _ in seen.attentions))
-    return pairs_named_after(own, _products(seen.wider)) if own and seen.wider is not None else own
 
 
 class _Content:

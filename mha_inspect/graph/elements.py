@@ -19,7 +19,6 @@ from ..record.catalog import axes_rule, does, named
 from ..record.ops import Named, Op, TensorRef
 from .axis import setting
 from .dimensions import Axis, wide
-from .linear import features_of
 from .moves import MOVES, coordinates_of, index_of
 from .products import summed_places
 from .walk import Graph
@@ -124,7 +123,7 @@ class Origins:
     @cached_property
     def _features(self) -> set[Axis]:
         """The axes of what projections take in and give, but for those of size one."""
-        return set(wide(features_of(self._graph)))
+        return set(wide(self._graph.features))
 
     def _meet(self, now: Elements, trail: Trail) -> None:
         address = _address(now.tensor, now.at)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..record.ops import Op, Recording, TensorRef
-from .dimensions import Dimensions
+from .dimensions import Axis, Dimensions
 from .products import Product, product_of
 from .softmax import softmax_of
 
@@ -97,6 +97,20 @@ class Graph:
     def is_given_or_learned(self, tensor: TensorRef) -> bool:
         """Whether this depends on what the forward was given, or on a parameter."""
         return tensor.id in self._given_or_learned or tensor.id in self.recording.input_ids
+
+    def is_activation(self, tensor: TensorRef) -> bool:
+        """Whether this depends on what the forward was given, and is no matrix picked out of a stack of them."""
+        source = self.recording.producer(self.before_moves(tensor))
+        picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
+        is_matrix = picked and source is not None and self.is_weight(source.inputs[0])
+        return self.comes_from_inputs(tensor) and not self.is_weight(tensor) and not is_matrix
+
+    @cached_property
+    def features(self) -> set[Axis]:
+        """The axes of the matrices that project something: what they take in, and what they give."""
+        projections = filter(self.is_projection, self.recording.ops)
+        weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
+        return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
 
     def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:
         """The two factors of a matrix product; None for any other operation."""

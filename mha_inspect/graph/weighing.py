@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ..record.ops import Op, TensorRef
 from .dimensions import Axis, wide
 from .found import Attention
-from .linear import features_of, is_activation
 from .pairing import Meeting, score_product
 from .products import Product, is_wide
 from .walk import Graph, made_of
@@ -112,13 +111,13 @@ def _place_of(graph: Graph, tensor: TensorRef, over: set[Axis]) -> int | None:
 
 
 def _is_of_activations(graph: Graph, product: Product) -> bool:
-    return all(is_activation(graph, tensor) for tensor in (product.left, product.right))
+    return all(graph.is_activation(tensor) for tensor in (product.left, product.right))
 
 
 def _compares(graph: Graph, product: Product) -> bool:
     """Whether features are summed up, and what is left are positions: queries are compared with keys."""
     if not _is_of_activations(graph, product):
         return False
-    axes, features = product.axes(graph.dimensions), features_of(graph)
+    axes, features = product.axes(graph.dimensions), graph.features
     summed, left = set(wide(axes.left_inner)), set(wide(axes.rows, axes.columns))
     return not product.is_dot or (bool(summed & features) and not left & features)

@@ -6,10 +6,8 @@ A dimension of size one leaves no trace in a view: what it is shows where it has
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..graph.attention import Attention
-from ..reports.trace import Product, ProductPair
 from .axes import AxisNames
 from .sizes import at_size
 
@@ -41,24 +39,3 @@ def _is_same(own: Named, other: Named) -> bool:
     if found.module != like.module or any(size not in (1, instead) for size, instead in sizes):
         return False
     return names.num_heads == 1 or len(found.branches) == len(like.branches)
-
-
-def pairs_named_after(own: Sequence[ProductPair], others: Sequence[ProductPair]) -> tuple[ProductPair, ...]:
-    """The pairs of products of a run with the names of those of another, where these are the same ones."""
-    if [(pair.module, pair.form, pair.count) for pair in own] != [(p.module, p.form, p.count) for p in others]:
-        return tuple(own)
-    return tuple(
-        replace(pair, first=_product(pair.first, other.first), second=_product(pair.second, other.second))
-        for pair, other in zip(own, others, strict=True)
-    )
-
-
-def _product(own: Product, other: Product) -> Product:
-    ranks = [[len(product.shape), *(len(factor.shape) for factor in product.factors)] for product in (own, other)]
-    if ranks[0] != ranks[1]:
-        return own
-    factors = tuple(
-        replace(factor, axes=at_size(like.axes, factor.shape, like.shape))
-        for factor, like in zip(own.factors, other.factors, strict=True)
-    )
-    return replace(own, factors=factors, axes=at_size(other.axes, own.shape, other.shape))

@@ -7,19 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import (
-    Attention,
-    MaskedRow,
-    Memory,
-    Operand,
-    OpLine,
-    Path,
-    ProductPair,
-    Proof,
-    Returned,
-    Stage,
-    Trace,
-)
+from ..reports.trace import Attention, MaskedRow, Memory, Operand, OpLine, Path, Proof, Returned, Stage, Trace
 from .failure import failure_sections
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
@@ -46,8 +34,6 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if not trace.attentions and trace.failure is None:
         none = "No attention was found: no softmax lies between two matrix products of activations."
         yield section("", Paragraph(none, "warn"))
-    if trace.chosen is None:
-        yield from _products(trace.products)
     if trace.returns:
         yield section("returned by the module", *_returns(trace.returns, trace.environment.dtype))
     if trace.failure is None or trace.attentions:
@@ -64,7 +50,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
 
 
 MOST_SHOWN = 4
-"""Attentions, and pairs of products, that are shown in full where nobody has chosen; the rest are named, or counted."""
+"""Attentions that are shown in full where nobody has chosen; the rest are named, or counted."""
 
 
 def _in_full(trace: Trace) -> Iterator[Section]:
@@ -282,50 +268,3 @@ def _proof(proof: Proof) -> Paragraph:
     verdict = "agree" if proof.agrees else "DIFFER"
     said = f"the opened stages and the kernels' own results {verdict}{measured}{note}"
     return Paragraph(said, "good" if proof.agrees else "bad")
-
-
-_FORMS = {
-    "scores": "queries meet keys, then values",
-    "state": "keys meet values, then queries (linear attention)",
-}
-
-
-def _products(pairs: tuple[ProductPair, ...]) -> Iterator[Section]:
-    """Yield each kind of pair once, with the modules in which it is."""
-    alike = grouped(pairs, lambda pair: replace(pair, module="", count=0))
-    for group in alike[:MOST_SHOWN]:
-        yield _product_pair(group)
-    if len(alike) > MOST_SHOWN:
-        rest = len(alike) - MOST_SHOWN
-        yield section("", Paragraph(f"{rest} more pairs of products that differ: they are all in --format json."))
-
-
-def _product_pair(group: list[ProductPair]) -> Section:
-    pair = group[0]
-    where = [f"in {pair.module}"] if pair.module else []
-    if len(group) > 1:
-        where.append(f"in {group[1].module}" if len(group) == 2 else f"and in {len(group) - 1} more modules")
-    if pair.count > 1:
-        where.append(f"{pair.count} times")
-    between = f"between them {', '.join(pair.between)}" if pair.between else "nothing is between them"
-    reading = f"{_FORMS[pair.form]}; " if pair.form else ""
-    text = f"Two products follow one another, as in attention, but with no softmax: {reading}{between}."
-    first = [own.role or name for own, name in zip(pair.first.factors, "ab", strict=False)]
-    second = [own.role or name for own, name in zip(pair.second.factors, "c", strict=False)]
-    products = " · ".join(first), f"({' · '.join(first)}) · {second[0]}"
-    rows = [
-        *((name, own.shape, own.axes, "", "") for name, own in zip(first, pair.first.factors, strict=True)),
-        (products[0], pair.first.shape, pair.first.axes, pair.first.name, pair.first.source),
-        *((step, None, "", "", "") for step in pair.between),
-        *((name, own.shape, own.axes, "", "") for name, own in zip(second, pair.second.factors, strict=True)),
-        (products[1], pair.second.shape, pair.second.axes, pair.second.name, pair.second.source),
-    ]
-    steps = table(
-        rows,
-        (Column("step", tone="strong"), lambda row: row[0]),
-        (Column("shape", tone="shape"), lambda row: "" if row[1] is None else shape_cell(row[1], row[2])),
-        (Column("axes", tone="axes", wrap=12), lambda row: row[2]),
-        (Column("operation", tone="muted", into="axes"), lambda row: row[3]),
-        (Column("source", tone="muted", into="axes"), lambda row: row[4]),
-    )
-    return section("products without a softmax", Paragraph(text), steps, detail=", ".join(where))

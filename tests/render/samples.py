@@ -35,18 +35,7 @@ from mha_inspect.reports.params import (
 
 from .checkpoint_samples import CHECKPOINT, CHECKPOINT_DIFF
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF, SAME_DIFF
-from .trace_samples import (
-    EMPTY_TRACE,
-    ENVIRONMENT,
-    FULL_TRACE,
-    META_TRACE,
-    MODEL_TRACE,
-    PRODUCTS_TRACE,
-    STATS,
-    TRACE,
-    VALUES,
-    layer,
-)
+from .trace_samples import EMPTY_TRACE, ENVIRONMENT, FULL_TRACE, META_TRACE, MODEL_TRACE, STATS, TRACE, VALUES, layer
 
 
 def _slices(num_heads: int) -> dict[str, tuple[HeadSlice, ...]]:
@@ -269,7 +258,6 @@ REPORTS = {
     "trace-meta": META_TRACE,
     "trace-model": MODEL_TRACE,
     "trace-empty": EMPTY_TRACE,
-    "trace-products": PRODUCTS_TRACE,
     "params": PARAMS,
     "params-full": FULL_PARAMS,
     "compare-heads": COMPARE,

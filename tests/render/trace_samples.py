@@ -6,21 +6,7 @@ import math
 from dataclasses import replace
 
 from mha_inspect.reports.common import Environment, LayerInfo, Stats, Values
-from mha_inspect.reports.trace import (
-    Attention,
-    Factor,
-    MaskedRow,
-    Operand,
-    OpLine,
-    OpRef,
-    Path,
-    Product,
-    ProductPair,
-    Proof,
-    Returned,
-    Stage,
-    Trace,
-)
+from mha_inspect.reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
 
 ENVIRONMENT = Environment(torch="2.13.0", device="cpu", dtype="float32", seed=0)
 
@@ -302,36 +288,3 @@ MODEL_TRACE = replace(
 )
 
 EMPTY_TRACE = replace(TRACE, attentions=(), layer=LayerInfo("Linear", {}))
-_HEADS, _TURNED, _SCORES = (
-    ((7, 3, 11, 5), "batch heads query head_dim"),
-    ((7, 3, 5, 11), "batch heads head_dim key"),
-    ((7, 3, 11, 11), "batch heads query key"),
-)
-_PAIR = ProductPair(
-    "layers.0.mixer",
-    "scores",
-    Product((Factor("q", *_HEADS), Factor("k", *_TURNED)), *_SCORES, "aten.bmm.default", "retention.py:31"),
-    ("scale 0.4472", "mul [11, 11]"),
-    Product(
-        (Factor("v", (7, 3, 11, 2), "batch heads key v_head_dim"),),
-        (7, 3, 11, 2),
-        "batch heads query v_head_dim",
-        "aten.bmm.default",
-        "retention.py:33",
-    ),
-    1,
-)
-_STATE = ProductPair(
-    "memory",
-    "",
-    Product(
-        (Factor("", (7, 5, 1), "7 5 1"), Factor("", (7, 1, 2), "7 1 2")), (7, 5, 2), "7 5 2", "aten.mul.Tensor", ""
-    ),
-    (),
-    Product((Factor("", (7, 5, 1), "7 5 1"),), (7, 2), "7 2", "aten.mul.Tensor", "memory.py:9"),
-    11,
-)
-PRODUCTS_TRACE = replace(
-    EMPTY_TRACE,
-    products=(_PAIR, replace(_PAIR, module="layers.1.mixer"), replace(_PAIR, module="layers.2.mixer"), _STATE),
-)

@@ -45,8 +45,7 @@ def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool
 def names(report: Trace) -> list[Any]:
     """Axes, and what follows from them; sizes are passed over."""
     stages = [[(stage.name, stage.axes, stage.formula) for stage in one.stages] for one in report.attentions]
-    pairs = [[f.axes for p in (one.first, one.second) for f in (p, *p.factors)] for one in report.products]
-    return [stages, pairs, [returned.axes for returned in report.returns]]
+    return [stages, [returned.axes for returned in report.returns]]
 
 
 def without_names(report: Trace) -> str:
