@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .api import check as check
     from .api import compare_heads as compare_heads
     from .api import diff as diff
-    from .api import load as load
     from .api import params as params
     from .api import recording as recording
     from .api import trace as trace
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "trace": "api",
     "recording": "api",
-    "load": "api",
     "params": "api",
     "compare_heads": "api",
     "diff": "api",

@@ -16,36 +16,13 @@ from torch import nn
 from .answers.check.intent import Intent
 from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
-from .files.stored import opened, path_name
 from .layers.spec import Show, require_steps
 from .naming.subject import Run, Subject
 from .notebook.live import Kept, LiveReport, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
 from .reports.failure import Failure
-from .reports.json import read_report
-from .reports.trace import Trace
 from .text import shown
-
-
-def load(path: str | PathLike[str]) -> LiveTrace:
-    """Read a trace that was saved as .json; it has no tensors.
-
-    Raises `InputError` when the file is not one.
-    """
-    with opened(Path(path), ".json") as (file, size):
-        text = file.read(size)
-    name = path_name(Path(path))
-    try:
-        report = read_report(text, "trace", Trace)
-    except ValueError as error:
-        raise InputError(f"{name} {error}") from None
-    try:
-        trace = LiveTrace(report)
-        repr(trace)
-    except Exception as error:  # types are right, and still it is none that we wrote: axes that do not fit a shape
-        raise InputError(f"{name} is not whole: {type(error).__name__} where it is shown. Make it again.") from None
-    return trace
 
 
 def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.errors import ExportError, ForwardError, InputError, SpecError
+from mha_inspect.errors import ExportError, ForwardError, SpecError
 from mha_inspect.testing import assert_same_attention, assert_stage_shapes
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
@@ -108,45 +108,16 @@ def test_a_notebook_shows_it_and_nothing_beside_it_changes(layer, x):
     assert [row[1] for row in rows if row[0].startswith("scores")] == ["[6, 7, 7]"]
 
 
-def test_saved_and_read_back_it_is_the_same(layer, x, tmp_path):
+def test_saved_it_is_what_to_dict_gives(layer, x, tmp_path):
     show = mha_inspect.Show(ops=True, stats=True, values=True)
     trace = mha_inspect.trace(layer, x, x, x, show=show)
     trace.save(tmp_path / "trace.json")
-    again = mha_inspect.load(tmp_path / "trace.json")
-    assert again == trace
-    assert again.to_dict() == trace.to_dict() == json.loads((tmp_path / "trace.json").read_text())
+    assert trace.to_dict() == json.loads((tmp_path / "trace.json").read_text())
     trace.save(tmp_path / "trace.txt")
     assert (tmp_path / "trace.txt").read_text() == repr(trace) + "\n"
 
 
-def test_nan_comes_back_from_json(layer, x, tmp_path):
-    trace = mha_inspect.trace(layer, x * float("nan"), x, x, show=mha_inspect.Show(stats=True))
-    trace.save(tmp_path / "nan.json")
-    stats = mha_inspect.load(tmp_path / "nan.json").attentions[0].query.stats
-    assert stats.nan == x.numel()
-    assert stats.mean != stats.mean
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "is not the JSON of mha-inspect trace"),
-        ('{"command": "params", "schema_version": 1}', "is not the JSON of mha-inspect trace"),
-        ('{"command": "trace", "schema_version": 99}', "has schema_version 99"),
-        ('{"command": "trace", "schema_version": 1}', "is not whole"),
-    ],
-)
-def test_a_file_that_is_no_trace(tmp_path, text, said):
-    file = tmp_path / "other.json"
-    file.write_text(text)
-    with pytest.raises(InputError, match=said):
-        mha_inspect.load(file)
-
-
-def test_files_that_are_not_there(layer, x, tmp_path):
-    with pytest.raises(InputError, match="is not there"):
-        mha_inspect.load(tmp_path / "absent.json")
+def test_a_folder_that_is_not_there(layer, x, tmp_path):
     with pytest.raises(ExportError, match="is not there"):
         mha_inspect.trace(layer, x, x, x).save(tmp_path / "no folder" / "trace.json")
 

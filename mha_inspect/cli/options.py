@@ -246,7 +246,7 @@ class Options:
     json: bool = option(OUTPUT, "The same as --format json.", False)
     export: Path | None = option(
         OUTPUT,
-        "Also write it to a file that ends in .txt, .json, .svg, .html, or .png for a picture.",
+        "Also write it to a file that ends in .txt, .json, .html, or .png and .svg for a picture.",
         None,
         "-o --export",
         metavar="FILE",
@@ -323,7 +323,7 @@ def is_target(text: str) -> bool:
 
 
 _EXPORT_OF_NO_PICTURE = option(
-    OUTPUT, "Also write it to a file that ends in .txt, .json, .svg or .html.", None, "-o --export", metavar="FILE"
+    OUTPUT, "Also write it to a file that ends in .txt, .json or .html.", None, "-o --export", metavar="FILE"
 )
 _SHARED = {name: _named(name, getattr(Options, name)) for name in Options.__annotations__}
 """The shared options as they are declared."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
 from ..files.memory import free_at_once, require_loadable
-from ..render.export import Destination, ExportFormat
+from ..render.export import IMAGES, Destination, ExportFormat
 from ..render.screen import columns, in_color, is_terminal
 from ..text import shown
 
@@ -32,13 +30,12 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options, *, draws: bool = False, prints: bool = True, computes: bool = True) -> Destination | None:
+def prepare(options: Options, *, draws: bool = False, computes: bool = True) -> Destination | None:
     """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
     Args:
         options: what was asked for.
         draws: whether there is a picture.
-        prints: whether it was asked for by name, so that an .svg is one of it.
         computes: whether torch is needed.
 
     Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, `InputError` when
@@ -50,10 +47,10 @@ def prepare(options: Options, *, draws: bool = False, prints: bool = True, compu
     if options.export is None:
         return None
     export = Destination.of(options.export)
-    if export.format == "png" and not draws:
-        way = "Add --picture, or end it in .svg." if options.has_picture else "End it in .svg, .html, .txt or .json."
-        raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. {way}")
-    if export.format == "png" or (export.format == "svg" and draws and prints):
+    if export.format in IMAGES:
+        if not draws:
+            way = "Add --picture, or end it in" if options.has_picture else "End it in"
+            raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. {way} .html, .txt or .json.")
         from ..pictures.plot import require_matplotlib
 
         require_matplotlib(f"--export {shown(export.asked)}")
@@ -68,7 +65,7 @@ def give(report: object, options: Options, export: Destination | None, drawn: Dr
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
     not), and `ClosedPipeError` when the reader of stdout is gone.
     """
-    from ..render import to_pieces
+    from ..render import to_text
 
     failure: ExportError | None = None
     if export is not None:
@@ -78,16 +75,16 @@ def give(report: object, options: Options, export: Destination | None, drawn: Dr
             failure = error
     chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
-    pieces: Iterator[str] = to_pieces(report, chosen, width=columns(out), color=in_color(out))
+    text = to_text(report, chosen, width=columns(out), color=in_color(out))
     if chosen != "json" and drawn is not None and drawn.printed:
-        pieces = chain(pieces, [drawn.text(chosen, out)])
-    write(pieces, chosen)
+        text += drawn.text(chosen, out)
+    write(text, chosen)
     if failure is not None:
         raise failure
 
 
-def write(text: Iterable[str], format: str = "plain") -> None:
-    """Write text to stdout, whole, a piece after the other.
+def write(text: str, format: str = "plain") -> None:
+    """Write text to stdout, whole.
 
     Raises `ClosedPipeError` when the reader is gone, `ExportError` when stdout is a file that takes no more.
     """
@@ -96,8 +93,7 @@ def write(text: Iterable[str], format: str = "plain") -> None:
             "stdout is closed: there is nowhere to print to. Use --export FILE.txt, or leave stdout open."
         )
     try:
-        for piece in [text] if isinstance(text, str) else text:
-            sys.stdout.write(_encodable(piece, format, sys.stdout))
+        sys.stdout.write(_encodable(text, format, sys.stdout))
         sys.stdout.flush()
     except OSError as error:
         raise unwritable(error) or error from None
@@ -124,16 +120,17 @@ def forget_stdout() -> None:
         pass
 
 
-def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> Iterable[str] | bytes:
+def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
     """Return what goes into a file: the report, the pictures, or both."""
     image = None if drawn is None else drawn.image(format)
     if image is not None:
         return image
-    assert format != "png"  # `prepare` lets none pass without a picture
-    from ..render import to_pieces
+    assert format != "png"  # `prepare` lets no image pass without a picture
+    assert format != "svg"
+    from ..render import to_text
 
-    pieces = to_pieces(report, format)
-    return pieces if drawn is None or format == "json" else [drawn.added("".join(pieces), format)]
+    text = to_text(report, format)
+    return text if drawn is None or format == "json" else drawn.added(text, format)
 
 
 def _encodable(text: str, format: str, stream: TextIO) -> str:

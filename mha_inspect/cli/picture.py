@@ -225,7 +225,7 @@ class Drawn:
 
     def image(self, format: ExportFormat) -> bytes | None:
         """Return the pictures alone, where the file is one of an image; None where it is not."""
-        if format == "png" or (format == "svg" and self.printed):
+        if format == "png" or format == "svg":
             from ..pictures.plot import to_file
 
             return to_file(self.pictures, format)

@@ -65,7 +65,7 @@ def trace(
     if text is not None:
         check_text(target, options)
     want = wanted(options, picture, head, batch_row, tokens)
-    export = prepare(options, draws=want is not None, prints=want is not None and want.asked)
+    export = prepare(options, draws=want is not None)
     if text is not None:
         options, want = with_text(text, target, options, want)
     try:

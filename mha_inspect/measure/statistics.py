@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 
-import torch
 from torch import Tensor
 from torch._tensor_str import printoptions
 
 from ..layers.spec import Show
-from ..reports.common import Rows, Stats, Values
+from ..reports.common import Stats, Values
 
-_BLOCK = 1 << 14
-"""Elements that are made Python's numbers at a time."""
 _CHUNK = 1 << 17
 """Elements that are turned to float64 at a time."""
 
@@ -70,12 +66,5 @@ def values_of(tensor: Tensor, show: Show) -> Values | None:
     plain = tensor.detach().cpu()
     with printoptions(precision=show.precision, edgeitems=show.edge_items, threshold=1000, linewidth=80, sci_mode=None):
         text = repr(plain)
-    return Values(text=text, data=_nested(plain) if show.full_values else None)
-
-
-def _nested(tensor: Tensor) -> Rows:
-    """Return nested lists, one a dimension, made as they are read; without dimensions a list of the one element."""
-    if tensor.dim() < 2:
-        blocks = torch.split(tensor.reshape(-1), _BLOCK)
-        return Rows(tensor.numel(), lambda: chain.from_iterable(block.tolist() for block in blocks))
-    return Rows(len(tensor), lambda: map(_nested, tensor))
+    data = (plain if plain.dim() else plain.reshape(1)).tolist() if show.full_values else None
+    return Values(text=text, data=data)

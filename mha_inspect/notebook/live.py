@@ -196,12 +196,12 @@ class LiveReport(_Shows):
         return read
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a .json, .txt, .svg or .html file; an existing file is replaced whole or not at all.
+        """Write it to a .json, .txt or .html file; an existing file is replaced whole or not at all.
 
         Raises `ExportError` where that cannot be done.
         """
         target = Destination.of(Path(path))
-        if target.format == "png":
+        if target.format == "png" or target.format == "svg":
             raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
         target.write(self._text(target.format))
 

@@ -1,12 +1,11 @@
-"""Reports as text: table, plain, json, svg, html.
+"""Reports as text: table, plain, json, html.
 
 A report is turned into a `Page` once, and every format but JSON shows that; JSON is the report itself.
-Nothing heavy is imported here: Rich only for table and svg.
+Nothing heavy is imported here: Rich only for a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -51,43 +50,37 @@ def kind_of(report: object) -> Kind:
     return kind
 
 
-Format = Literal["table", "plain", "json", "svg", "html"]
+Format = Literal["table", "plain", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-__all__ = ["FORMATS", "Format", "to_cell", "to_pieces", "to_text"]
+__all__ = ["FORMATS", "Format", "to_cell", "to_text"]
 
 
 def to_text(report: object, format: Format, *, width: int | None = None, color: bool = False) -> str:
     """Return the report in one of `FORMATS`; ends with a line feed.
 
-    `width` (columns) matters to table and svg; None means the terminal's for a table, and 120 for the image.
-    `color` matters to table. Raises `TypeError` for what is not a report, `ValueError` for an unknown format.
+    `width` (columns) and `color` matter to table; a width of None is the terminal's.
+
+    Raises `TypeError` for what is not a report, `ValueError` for an unknown format.
     """
-    return "".join(to_pieces(report, format, width=width, color=color))
-
-
-def to_pieces(report: object, format: Format, *, width: int | None = None, color: bool = False) -> Iterator[str]:
-    """Yield the text of `to_text`; JSON, which may hold every number of a tensor, a piece at a time."""
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     kind = kind_of(report)
     if format == "json":
         from ..reports.json import to_json
 
-        yield from to_json(report, kind.command)
-    elif format == "plain":
+        return to_json(report, kind.command)
+    if format == "plain":
         from .plain import to_plain
 
-        yield to_plain(kind.page(report))
-    elif format == "html":
+        return to_plain(kind.page(report))
+    if format == "html":
         from .html import to_html
 
-        yield to_html(kind.page(report))
-    else:
-        from .terminal import to_svg, to_table
+        return to_html(kind.page(report))
+    from .terminal import to_table
 
-        page = kind.page(report)
-        yield to_svg(page, width=width) if format == "svg" else to_table(page, width=width, color=color)
+    return to_table(kind.page(report), width=width, color=color)
 
 
 def to_cell(report: object) -> str:

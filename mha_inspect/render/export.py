@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,9 +12,11 @@ from typing import Literal
 from ..errors import ExportError
 from ..text import printable
 
-ExportFormat = Literal["plain", "json", "svg", "html", "png"]
+ExportFormat = Literal["plain", "json", "html", "png", "svg"]
 FORMAT_OF_SUFFIX: dict[str, ExportFormat]
-FORMAT_OF_SUFFIX = {".txt": "plain", ".json": "json", ".svg": "svg", ".html": "html", ".png": "png"}
+FORMAT_OF_SUFFIX = {".txt": "plain", ".json": "json", ".html": "html", ".png": "png", ".svg": "svg"}
+IMAGES = ("png", "svg")
+"""Formats of pictures, which no report has."""
 
 unfinished: set[str] = set()
 """Temporary files that exist now. Whoever ends the process at once removes them first."""
@@ -71,14 +72,13 @@ class Destination:
             raise ExportError(f"{name} cannot be written: you may not write to {_name(place)}. Name another place.")
         return cls(asked, real, format)
 
-    def write(self, content: Iterable[str] | bytes) -> None:
-        """Write the content, text in pieces: to a temporary file beside it, which then takes the target's place.
+    def write(self, content: str | bytes) -> None:
+        """Write the content to a temporary file beside the target, which then takes the target's place.
 
         Raises `ExportError` when it cannot; an existing file is then as it was.
         """
         errors = "surrogateescape" if self.format != "json" else "strict"
-        pieces: Iterable[str | bytes] = [content] if isinstance(content, (str, bytes)) else content
-        data = (piece if isinstance(piece, bytes) else piece.encode("utf-8", errors) for piece in pieces)
+        data = content.encode("utf-8", errors) if isinstance(content, str) else content
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is not None and not stat.S_ISREG(before.st_mode):
@@ -87,7 +87,7 @@ class Destination:
                 descriptor = os.open(self.real, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
                 os.set_blocking(descriptor, True)
                 with open(descriptor, "wb") as device:
-                    device.writelines(data)
+                    device.write(data)
                 return
             self._replace(data, before)
         except OSError as error:
@@ -97,13 +97,13 @@ class Destination:
                 "Make room, or name another place."
             ) from None
 
-    def _replace(self, data: Iterable[bytes], before: os.stat_result | None) -> None:
+    def _replace(self, data: bytes, before: os.stat_result | None) -> None:
         temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
         unfinished.add(temporary)
         try:
             descriptor, named = self._open(temporary)
             with open(descriptor, "wb") as file:
-                file.writelines(data)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
                 if not named:

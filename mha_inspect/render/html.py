@@ -1,22 +1,49 @@
-"""The page as html: real tables, each of which scrolls by itself, light or dark as the reader's system is."""
+"""The page as html: real tables, each of which scrolls by itself, light or dark as the reader's system is.
+
+The frames are page.html and cell.html beside this file, with the styles of page.css. What stands between two @ in them
+is filled in here. They are self-contained: nothing is fetched, no script, fonts that systems have.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
+from importlib.resources import files
 
 from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, by_axis
-from .templates import cell, html
+
+_COLOURS = {
+    "RED": "var(--red)",
+    "GREEN": "var(--green)",
+    "MAGENTA": "var(--magenta)",
+    "CYAN": "var(--cyan)",
+    "BLUE": "var(--blue)",
+}
+"""Colours of a page of its own, which page.html gives for light and for dark."""
+_BETWEEN = {"RED": "#d1402f", "GREEN": "#2d8549", "MAGENTA": "#9560d8", "CYAN": "#1f8089", "BLUE": "#2f76cf"}
+"""Colours that can be read on white and on black alike, for a page whose ground is not known."""
 
 
 def to_html(page: Page) -> str:
     """Return the page as one html file: nothing is fetched, no script."""
-    return html().replace("@PAGE@", _page(page), 1).replace("@TITLE@", escape(f"mha-inspect: {page.title}"), 1)
+    title = escape(f"mha-inspect: {page.title}")
+    return _filled("page.html", STYLES=_styles("body", _COLOURS), TITLE=title, PAGE=_page(page))
 
 
 def to_cell(page: Page) -> str:
     """Return the page as a piece of html that can stand inside of another page, in the colours of which it is."""
-    return cell().replace("@PAGE@", _page(page), 1)
+    return _filled("cell.html", STYLES=_styles(".mha-inspect", _BETWEEN), PAGE=_page(page))
+
+
+def _styles(scope: str, colours: dict[str, str]) -> str:
+    return _filled("page.css", SCOPE=scope, **colours).strip()
+
+
+def _filled(name: str, **values: str) -> str:
+    """Return the file with its marks filled in."""
+    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], text)
 
 
 def with_pre(page: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Tables for a terminal, and the same page as svg. The only importer of Rich.
+"""Tables for a terminal. The only importer of Rich, with `screen`.
 
 Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the page.
 """
@@ -8,26 +8,18 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from functools import cache
-from html import escape
 from io import StringIO
-from typing import Any
 
 from rich import box
-from rich.color import blend_rgb
-from rich.color_triplet import ColorTriplet
 from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from . import templates
 from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
 from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
-EXPORT_WIDTH = 120
 
 # Of the sixteen colours, which follow the palette that the reader has chosen, those that no common one makes pale:
 # yellow is on white, and bright black vanishes on black. No meaning hangs on a colour alone.
@@ -48,24 +40,6 @@ _RULES = box.Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
 """A line under the titles and one above the total."""
 
 
-def _colour(code: str) -> tuple[int, int, int]:
-    return int(code[1:3], 16), int(code[3:5], 16), int(code[5:], 16)
-
-
-def _theme(ground: str, text: str, colours: dict[str, str]) -> TerminalTheme:
-    """Return a theme of Rich; the colours that no style has are those of the text."""
-    names = ("", "RED", "GREEN", "", "BLUE", "MAGENTA", "CYAN", "")
-    return TerminalTheme(_colour(ground), _colour(text), [_colour(colours.get(name, text)) for name in names])
-
-
-LIGHT_THEME = _theme(*templates.GROUNDS[0], templates.LIGHT)
-DARK_THEME = _theme(*templates.GROUNDS[1], templates.DARK)
-
-
-_AS_IT_IS: dict[str, Any] = {"legacy_windows": False, "highlight": False, "markup": False, "emoji": False}
-"""Settings of a console that changes nothing in a text."""
-
-
 def to_table(page: Page, *, width: int | None, color: bool) -> str:
     """Return the page for a terminal of that width; without colour there is no escape sequence in it."""
     file = StringIO()
@@ -76,43 +50,13 @@ def to_table(page: Page, *, width: int | None, color: bool) -> str:
         force_terminal=color,
         color_system="standard" if color else None,
         no_color=not color,
-        **_AS_IT_IS,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
     _print(console, page)
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
-
-
-def to_svg(page: Page, *, width: int | None) -> str:
-    """Return the page as one svg image, light or dark as the reader's system is."""
-    console = Console(
-        file=StringIO(),
-        record=True,
-        width=max(EXPORT_WIDTH if width is None else width, 1),
-        force_terminal=True,
-        color_system="standard",
-        no_color=False,
-        **_AS_IT_IS,
-    )
-    _print(console, page)
-    light = console.export_svg(theme=LIGHT_THEME, code_format=templates.svg())
-    styles = [line for line in light.partition("@media")[0].split("\n") if _STYLE.match(line)]
-    dark = _HEX.sub(lambda colour: _darker()[colour[0]], "\n".join(styles))
-    title = escape(f"mha-inspect: {page.title}")
-    return light.replace("@DARK@", dark, 1).replace("@TITLE@", title, 2)
-
-
-_STYLE = re.compile(r" *\.terminal-\d+-r\d+ ")
-_HEX = re.compile(r"#[0-9a-f]{6}")
-
-
-@cache
-def _darker() -> dict[str, str]:
-    """Return each colour that text of the light theme may have, dim or not, to that of the dark one."""
-    pairs = [(LIGHT_THEME.foreground_color, DARK_THEME.foreground_color)]
-    pairs += [(LIGHT_THEME.ansi_colors[n], DARK_THEME.ansi_colors[n]) for n in range(8)]
-    grounds = (LIGHT_THEME.background_color, DARK_THEME.background_color)
-    dims = [tuple(blend_rgb(c, ground, 0.4) for c, ground in zip(pair, grounds, strict=True)) for pair in pairs]
-    return {ColorTriplet(*light).hex: ColorTriplet(*dark).hex for light, dark in (*pairs, *dims)}
 
 
 def _print(console: Console, page: Page) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,37 +52,6 @@ class Stats:
     """Elements that are +inf or -inf and were not put there by a mask."""
     masked: int
     """Elements that are -inf because a mask put it there: no alarm."""
-
-
-class Rows(list[Any]):
-    """A list whose items are made each time it is gone through.
-
-    The numbers of a tensor as Python's own take ten times its memory: they are made as they are written.
-    """
-
-    def __init__(self, number: int, items: Callable[[], Iterable[Any]]) -> None:
-        super().__init__()
-        self._number, self._items = number, items
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items())
-
-    def __getitem__(self, place: Any) -> Any:
-        return list(self)[place]
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == other
-
-    __hash__ = None  # as of any list
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ CASES = {
     "an input of another width": Case(f"trace {SIZES} --input wide.pt", ("[3, 5, 13]", "--embed-dim 13")),
     "a dtype that cannot be run": Case("trace --dtype bfloat16", ("cpu", "bfloat16", "float32"), NO_BFLOAT16),
     "an export into no folder": Case("trace --export absent/a.txt", ("the folder ", "absent is not there")),
-    "an export of no known ending": Case("trace --export a.pdf", (".txt, .json, .svg, .html",)),
+    "an export of no known ending": Case("trace --export a.pdf", (".txt, .json, .html, .png, .svg",)),
     "more than fits": Case("trace --seq-len 100000000", ("free on cpu", "largest seq_len that fits"), code=3),
     # layers and diff
     "an unknown layer": Case("trace --layer narow", ("--layer narow", "Did you mean narrow?")),

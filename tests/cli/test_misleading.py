@@ -32,7 +32,7 @@ from mha_inspect.__main__ import run
         (["params", "--causal"], "a layer has the same parameters whatever does: drop it."),
         (["params", "--input", "x.pt"], "a layer has the same parameters whatever does: drop it."),
         (["check", "--padding-side", "left"], "and none is declared. Add --mask NAME=keep."),
-        (["layers", "-o", "a.png"], "a.png is a picture, and none is drawn. End it in .svg, .html, .txt or .json."),
+        (["layers", "-o", "a.png"], "a.png is a picture, and none is drawn. End it in .html, .txt or .json."),
         (["compare-heads", "--heads", "0"], "heads 0 is not a number of heads: each must be 1 or more."),
         (["params", "notes.txt"], "notes.txt is a file of no kind that can be looked into"),
         (["trace", "weights.pt"], "no forward to run. `mha-inspect params weights.pt` reads it."),

@@ -89,5 +89,5 @@ def test_all_numbers_are_written_as_python_writes_them() -> None:
     tensors = [numbers, numbers[0, 0].long(), numbers[0, :2, :3] > 0, torch.zeros(0), torch.tensor(3)]
     wanted = [plain, *(tensor.tolist() for tensor in tensors[1:4]), [3]]
     values = [values_of(tensor, Show(full_values=True)) for tensor in tensors]
-    written = "".join(to_json({"data": [value.data for value in values if value]}, "trace"))
+    written = to_json({"data": [value.data for value in values if value]}, "trace")
     assert written == json.dumps({"schema_version": 1, "command": "trace", "data": wanted}, indent=2) + "\n"

@@ -102,15 +102,15 @@ def test_json_gives_back_the_very_name(name):
 def test_markup_is_shown_and_not_interpreted(name):
     assert name in to_text(trace_of(name), "plain")
     assert name in to_text(trace_of(name), "table", width=200)
-    text = "".join(ElementTree.fromstring(to_text(trace_of(name), "svg", width=200)).itertext())
-    assert name in text.replace("\xa0", " ")
+    page = to_text(trace_of(name), "html")
+    body = ElementTree.fromstring(page[page.index("<body>") : page.index("</body>") + 7])
+    assert name in "".join(body.itertext())
 
 
 def test_html_is_escaped():
-    for format in ("html", "svg"):
-        text = to_text(trace_of(HOSTILE["html"]), format, width=200)
-        assert "<script" not in text
-        assert "&lt;script&gt;" in text
+    text = to_text(trace_of(HOSTILE["html"]), "html")
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
 
 
 def test_one_name_stays_on_one_line():

@@ -19,7 +19,6 @@ import mha_inspect
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.render import to_text
 from mha_inspect.reports.failure import Failure
-from mha_inspect.reports.json import read_report
 from mha_inspect.reports.trace import Trace
 from mha_inspect.schemas import load_schema
 
@@ -446,12 +445,8 @@ def trace() -> Trace:
     return failed(Breaks(view_badly), torch.randn(2, 7, 24))
 
 
-def test_it_follows_its_schema_and_comes_back_from_its_json(trace: Trace, tmp_path: Path):
-    text = to_text(trace, "json")
-    jsonschema.validate(json.loads(text), load_schema("trace"))
-    saved = tmp_path / "failed.json"
-    saved.write_text(text, encoding="utf-8")
-    assert read_report(saved.read_bytes(), "trace", Trace) == trace
+def test_it_follows_its_schema(trace: Trace):
+    jsonschema.validate(json.loads(to_text(trace, "json")), load_schema("trace"))
 
 
 def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
