@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..naming.subject import seed_everything
 from ..text import a_kind, shown
-from .constructor import Arguments, FlagConfig, MissingSettingError, bind, signature_of
+from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of
 from .device import resolve
 from .hugging_face import load_hugging_face
 from .importing import in_one_line, load_object
@@ -64,28 +63,26 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
 
 
 def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
-    found, home = load_object(text)
+    named, home = load_object(text)
     namespace = vars(home)
-    if isinstance(found, nn.Module):
-        return _already_made(text, found, settings, spec.flags, namespace)
-    if not callable(found) or (isinstance(found, type) and not issubclass(found, nn.Module)):
-        what = f"the class {found.__qualname__}" if isinstance(found, type) else f"of type {type(found).__name__}"
+    if isinstance(named, nn.Module):
+        return _already_made(text, named, settings, spec.flags, namespace)
+    if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
+        what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
         raise InputError(
             f"{shown(text)} is {what}, and not a torch.nn.Module: a target is a class of modules, a function that "
             "returns one, or a module."
         )
-    name = getattr(found, "__name__", text.rpartition(":")[2])
-    bound = bind(found, settings, spec.flags, namespace, name)
+    name = getattr(named, "__name__", text.rpartition(":")[2])
+    bound = bind(named, settings, spec.flags, namespace, name)
     try:
-        module = _build(found, bound, name, spec)
-    except InputError:
-        module = None
-        with suppress(MhaInspectError):
-            if bound.guessed:  # what was taken for its config may be another's: it may want a dictionary
-                bound = bind(found, settings, spec.flags, namespace, name, guess=False)
-                module = _build(found, bound, name, spec)
-        if module is None:
-            raise
+        module = _build(named, bound, name, spec)
+    except InputError as error:
+        try:  # what was taken for its config may be another's: it may want a dictionary
+            bound = bind(named, settings, spec.flags, namespace, name, guess=False)
+            module = _build(named, bound, name, spec)
+        except MhaInspectError:
+            raise error from None
     if not isinstance(module, nn.Module):
         raise InputError(
             f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
@@ -99,23 +96,22 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
             f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: --set NAME=VALUE."
         )
     passed = _passed(bound)
-    told = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
-    ours = ", ".join(f"{key}={passed[key]} ({origin})" for key, origin in told.items())
+    of_flags = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
+    ours = ", ".join(f"{key}={passed[key]} ({origin})" for key, origin in of_flags.items())
     return Target(
         module=module,
         made_from=text,
         passed=passed,
         notes=(f"{name} was built with {ours}.",) if ours else (),
-        arguments=_all_arguments(found, bound),
+        arguments=_all_arguments(named, bound),
         forward_settings=forward_settings,
     )
 
 
-def _build(found: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
-
+def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
     def build() -> Any:
         seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
-        return bound.call(found)
+        return bound.call(function)
 
     called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
     try:
@@ -157,14 +153,14 @@ def _passed(bound: Arguments) -> dict[str, Any]:
         elif isinstance(value, Mapping):
             passed |= {f"{name}.{key}": _plain(value.get(key)) for key in inner}
         else:
-            held = [key for key in getattr(value, "__dict__", inner) if not key.startswith("_")]
-            passed |= {f"{name}.{key}": _plain(getattr(value, key, None)) for key in held}
+            fields = [key for key in getattr(value, "__dict__", inner) if not key.startswith("_")]
+            passed |= {f"{name}.{key}": _plain(getattr(value, key, None)) for key in fields}
     return passed
 
 
-def _all_arguments(found: Callable[..., Any], bound: Arguments) -> dict[str, Any]:
+def _all_arguments(function: Callable[..., Any], bound: Arguments) -> dict[str, Any]:
     """Arguments by name, a config's own among them."""
-    known = {n: p.default for n, p in signature_of(found).items() if p.default is not inspect.Parameter.empty}
+    known = {n: p.default for n, p in signature_of(function).items() if p.default is not inspect.Parameter.empty}
     for value in bound.values.values():
         if isinstance(value, Mapping):
             known |= {str(key): item for key, item in value.items()}

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
 from ..files.stored import opened
 from ..text import did_you_mean, message_of, shown
-from .constructor import unknown_setting
+from .arguments import unknown_setting
 from .importing import in_one_line
 from .target import TargetSpec
 from .values import convert

@@ -12,13 +12,12 @@ import linecache
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import InputError
 from ..files.stored import opened
@@ -102,8 +101,7 @@ def _load_module(name: str) -> ModuleType:
         if here not in sys.path and PathFinder.find_spec(name.partition(".")[0], [here]) is not None:
             sys.path.append(here)
     try:
-        with _arguments_of(name):
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         lacking = error.name if isinstance(error, ModuleNotFoundError) else None
         if lacking is None or not f"{name}.".startswith(f"{lacking}."):
@@ -148,7 +146,7 @@ def _load_file(where: str) -> ModuleType:
         root, parts = root.parent, [root.name, *parts]
     importlib.invalidate_caches()
     try:
-        with _arguments_of(str(path)), _first_on_the_path(str(root)):
+        with _first_on_the_path(str(root)):
             if len(parts) > 1 and path.stem.isidentifier():
                 module = importlib.import_module(".".join(parts))
                 if module.__file__ is not None and Path(module.__file__).resolve() == path:
@@ -192,17 +190,6 @@ def _execute(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _arguments_of(name: str) -> Iterator[None]:
-    """Hide our command line from code that reads its own as it is imported."""
-    before = sys.argv
-    sys.argv = [name]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextmanager
 def stdout_for_the_answer() -> Iterator[None]:
     """Send what the target prints to stderr, whether Python or a library in C prints it.
 
@@ -215,7 +202,7 @@ def stdout_for_the_answer() -> Iterator[None]:
         saved = os.dup(1)
         os.dup2(2, 1)
     try:
-        with redirect_stdout(sys.stderr), _warnings_without_our_lines(), _without_exit():
+        with redirect_stdout(sys.stderr):
             yield
     except (Exception, KeyboardInterrupt, GeneratorExit):
         raise
@@ -225,43 +212,6 @@ def stdout_for_the_answer() -> Iterator[None]:
         if saved is not None:
             os.dup2(saved, 1)
             os.close(saved)
-
-
-@contextmanager
-def _without_exit() -> Iterator[None]:
-    """Make `os._exit` raise `SystemExit` in this process: it ends without an answer, and may say that all is well."""
-    end, process = os._exit, os.getpid()
-
-    def exit(status: int) -> NoReturn:
-        if os.getpid() != process:  # a process that was forked ends as it is used to
-            end(status)
-        raise SystemExit(status)
-
-    os._exit = exit
-    try:
-        yield
-    finally:
-        os._exit = end
-
-
-@contextmanager
-def _warnings_without_our_lines() -> Iterator[None]:
-    """Print a warning about whoever called the target's code once, and without a line: that line is one of ours."""
-    before, told_of = warnings.formatwarning, set[str]()
-
-    def told(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        if not filename.startswith(_OURS):
-            return before(message, category, filename, lineno, line)
-        text = f"{category.__name__}: {shown(message_of(message), MESSAGE)}\n"
-        known = text in told_of
-        told_of.add(text)
-        return "" if known else text
-
-    warnings.formatwarning = told
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
 
 
 def in_one_line(error: BaseException) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import SpecError
 from ..layers.catalog import LayerKind, find_layer
 from ..layers.settings import OPTIONAL, asked_of, check_settings, default_of, settings_in
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec
+from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..reports.diff import SideName
 from ..text import did_you_mean, shown
-from .values import described_type, typed_as
 
 _HINTS = {name: hint for spec in (AttentionSpec, InputSpec, RunSpec) for name, hint in get_type_hints(spec).items()}
 _NULLABLE = ("num_kv_heads", "head_dim", "kdim", "vdim", "key_len", "attn_mask", "input")
@@ -24,7 +22,12 @@ SETTINGS: dict[str, Any] = {
     for name in sorted(_HINTS, key=_NULLABLE.__contains__)
 }
 """Every setting that a side may have for itself, with the type of its value."""
-_MUST_BE = {float: "a number, as in 0.1", **dict.fromkeys((int, tuple[int, ...]), "a whole number, as in 512")}
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_MUST_BE = {
+    bool: "true or false",
+    float: "a number, as in 0.1",
+    **dict.fromkeys((int, tuple[int, ...]), "a whole number, as in 512"),
+}
 _OTHER_WORDS = {"train": "training"}
 
 
@@ -59,9 +62,13 @@ def _read(flag: str, name: str, value: str) -> Any:
         return () if name == "padding" else None
     kind = SETTINGS[name]
     try:
-        return Path(value) if kind is Path else typed_as(value, kind, {})
-    except (ValueError, TypeError):
-        must_be = _MUST_BE.get(kind) or described_type(kind)[0]
+        if kind == tuple[int, ...]:
+            return tuple(map(int, filter(None, value.strip("()").split(","))))
+        if kind is DtypeName:
+            return get_args(kind)[get_args(kind).index(value)]
+        return _SWITCH[value.casefold()] if kind is bool else kind(value)
+    except (ValueError, TypeError, KeyError):
+        must_be = _MUST_BE.get(kind) or f"one of {', '.join(get_args(kind))}"
         raise SpecError(f"{flag} {name}={shown(value)} cannot be read: {name} must be {must_be}.") from None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import SpecError
 from ..layers.catalog import MaskStyle
 from ..layers.spec import AttentionSpec
-from .constructor import signature_of, unknown_setting
+from .arguments import signature_of, unknown_setting
 from .values import convert
 from .vocabulary import Flags
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..build.constructor import signature_of
+from ..build.arguments import signature_of
 from ..build.vocabulary import Kind, kind_of, plain
 from ..errors import SpecError
 from ..naming.subject import Subject

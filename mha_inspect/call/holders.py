@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 from torch import Tensor
 
-from ..build.constructor import signature_of
+from ..build.arguments import signature_of
 from ..build.importing import in_one_line
 from ..errors import InputError
 from ..text import shown

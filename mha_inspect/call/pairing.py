@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..build.constructor import signature_of
+from ..build.arguments import signature_of
 from ..build.target import Target
 from ..build.vocabulary import Kind, kind_of
 from ..errors import InputError, SpecError

@@ -173,7 +173,7 @@ SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "
                 "hidden_size": "24",
                 "num_heads": "3",
                 "intermediate_size": "17",
-                "fullatt_block_indexes": "0",
+                "fullatt_block_indexes": "[0]",
             },
             {"hidden_states": (48, 1176), "grid_thw": (3, 3)},
         ),

@@ -5,7 +5,6 @@ Only what is needed, or was asked for, is passed; the rest stays as the target's
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import typing
@@ -23,7 +22,6 @@ from .vocabulary import ALIASES, Flags, dashed, flag_of, named_for
 _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
-_UNTOLD = Parameter.empty
 _TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
 
 
@@ -40,8 +38,10 @@ class Arguments:
     """Every name that --set could give."""
     used: set[str] = field(default_factory=set)
     """The flags that were passed."""
-    guessed: bool = False
-    """Whether a config is of a class that only its file suggests."""
+
+    def take(self, key: str, value: Any, origin: str) -> None:
+        """Note the value of an argument, and where it came from."""
+        self.values[key], self.origins[key] = value, origin
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call the constructor."""
@@ -94,7 +94,7 @@ class FlagConfig(dict[str, Any]):
 
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """The parameters of a class or a function, annotations resolved as far as they can be."""
+    """Return the parameters of a class or a function, annotations resolved as far as they can be."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -116,7 +116,7 @@ def bind(
     *,
     guess: bool = True,
 ) -> Arguments:
-    """The arguments for a call of `function`.
+    """Return the arguments for a call of `function`.
 
     With `guess` a config of no known type is of the only class for it that the target's file defines.
 
@@ -128,16 +128,16 @@ def bind(
     bound = Arguments(names=list(plain))
     for key, text in settings.items():
         if key in plain:
-            bound.values[key] = convert(key, text, _annotation(plain[key]), plain[key].default, namespace)
-            bound.origins[key] = "--set"
+            bound.take(key, convert(key, text, _annotation(plain[key]), plain[key].default, namespace), "--set")
         else:
             bound.left[key] = text
     _pass_flags(plain, bound, flags)
-    _pass_configs(plain, bound, flags, namespace, guess=guess)
+    for key, parameter in plain.items():
+        if key not in bound.values:
+            _pass_config(parameter, _config_class(parameter, namespace, guess=guess), bound, flags, namespace)
     if open_ended:
         for key in [key for key in bound.left if key.isidentifier()]:
-            bound.values[key] = convert(key, bound.left.pop(key), _UNTOLD, _UNTOLD, namespace)
-            bound.origins[key] = "--set"
+            bound.take(key, convert(key, bound.left.pop(key), Any, Parameter.empty, namespace), "--set")
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
     if missing:
         raise SpecError(_missing(name, missing, bound))
@@ -145,9 +145,9 @@ def bind(
 
 
 def _annotation(parameter: Parameter) -> Any:
-    """What an argument is: by its annotation, or by its name where that is one of a size."""
-    untold = parameter.annotation is Parameter.empty and parameter.default is Parameter.empty
-    return int if untold and flag_of(parameter.name) in _SIZES else parameter.annotation
+    """Return what an argument is: by its annotation, or by its name where that is one of a size."""
+    unsaid = parameter.annotation is Parameter.empty and parameter.default is Parameter.empty
+    return int if unsaid and flag_of(parameter.name) in _SIZES else parameter.annotation
 
 
 def _missing(name: str, missing: list[str], bound: Arguments) -> str:
@@ -165,60 +165,55 @@ def _missing(name: str, missing: list[str], bound: Arguments) -> str:
 
 
 def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
-    """Flags for what is required, and flags that were given under the most telling name that there is."""
+    """Pass flags for what is required, and flags that were given under the most telling name that there is."""
     for flag in ALIASES:
         matching = named_for(flag, plain)
         # What --set says of one name goes for the others: d_in and d_out are one width.
-        said = any(bound.origins.get(n) == "--set" for n in matching)
-        value = next(bound.values[n] for n in matching if n in bound.values) if said else flags.value(flag)
+        said = [bound.values[n] for n in matching if n in bound.values]
+        value = said[0] if said else flags.value(flag)
         needed = [n for n in matching if plain[n].default is Parameter.empty and n not in bound.values]
         if flag in flags.given and flag != "seq_len" and matching:
             bound.used.add(flag)
-            if not needed and bound.values.keys().isdisjoint(matching):
-                needed = matching[:1]
+            needed = needed if needed or said else matching[:1]
         if value is not None:
-            bound.values |= dict.fromkeys(needed, value)
-            bound.origins |= dict.fromkeys(needed, dashed(flag))
+            for key in needed:
+                bound.take(key, value, dashed(flag))
 
 
-def _pass_configs(
-    plain: Mapping[str, Parameter], bound: Arguments, flags: Flags, namespace: Mapping[str, Any], *, guess: bool
+def _pass_config(
+    parameter: Parameter, kind: type | None, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]
 ) -> None:
-    """A config object where one is required: of its annotated class, of the one that its file has, or of flags."""
-    for name, parameter in plain.items():
-        own = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
-        others = {key: text for key, text in bound.left.items() if "." not in key}
-        still = others
-        kind = None if name in bound.values else _config_class(name, parameter, namespace, guess=guess)
-        bound.guessed = bound.guessed or (kind is not None and kind is not parameter.annotation)
-        needed = parameter.default is Parameter.empty
-        if name in bound.values:
-            if own:
-                bound.values[name] = _changed(name, bound.values[name], own, namespace)
-        elif kind is not None and (needed or own):
-            inner = bind(kind, {**others, **own}, flags, namespace, kind.__name__)
-            strange = [key for key in own if key in inner.left]
-            if strange:
-                raise SpecError(unknown_setting(f"{name}.{strange[0]}", [f"{name}.{n}" for n in inner.names], name))
-            bound.values[name], still = inner.call(kind), inner.left
-            bound.names += [f"{name}.{n}" for n in inner.names]
-            bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
-            bound.used |= inner.used
-        elif kind is None and needed and (name.casefold() in _CONFIG_NAMES or _is_config_name(name)):
-            untold = {**others, **own}
-            given = {key: convert(key, text, _UNTOLD, _UNTOLD, namespace) for key, text in untold.items()}
-            bound.values[name], still = FlagConfig(name, given, flags, bound), {}
-        passed = {key for key in others if key not in still} | {f"{name}.{key}" for key in own if name in bound.values}
-        bound.left = {key: text for key, text in bound.left.items() if key not in passed}
+    """Pass a config object where one is required: of its class, or of --set and flags where its class is unknown."""
+    name = parameter.name
+    its = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
+    settings = {key: text for key, text in bound.left.items() if "." not in key} | its
+    needed = parameter.default is Parameter.empty
+    left: Mapping[str, str] = {}
+    if kind is not None and (needed or its):
+        inner = bind(kind, settings, flags, namespace, kind.__name__)
+        left = inner.left
+        strange = next((key for key in its if key in left), None)
+        if strange is not None:
+            raise SpecError(unknown_setting(f"{name}.{strange}", [f"{name}.{n}" for n in inner.names], name))
+        bound.values[name] = inner.call(kind)
+        bound.names += [f"{name}.{n}" for n in inner.names]
+        bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
+        bound.used |= inner.used
+    elif kind is None and needed and (name.casefold() in _CONFIG_NAMES or _is_config_name(name)):
+        given = {key: convert(key, text, Any, Parameter.empty, namespace) for key, text in settings.items()}
+        bound.values[name] = FlagConfig(name, given, flags, bound)
+    else:
+        return
+    passed = {*settings} - {*left}
+    bound.left = {key: text for key, text in bound.left.items() if key.removeprefix(f"{name}.") not in passed}
 
 
-def _config_class(name: str, parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
-    """The class of a config: annotated, or the only one that the target's file defines for it."""
+def _config_class(parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
+    """Return the class of a config: annotated, or the only one that the target's file defines for it; None for none."""
     kind = parameter.annotation
-    if kind is not Parameter.empty and isinstance(kind, type) and kind.__module__ != "builtins":
-        torch_like = kind.__module__.split(".")[0] in ("torch", "typing", "collections", "enum", "pathlib", "numpy")
-        return None if torch_like or not (dataclasses.is_dataclass(kind) or _is_config_name(kind.__name__)) else kind
-    if kind is not Parameter.empty or name.casefold() not in _CONFIG_NAMES or not guess:
+    if isinstance(kind, type) and kind is not Parameter.empty and kind.__module__ != "builtins":
+        return kind if dataclasses.is_dataclass(kind) or _is_config_name(kind.__name__) else None
+    if kind is not Parameter.empty or parameter.name.casefold() not in _CONFIG_NAMES or not guess:
         return None
     here = [value for value in namespace.values() if isinstance(value, type) and _is_config_name(value.__name__)]
     here = [value for value in here if value.__module__ == namespace.get("__name__")]
@@ -229,25 +224,7 @@ def _is_config_name(name: str) -> bool:
     return name.casefold().endswith(_CONFIG_ENDINGS)
 
 
-def _changed(name: str, config: Any, changes: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:
-    """A copy of a config with some of its settings changed."""
-    known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-    values = {}
-    for key, text in changes.items():
-        if key not in known:
-            raise SpecError(unknown_setting(f"{name}.{key}", [f"{name}.{n}" for n in known], name))
-        values[key] = convert(f"{name}.{key}", text, Parameter.empty, known[key], namespace)
-    if isinstance(config, Mapping):
-        return type(config)({**known, **values})  # type: ignore[call-arg]  # any kind that can be made from a dict
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.replace(config, **values)
-    changed = copy.copy(config)
-    for key, value in values.items():
-        setattr(changed, key, value)
-    return changed
-
-
 def unknown_setting(key: str, names: list[str], owner: str) -> str:
-    """The message for a --set that nothing takes."""
+    """Return the message for a --set that nothing takes."""
     listed = first_few(names, 12) or "none"
     return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"
