@@ -91,7 +91,6 @@ def compare_heads(
     heads: Sequence[int],
     layer: str | Callable[..., nn.Module] = "torch",
     *args: Any,
-    pairwise: bool = False,
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
@@ -114,7 +113,6 @@ def compare_heads(
         heads: head counts.
         layer: a layer by its name, a class or a function.
         *args: for the forward of what a class or a function returns.
-        pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned.
         focus: whether to measure what each head looks at; with steps before training and after it.
@@ -127,7 +125,7 @@ def compare_heads(
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
         DoesNotFitError: it needs more memory than there is.
     """
-    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps, "focus": focus, "time": time}
+    asked: dict[str, Any] = {"gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
     from .build.room import Room
     from .call.head_counts import counts_of, layers_by_name, modules_with_heads

@@ -26,7 +26,7 @@ LINES = {
     "trace shared": "trace --layer grouped-query --embed-dim 24 --num-heads 6 --num-kv-heads 2 --rope",
     "params": "params --embed-dim 22 --num-heads 2 --stats --values --per-head",
     "params columns": "params --embed-dim 22 --num-heads 1,2,11",
-    "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11 --pairwise",
+    "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11",
     "compare-heads one key": "compare-heads --embed-dim 22 --heads 1,2 --key-len 1",
 }
 

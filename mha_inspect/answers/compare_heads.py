@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from math import log
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import SpecError
 from ..measure.stage_difference import compare_stage
@@ -23,7 +22,7 @@ from ..naming.stages import STAGES
 from ..naming.subject import Subject
 from ..record.rounding import distances, judge, size_of
 from ..reports.common import Verdict
-from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadPair, HeadsFocus, HeadTime, StageFlops, Timing
+from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
 from ..text import percent, plural, times
 from .equalities import Equalities, masked_note
 from .focus import compare_focus, focus_of_look
@@ -39,7 +38,6 @@ _GIVEN = ("query", "key", "value")
 def compare_heads(
     counted: Sequence[tuple[int, Subject]],
     *,
-    pairwise: bool = False,
     gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
@@ -53,7 +51,6 @@ def compare_heads(
 
     Args:
         counted: head counts, and a module for each, with the same input.
-        pairwise: whether every pair is compared as well.
         gradients: whether the gradient of every parameter is compared.
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
         focus: whether to measure what each head looks at, before training and after it.
@@ -121,7 +118,6 @@ def compare_heads(
             *answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
             *unlike_dot(baseline.nearest.run),
         ),
-        pairs=_pairs(outputs, baseline.output_floor) if pairwise else None,
         gradients=compare_gradients(learners, cause) if gradients else None,
         training=training,
         focus=compare_focus(seen) if focus else None,
@@ -204,15 +200,6 @@ def _row(run: HeadRun, baseline: HeadRun, carried: Carried, size: float) -> Head
         first_differing_stage=None,
         reason="The baseline.",
     )
-
-
-def _pairs(outputs: Sequence[tuple[int, Tensor]], noise_floor: float) -> tuple[HeadPair, ...]:
-    """Every head count against every other."""
-    pairs = []
-    for (one, left), (other, right) in combinations(outputs, 2):
-        largest, relative = distances(left, right)
-        pairs.append(HeadPair(one, other, largest, relative, *judge(largest, noise_floor)))
-    return tuple(pairs)
 
 
 def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:

@@ -22,9 +22,8 @@ from ..measure.statistics import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
 from ..naming.subject import Run, Subject
-from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport, PerHeadProof
+from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport
 from ..text import first_few, listed
-from .head_proof import prove
 from .run_report import environment_of, layer_of
 
 INPUTS = InputSpec(batch=2, seq_len=5)
@@ -34,8 +33,8 @@ _AXES = {
     nn.Embedding: {"weight": "num_embeddings embedding_dim"},
 }
 """What the axes of parameters are that belong to no attention, by the kind of module."""
-_Known = tuple[dict[str, ParameterRole], PerHeadProof | None]
-"""The roles of a module's parameters, those that are known, and the proof where it was asked for."""
+Roles = dict[str, ParameterRole]
+"""The roles of a module's parameters, those that are known, by name."""
 _NO_ATTENTION = "No attention was found in the forward: it tells what reads the parameters."
 
 
@@ -54,7 +53,7 @@ def params(
         own: is run once and recorded: what the parameters are for is read off that, and which rows and columns belong
             to which head. The run leaves buffers and generators as they were.
         show: whether statistics and values are shown.
-        per_head: whether to show each head's rows and columns, and to prove them by running.
+        per_head: whether to show each head's rows and columns.
         norms: whether to measure each head's part of each matrix.
         beside: the same under other head counts, to be set side by side.
         called: whether the arguments are those of a call. Without one it is said what the kind of module tells.
@@ -66,13 +65,11 @@ def params(
     for name, parameter in own.module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
-    seen = _seen(own, per_head, bool(beside)) if called else None
-    roles, proof = _known(own, seen, per_head)
+    seen = _seen(own, bool(beside)) if called else None
+    roles = _known(own, seen)
     columns, changes = None, ""
     if seen and beside:
-        columns, changes = side_by_side(
-            [_counted(own, seen), *(_counted(one, _seen(one, False, True)) for one in beside)]
-        )
+        columns, changes = side_by_side([_counted(own, seen), *(_counted(one, _seen(one, True)) for one in beside)])
     no_attention = seen is not None and not seen.attentions
     show = Show() if show is None else show
     rows = _parameters(own.module, roles, show, per_head)
@@ -83,7 +80,6 @@ def params(
         layer=layer_of(own),
         parameters=rows,
         total=ParametersTotal(sum(row.numel for row in rows), sum(row.nbytes for row in rows), *_formula(own)),
-        per_head_proof=proof,
         side_by_side=columns,
         changes=changes,
         notes=(*found, *show.without_numbers(environment.device)),
@@ -93,60 +89,51 @@ def params(
     )
 
 
-def _seen(own: Subject, per_head: bool, one_of_several: bool = False) -> Run:
-    """Run the module, which leaves no trace; where heads are to be proved, without dropout, which would change them.
+def _seen(own: Subject, one_of_several: bool = False) -> Run:
+    """Run the module, which leaves no trace.
 
     Raises `TargetFailedError` where the forward of a target raises.
     """
     with torch.no_grad(), own.replaying(own.state()):
-        for part in own.module.modules() if per_head else ():
-            part.training = False
         built = ", ".join(f"{name} {value}" for name, value in own.made_with.items()) if one_of_several else ""
         with explaining(own, f" with {built}" if built else ""):
             # Kept for tables of indices: which features they pick is a matter of their numbers.
             return own.recorded(keep=True)
 
 
-def _known(own: Subject, seen: Run | None, per_head: bool) -> _Known:
-    """What a run shows, and where it says less, what the kinds of the module's parts tell."""
+def _known(own: Subject, seen: Run | None) -> Roles:
+    """Return what a run shows, and where it says less, what the kinds of the module's parts tell."""
     if seen is None:
-        return _by_kind(own.module, per_head)
-    shown, proof = _read_off(own, seen, per_head)
+        return _by_kind(own.module)
+    shown = dict(roles_of(seen))
     if isinstance(own, Layer):
-        return shown, proof
-    roles, _ = _by_kind(own.module, False)
-    roles |= {name: replace(role, axes=role.axes or roles.get(name, role).axes) for name, role in shown.items()}
-    return roles, proof
+        return shown
+    roles = _by_kind(own.module)
+    return roles | {name: replace(role, axes=role.axes or roles.get(name, role).axes) for name, role in shown.items()}
 
 
-def _read_off(own: Subject, seen: Run, per_head: bool) -> _Known:
-    return dict(roles_of(seen)), prove(own, seen) if per_head else None
-
-
-def _by_kind(module: nn.Module, per_head: bool) -> _Known:
-    """What the kinds of a module's parts tell: torch's attention layers are each run by themselves, to be read off."""
-    table: dict[str, ParameterRole] = {}
-    proof = None
+def _by_kind(module: nn.Module) -> Roles:
+    """Return what the kinds of a module's parts tell: torch's attention layers are each run alone, to be read off."""
+    table: Roles = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(part, nn.MultiheadAttention) and type(part).forward is nn.MultiheadAttention.forward:
-            roles, own_proof = _of_torchs_layer(part, per_head and part is module)
-            proof = proof or own_proof
+            roles = _of_torchs_layer(part)
         else:
             axes_of = next((axes for kind, axes in _AXES.items() if isinstance(part, kind)), {})
             roles = {name: ParameterRole(axes, "") for name, axes in axes_of.items()}
         for name, role in roles.items():
             # named_modules goes from the outside in: what an attention layer says of its Linear stands.
             table.setdefault(prefix + name, role)
-    return table, proof
+    return table
 
 
-def _of_torchs_layer(module: nn.MultiheadAttention, per_head: bool) -> _Known:
+def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
     """Read off a run of torch's own layer, whose arguments are known; nothing in a dtype that none is drawn in."""
     if _dtype(module.out_proj.weight) != torch_mha.spec_of(module).dtype:
-        return {}, None
+        return {}
     own = make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module)
-    return _read_off(own, _seen(own, per_head), per_head)
+    return dict(roles_of(_seen(own)))
 
 
 def _formula(own: Subject) -> tuple[str, int | None]:

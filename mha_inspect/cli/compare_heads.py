@@ -40,7 +40,6 @@ def compare_heads(
         metavar="N,N,...",
         show_default="those of 1,2,4,8,16 that divide embed_dim",
     ),
-    pairwise: bool = option(PANEL, "Compare every pair as well.", False),
     gradients: bool = option(PANEL, "Compare the gradient of every parameter, with the same loss.", False),
     steps: int | None = size(PANEL, "Train each head count for N steps on the same task, and compare the weights."),
     focus: bool = option(PANEL, "Measure what each head looks at; with --steps before training and after it.", False),
@@ -56,7 +55,7 @@ def compare_heads(
     """
     if steps is not None:
         require_steps(steps)
-    asked: dict[str, Any] = {"pairwise": pairwise, "gradients": gradients, "steps": steps or 0}
+    asked: dict[str, Any] = {"gradients": gradients, "steps": steps or 0}
     asked |= {"focus": focus, "time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
     picture = is_wanted(picture)

@@ -32,7 +32,7 @@ PANEL = "Params"
 def params(
     options: Options,
     target: str | None = TARGET,
-    per_head: bool = option(PANEL, "Show the rows and columns of each head, found or proved by running it.", False),
+    per_head: bool = option(PANEL, "Show the rows and columns of each head, read off a run of it.", False),
     picture: bool = option(PANEL, "Draw how large each head's part of W_q, W_k, W_v and W_o is.", False, envvar=""),
     like: str | None = option(
         PANEL,

@@ -13,7 +13,6 @@ from ..reports.compare_heads import (
     Gradients,
     HeadCount,
     HeadGradients,
-    HeadPair,
     HeadsFocus,
     HeadTime,
     Timing,
@@ -45,8 +44,6 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield section("why", facts(*reasons))
     if report.equalities:
         yield section("where outputs must be equal", *map(Paragraph, report.equalities))
-    if report.pairs is not None:
-        yield section("every pair", _pairs(report.pairs))
     yield from _learning(report)
     yield answered(report.answer)
     ways = {
@@ -94,15 +91,6 @@ def _counts(report: CompareHeadsReport) -> Table:
             "relative difference", (0, 2), is_baseline=lambda count: bool(count.num_heads == report.baseline)
         ),
         (Column("first differing stage", drop=5, optional=True), lambda count: count.first_differing_stage or ""),
-    )
-
-
-def _pairs(pairs: tuple[HeadPair, ...]) -> Table:
-    return table(
-        pairs,
-        (Column("num_heads", "right", "strong"), lambda pair: pair.left),
-        (Column("against", "right", "strong"), lambda pair: pair.right),
-        *difference_columns("relative difference", (0, 1)),
     )
 
 

@@ -15,11 +15,10 @@ from ..reports.params import (
     Parameter,
     ParametersTotal,
     ParamsReport,
-    PerHeadProof,
     StoredAttention,
 )
 from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
-from .parts import VERDICT_TONES, contents, grouped, layer_page, notes, shape_cell, statistics
+from .parts import contents, grouped, layer_page, notes, shape_cell, statistics
 
 
 def params_page(report: ParamsReport) -> Page:
@@ -47,8 +46,6 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     )
     if any(p.heads is not None for p in parameters):
         yield _per_head(parameters)
-    if report.per_head_proof is not None:
-        yield section("", _proof(report.per_head_proof))
     changes = [facts(("what changes", report.changes))] if report.changes else []
     if report.side_by_side is not None:
         yield section("by head count", _side_by_side(report.side_by_side), *changes)
@@ -208,16 +205,6 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
         return text.span((begin, begin + width))
     ends = [f"{step}h+{offset}" if offset else f"{step}h" for offset in dict.fromkeys((begin, begin + width - 1))]
     return " to ".join(ends)
-
-
-def _proof(proof: PerHeadProof) -> Facts:
-    """Say how far apart they are where that is more than rounding, whose digits are others on each machine."""
-    if proof.verdict == "same":
-        return facts(("same", proof.sentence), tone=VERDICT_TONES["same"])
-    measured = f"largest difference {text.small(proof.max_abs_difference)}"
-    floor = f"rounding error {text.small(proof.noise_floor)} (measured against float64)"
-    tone = "bad" if proof.verdict == "differs" else VERDICT_TONES[proof.verdict]
-    return facts((proof.verdict, f"{proof.sentence.rstrip('.')}: {measured}, {floor}"), tone=tone)
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:

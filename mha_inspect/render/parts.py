@@ -11,10 +11,10 @@ from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Stats, Val
 from .page import Block, Cell, Column, Field, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
 
 if TYPE_CHECKING:
-    from ..reports.compare_heads import HeadCount, HeadPair
+    from ..reports.compare_heads import HeadCount
     from ..reports.diff import OutputDifference, StageRow
 
-    Measured = HeadCount | HeadPair | OutputDifference | StageRow
+    Measured = HeadCount | OutputDifference | StageRow
 
 T = TypeVar("T")
 

@@ -35,18 +35,6 @@ class HeadCount:
 
 
 @dataclass(frozen=True)
-class HeadPair:
-    """Two head counts against each other."""
-
-    left: int
-    right: int
-    max_abs_difference: float
-    relative_difference: float
-    times_noise: float
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
 class PartGradient:
     """The gradient of one matrix or bias under one head count, against the baseline's."""
 
@@ -233,8 +221,6 @@ class CompareHeadsReport:
     """Where outputs must be equal, and why: one key, the first position under a causal mask, keys all the same."""
     answer: tuple[str, ...]
     """The answer in two plain sentences."""
-    pairs: tuple[HeadPair, ...] | None = None
-    """Every pair, when asked for."""
     gradients: Gradients | None = None
     """The gradient of every parameter, when asked for."""
     training: Training | None = None

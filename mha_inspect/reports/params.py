@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from .common import Environment, LayerInfo, Stats, Values
 
@@ -62,16 +61,6 @@ class ParametersTotal:
     """`4E² + 4E`, with E the embed_dim; empty for a module that was brought along."""
     formula_numel: int | None
     """What the formula gives; equal to numel, or one of the two is wrong."""
-
-
-@dataclass(frozen=True)
-class PerHeadProof:
-    """One big projection then split, against one small matrix per head, run on the same input."""
-
-    max_abs_difference: float
-    noise_floor: float
-    verdict: Literal["same", "differs", "inconclusive"]
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,6 @@ class ParamsReport:
     layer: LayerInfo
     parameters: tuple[Parameter, ...]
     total: ParametersTotal
-    per_head_proof: PerHeadProof | None = None
     side_by_side: tuple[HeadCountColumn, ...] | None = None
     """One a head count, when several were asked for."""
     changes: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 
 import numpy as np
@@ -43,7 +42,7 @@ def changed_layer(monkeypatch: pytest.MonkeyPatch, change) -> None:
 
 
 def test_differences_are_those_of_torchs_layer_run_by_hand():
-    report = compare_heads((2, 5, 15), **SIZES, pairwise=True)
+    report = compare_heads((2, 5, 15), **SIZES)
     outputs = {heads: by_hand(heads).double() for heads in (2, 5, 15)}
     for count in report.counts[1:]:
         apart = outputs[count.num_heads] - outputs[2]
@@ -51,10 +50,6 @@ def test_differences_are_those_of_torchs_layer_run_by_hand():
         assert count.relative_difference == pytest.approx((apart.norm() / outputs[2].norm()).item(), rel=1e-6)
         assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
         assert count.times_noise == pytest.approx(count.max_abs_difference / count.noise_floor)
-    assert [(pair.left, pair.right) for pair in report.pairs] == list(itertools.combinations((2, 5, 15), 2))
-    for pair in report.pairs:
-        apart = (outputs[pair.left] - outputs[pair.right]).abs().max().item()
-        assert pair.max_abs_difference == pytest.approx(apart, rel=1e-6)
     assert report.verdict == "differs"
     assert report.baseline == 2
     assert report.counts[0].reason == "The baseline."

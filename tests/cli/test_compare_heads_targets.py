@@ -134,7 +134,7 @@ def report_of(invoke, target: str, *line: str) -> dict:
 
 def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
     """The oracle: the same class with the same weights and its number of heads changed from outside."""
-    data = report_of(invoke, f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2,11", "--pairwise")
+    data = report_of(invoke, f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2,11")
     namespace: dict = {}
     exec(CODE, namespace)
     torch.manual_seed(0)
@@ -155,9 +155,6 @@ def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
         assert (row["head_dim"], row["same_parameters"]) == (22 // count, True)
     assert [rows[count]["first_differing_stage"] for count in rows] == [None, "scores", "scores"]
     assert (data["verdict"], data["baseline"]) == ("differs", 1)
-    last = data["pairs"][-1]
-    assert (last["left"], last["right"]) == (2, 11)
-    assert last["max_abs_difference"] == pytest.approx(float((outputs[2] - outputs[11]).abs().max()), rel=1e-4)
 
 
 def test_one_key_makes_all_the_same(invoke, mine):

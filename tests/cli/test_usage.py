@@ -18,7 +18,7 @@ import pytest
         ("compare-heads --fail-if differ", ["--fail-if differ", "Did you mean differs?"]),
         ("--versoin", ["Did you mean --version?"]),
         ("--embed-dim 3 trace", ["--embed-dim stands before the command", "mha-inspect trace --embed-dim"]),
-        ("trace --pairwise", ["no option --pairwise", "mha-inspect compare-heads"]),
+        ("trace --gradients", ["no option --gradients", "mha-inspect compare-heads"]),
         ("trace --embed-dim abc", ["--embed-dim abc is not a whole number", "512"]),
         ("trace --dropout abc", ["--dropout abc is not a number"]),
         ("trace --embed-dim", ["--embed-dim was given without a value"]),

@@ -14,7 +14,6 @@ from mha_inspect.reports.compare_heads import (
     HeadCount,
     HeadFocus,
     HeadGradients,
-    HeadPair,
     HeadsFocus,
     HeadTime,
     HeadTraining,
@@ -24,14 +23,7 @@ from mha_inspect.reports.compare_heads import (
     Timing,
     Training,
 )
-from mha_inspect.reports.params import (
-    HeadCountColumn,
-    HeadSlice,
-    Parameter,
-    ParametersTotal,
-    ParamsReport,
-    PerHeadProof,
-)
+from mha_inspect.reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport
 
 from .checkpoint_samples import CHECKPOINT, CHECKPOINT_DIFF
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF, SAME_DIFF
@@ -90,9 +82,6 @@ FULL_PARAMS = replace(
         for p in PARAMS.parameters
     ),
     total=replace(PARAMS.total, formula_numel=1050625),
-    per_head_proof=PerHeadProof(
-        1.19e-07, 2.43e-07, "same", "One projection of 512 rows then split equals 2 matrices of 256 rows, one per head."
-    ),
     side_by_side=tuple(
         HeadCountColumn(
             n,
@@ -149,7 +138,6 @@ ONE_KEY_COMPARE = replace(
     ),
     verdict="inconclusive",
     equalities=("One key: its softmax weight is exactly 1 for every head count, so the outputs must be equal.",),
-    pairs=(HeadPair(1, 2, 1.2e-07, 3.1e-07, 0.5, "same"), HeadPair(2, 4, 0.5, 0.25, math.inf, "differs")),
 )
 
 _PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o")

@@ -125,7 +125,7 @@ def objects(data: Any, path: str = "") -> Iterator[str]:
         yield from objects(data[0], f"{path}.0")
 
 
-OPTIONAL = {"ops", "stats", "values", "heads", "per_head_proof", "side_by_side", "pairs"}
+OPTIONAL = {"ops", "stats", "values", "heads", "side_by_side"}
 OPTIONAL |= {"gradients", "training", "focus"}
 
 
