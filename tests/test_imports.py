@@ -166,7 +166,7 @@ def test_what_answers_without_torch_does_not_import_it() -> None:
 
 def test_no_other_module_knows_torchs_modes_and_rich() -> None:
     modes = {module for module in FILES if any("_python_dispatch" in name for name in imports(module))}
-    assert modes == {"record.site", "record.recorder", "record.xray"}
+    assert modes == {"record.site", "record.recorder"}
     rich = {module for module in FILES if any(inside(name, "rich") for name in imports(module))}
     assert rich == {"render.screen", "render.terminal"}
 

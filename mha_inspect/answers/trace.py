@@ -43,7 +43,7 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             seen,
             own_axes(seen),
             show,
-            kinds=kinds_of(seen, replay),
+            kinds=kinds_of(seen),
             environment=environment_of(own),
             layer=layer_of(own),
             masked=_masked_rows(own, before, seen, replay, keep),
@@ -60,7 +60,7 @@ def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
     """
     replay = Replay(seen.recording, {})
     environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
-    kinds = kinds_of(seen, replay)
+    kinds = kinds_of(seen)
     made = report(seen, own_axes(seen), Show(), environment=environment, layer=layer, kinds=kinds)
     made = replace(made, notes=(*made.notes, *mask_notes(seen, replay)))
     return made if failed is None else replace(made, attentions=made.attentions[: failed[1]], failure=failed[0])

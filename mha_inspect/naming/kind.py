@@ -1,8 +1,6 @@
 """What kind of attention one is, from evidence: self or cross, causal, grouped.
 
-Self is where query and key are of one tensor. Causal is where the mask bars every key behind the query's own position
-and not the position itself, and some of these keys for no other reason: a key that is barred to every query is padding.
-That is looked up in the mask's content, which is computed again. Keys that the layer appends have no position.
+Self is where query and key are of one tensor. Causal is where no query gives weight to a key behind its own position.
 """
 
 from __future__ import annotations
@@ -12,28 +10,26 @@ from itertools import takewhile
 import torch
 
 from ..graph.attention import Attention
-from ..graph.evaluate import CannotReplayError, Replay, takes_shape_only
+from ..graph.evaluate import CannotReplayError, Replay
 from ..graph.walk import inside
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from .axes import AxisNames
-from .pattern import dims_of
 from .subject import Run
+from .visibility import is_causal_attention, masks_of
 
 _BARRED = -1e4
 """A mask that adds this or less leaves no weight, in any dtype."""
 _LARGEST = 1 << 24
-"""Elements of a mask up to which its content is looked at. Of a larger one it counts that a triangle was cut out."""
+"""Elements of a mask up to which its content is looked at."""
 _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: Run, replay: Replay) -> list[tuple[str, ...]]:
-    """Return the kind of each attention of a run, in order; `replay` computes its masks again."""
-    known: dict[tuple[object, ...], bool | None] = {}
+def kinds_of(seen: Run) -> list[tuple[str, ...]]:
+    """Return the kind of each attention of a run, in order."""
     kinds = []
     for found, names in seen.attentions:
-        causal = "causal" if _is_causal(seen, found, names, replay, known) else ""
+        causal = "causal" if is_causal_attention(seen.graph, found, names) else ""
         grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
         kinds.append(tuple(word for word in (_source(seen, found), causal, grouped) if word))
     return kinds
@@ -43,7 +39,7 @@ def mask_notes(seen: Run, replay: Replay) -> tuple[str, ...]:
     """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
     for found, _ in seen.attentions:
         for op in found.masks:
-            masks = [] if op.does("fills") else _masks_of(seen, found, op)
+            masks = [] if op.does("fills") else masks_of(seen.graph, found, op)
             if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
                 try:
                     value = replay.value(masks[0])
@@ -116,135 +112,18 @@ def _is_one(left: TensorRef, right: TensorRef) -> bool:
     )
 
 
-def _is_causal(
-    seen: Run, found: Attention, names: AxisNames, replay: Replay, known: dict[tuple[object, ...], bool | None]
-) -> bool:
-    queries, keys = names.lengths
-    given = _given_keys(found, names)
-    if queries < 2 or keys < 2 or not found.masks:
-        return False
-    shifts = _shifts(seen, found, names, replay)
-    for op in found.masks:
-        made_of = tuple(t.id for t in op.inputs if not _is_scores(seen, t, found))
-        sign = (op.base_name, made_of, queries, keys, given, shifts)
-        if sign not in known:
-            known[sign] = _bars_the_future(seen, op, found, names, replay, shifts)
-        if known[sign]:
-            return True
-    return False
-
-
-def _given_keys(found: Attention, names: AxisNames) -> int | None:
-    """How many keys come in; None where the recording does not show it."""
-    if "key" not in found.stages:
-        return None
-    axes = dims_of(names.of_stage("key"))
-    return found.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
-
-
-def _is_scores(seen: Run, tensor: TensorRef, found: Attention) -> bool:
-    """Whether a tensor is the product of scores, scaled, moved or masked at most."""
-    product = found.score_product.op.output
-
-    mixing = {mixing.op.index for mixing in found.mixed_scores}
-
-    def through(op: Op) -> bool:
-        return (seen.graph.carries(op) and not takes_shape_only(op)) or op.index in mixing
-
-    return any(step.tensor.id == product.id for step in seen.graph.back(tensor, through))
-
-
-def _shifts(seen: Run, found: Attention, names: AxisNames, replay: Replay) -> tuple[int, ...]:
-    """Return at which keys the first query's own position may be.
-
-    Queries and keys begin together; where there are more keys, as with a cache, they end together as well. A
-    window may see others before it: the first has none, and keys that are barred to all of its queries stand for them.
-    """
-    queries, keys = names.lengths
-    if keys <= queries or names.num_windows == 1:
-        return tuple({0, max(keys - queries, 0)})
-    barred = [one for op in found.masks if (one := barred_by(seen, found, op, replay)) is not None and one.dim() > 1]
-    first = [one[(0,) * (one.dim() - 2)] for one in barred if not one.is_meta and one.shape[-1] == keys]
-    if not first:
-        return ()
-    to_all = torch.stack([one.expand(queries, keys) for one in first if one.shape[0] in (1, queries)]).any(0).all(0)
-    return (int(to_all.long().cumprod(0).sum()),)
-
-
-def _bars_the_future(
-    seen: Run, op: Op, found: Attention, names: AxisNames, replay: Replay, shifts: tuple[int, ...]
-) -> bool | None:
-    """Whether this operation bars every key behind the query's position; None where its mask is not known."""
-    masks = _masks_of(seen, found, op)
-    large = any(tensor.numel > _LARGEST for tensor in masks)
-    barred = None if large else barred_by(seen, found, op, replay)
-    if large or (barred is not None and barred.is_meta):
-        # Without content there is only the operation that cuts a triangle out.
-        return any(_is_cut(seen, tensor) for tensor in masks)
-    if barred is None or barred.dim() < 2:
-        return None
-    if _keys_before_queries(seen, op, found):
-        barred = barred.transpose(-1, -2)
-    (queries, keys), given = names.lengths, _given_keys(found, names)
-    if tuple(barred.shape[-2:]) != (queries, keys):
-        return None
-    if given is not None and given < keys and not bool(barred[..., given:].any()):
-        barred = barred[..., :given]
-    return any(_is_triangle(barred, shift) for shift in shifts)
-
-
-def _keys_before_queries(seen: Run, op: Op, found: Attention) -> bool:
-    """Whether the last dimension of what an operation masks is the queries."""
-    dimensions = seen.graph.dimensions
-    axes = found.score_product.axes(dimensions)
-    queries = set(axes.columns if found.key_first else axes.rows)
-    masked = dimensions.of(op.output)
-    return bool(queries & set(masked[-1])) and not queries & set(masked[-2])
-
-
-def _is_cut(seen: Run, tensor: TensorRef) -> bool:
-    """Whether a tensor was made with a triangle."""
-    queue = [tensor]
-    looked_at: set[int] = set()
-    while queue and len(looked_at) < _FAR:
-        op = seen.recording.producer(queue.pop())
-        if op is None or op.index in looked_at:
-            continue
-        if op.base_name.startswith(("tril", "triu")):
-            return True
-        looked_at.add(op.index)
-        queue += op.inputs
-    return False
-
-
-def _is_triangle(barred: torch.Tensor, shift: int) -> bool:
-    """Whether all behind the diagonal is barred, not every key of it to every query, and the diagonal itself is not."""
-    open_to_some = ~barred.all(dim=-2)
-    if not bool(open_to_some[..., max(0, 1 + shift) :].any()):
-        return False
-    looks_ahead = bool((~barred).triu_(1 + shift).any())
-    return not looks_ahead and not bool(barred.diagonal(offset=shift, dim1=-2, dim2=-1).all())
-
-
 def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:
     """Return where one of an attention's masks leaves no weight, in its own layout.
 
     None where that is not known, or too much to look at.
     """
-    masks = _masks_of(seen, found, op)
+    masks = masks_of(seen.graph, found, op)
     if any(mask.numel > _LARGEST for mask in masks):
         return None
     try:
         return _barred(seen, op, masks, replay)
     except CannotReplayError:
         return None
-
-
-def _masks_of(seen: Run, found: Attention, op: Op) -> list[TensorRef]:
-    """Return what an operation that masks scores reads besides them."""
-    if op is found.score_product.op:
-        return [op.inputs[0]]
-    return [tensor for tensor in op.inputs if not _is_scores(seen, tensor, found)]
 
 
 def _barred(seen: Run, op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:

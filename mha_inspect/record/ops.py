@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from .rounding import Rounding
+    from .sight import Sight
 
 from . import catalog
 
@@ -178,6 +179,8 @@ class Recording:
     that a module holds as a buffer or as a plain attribute. Parameters and named inputs are not among them."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)
     """TensorRef id to the torch tensor, for those that were kept."""
+    sights: dict[int, Sight] = field(default_factory=dict, compare=False)
+    """TensorRef id to who sees whom, for what scores became weights by."""
 
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:

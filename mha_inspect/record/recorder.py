@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from threading import get_ident
 from types import FrameType
@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import RecordingError
 from ..text import plural
@@ -25,6 +25,7 @@ from .arguments import tensors_in
 from .ops import RESULT, Kind, Named, Recording, TensorRef
 from .replay import Replay, uncollected
 from .schema import About, about
+from .sight import WEIGHS, sight_of
 from .site import ATTENTION_FORWARD, RUNNING, Block, ModuleCall, Site, put_on, take_off
 from .storage import Hold, Kept, Looker, Outside, hold_whole
 
@@ -168,6 +169,7 @@ class Recorder(TorchDispatchMode):
             notes=_of_compiled(self._compiled),
             constants=self._constants(replay),
             values=replay.release(),
+            sights=replay.sights,
         )
 
     def _constants(self, replay: Replay) -> dict[int, torch.Tensor]:
@@ -223,6 +225,8 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
             given, left = write_down((*values, result), outside, result), None
             made = given.pop()
+        if known.base_name in WEIGHS:
+            made = self._with_sight(known, made, args, result)
         entries = self._entries
         place = len(entries)  # a module that is seen for the first time is told of after its first operation
         site = self._site(self._asking or sys._getframe(1))
@@ -257,9 +261,28 @@ class Recorder(TorchDispatchMode):
         """
         *given, made = self._write_down((*args, *kwargs.values(), result), self._outside, result)
         left = None if written is None else self._write_down(written)
+        if known.base_name in WEIGHS:
+            made = self._with_sight(known, made, args, result)
         entries, place = self._entries, len(self._entries)
         site = self._site(self._asking or sys._getframe(1))
         entries.insert(place, (known, given, tuple(kwargs), made, left, site, self._mark, kind, self._kernel))
+
+    def _with_sight(self, known: About, made: Any, args: Sequence[Any], result: Any) -> Any:
+        """Return the look at weights with what is noted of who sees whom in them."""
+        if not isinstance(made, tuple):
+            return made
+        dim = args[1] if known.base_name.endswith("softmax") else None
+        with self._beside(), suppress(Exception):  # whatever tensors of other kinds may raise
+            sight = sight_of(args[0], result, dim)
+            return (*made, *(None,) * (7 - len(made)), sight)
+        return made
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Run what nobody asked for, unseen by autograd and by the modes around this one."""
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        with torch.no_grad(), torch._C.DisableTorchFunction(), modes:
+            yield
 
     def _look_into(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

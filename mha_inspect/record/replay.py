@@ -14,6 +14,7 @@ from typing import Any
 from .catalog import does
 from .ops import Kind, Named, Op, TensorRef
 from .schema import About
+from .sight import Sight
 from .site import Site, is_in_script, place_of_site
 from .storage import Look
 
@@ -49,6 +50,7 @@ class Replay:
         self.producers: dict[int, int] = {}
         self.scalars: dict[int, float] = {}
         self.values: dict[int, Any] = {}
+        self.sights: dict[int, Sight] = {}
         self._held: dict[int, list[Any]] = {}
         self._storages: dict[int, _Storage] = {}
         self._num_storages = 0
@@ -200,8 +202,10 @@ class Replay:
         if len(look) > 5:
             if look[5] is not None:
                 self.scalars[number] = look[5]
-            if len(look) > 6:
+            if len(look) > 6 and look[6] is not None:
                 self._held[number] = look[6]
+            if len(look) > 7 and look[7] is not None:
+                self.sights[number] = look[7]
         return made
 
     def release(self) -> dict[int, Any]:

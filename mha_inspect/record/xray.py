@@ -7,7 +7,7 @@ computes what it computes without it, bit for bit, gradients and random numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import is_out_of_memory
 from ..text import first_line
@@ -29,6 +28,7 @@ from .recorder import LINK, Recorder
 from .replay import Entry
 from .rounding import max_difference
 from .schema import About, about
+from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
 from .sketch import Sketch, sketched
 from .storage import Hold
@@ -95,13 +95,6 @@ class XRay(Recorder):
             return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
         finally:
             self._asking, self._whole = asking, whole
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run what nobody asked for, unseen by autograd and by the modes around this one."""
-        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-        with torch.no_grad(), torch._C.DisableTorchFunction(), modes:
-            yield
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -200,7 +193,10 @@ class XRay(Recorder):
             except Exception as error:
                 changes["note"] = _not_compared(error)
         if not runs:
-            self._tell_later(call, result, partial(steps, own=asked.with_tensors(self._sketch)), check)
+            sight = None
+            with suppress(Exception):  # whatever its masks may raise: the run goes on
+                sight = sight_of_kernel(whole.without_batch(run) if unbatched else whole)
+            self._tell_later(call, result, partial(steps, own=asked.with_tensors(self._sketch)), check, sight)
         elif check is not None:
             changes |= _checked(check)
         return changes
@@ -230,7 +226,10 @@ class XRay(Recorder):
         else:
             own = [self._sketch(arg) if isinstance(arg, Tensor) else arg for arg in call.args]
             kwargs = call.kwargs  # the call itself would hold its tensors until then
-            self._tell_later(call, result, lambda do: part.steps(do, *own, **kwargs))
+            sight = None
+            if call.known.base_name == "_masked_softmax":
+                sight = sight_of(None, result, -1 if len(call.args) < 3 or call.args[2] is None else call.args[2])
+            self._tell_later(call, result, lambda do: part.steps(do, *own, **kwargs), sight=sight)
         check = partial(check_part, part, call.args, call.kwargs, given, made)
         return {"shapes_only": shapes_only} | (_checked(check) if _is_comparable(given[0]) else {})
 
@@ -266,14 +265,27 @@ class XRay(Recorder):
         return (self._kept is not None and not shapes_only) or given.is_meta
 
     def _tell_later(
-        self, call: _Call, result: Any, steps: Callable[[Do], Sequence[Any]], check: Check | None = None
+        self,
+        call: _Call,
+        result: Any,
+        steps: Callable[[Do], Sequence[Any]],
+        check: Check | None = None,
+        sight: Sight | None = None,
     ) -> None:
-        """Note that a kernel is to be told in steps when the run is over; neither holds a tensor of the run."""
+        """Note that a kernel is to be told in steps when the run is over; none of these holds a tensor of the run."""
         place = len(self._entries)
         self._log(call.known, call.args, call.kwargs, result)
-        self._entries[place] = (partial(self._tell, self._entries[place], steps, check, len(self._kernels) - 1),)
+        told = partial(self._tell, self._entries[place], steps, check, len(self._kernels) - 1, sight)
+        self._entries[place] = (told,)
 
-    def _tell(self, whole: Entry, steps: Callable[[Do], Sequence[Any]], check: Check | None, place: int) -> list[Entry]:
+    def _tell(
+        self,
+        whole: Entry,
+        steps: Callable[[Do], Sequence[Any]],
+        check: Check | None,
+        place: int,
+        sight: Sight | None,
+    ) -> list[Entry]:
         """Return the steps of a kernel; where they fail, the one operation that it is."""
         told: list[Entry] = []
 
@@ -282,6 +294,8 @@ class XRay(Recorder):
             looks = [one.look for one in (result if isinstance(result, list) else [result])]
             values = (*args, *kwargs.values())
             given = [value.look if isinstance(value, Sketch) else self._write_down((value,))[0] for value in values]
+            if sight is not None and about(func).base_name.endswith("softmax"):
+                looks = [(*looks[0], None, None, sight)]
             told.append((about(func), given, tuple(kwargs), looks, None, *whole[5:7], None, whole[8]))
             return result
 

@@ -1,0 +1,154 @@
+"""Who sees whom: read off the weights of a run, whatever masked them, and whether or not tensors were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mha_inspect.naming.subject import Subject
+from mha_inspect.naming.visibility import Visibility, is_causal, sees, visibility
+
+from ..built import trace_module
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 12
+CAUSAL = torch.ones(LENGTH, LENGTH).triu(1).bool()
+LOW = float("-inf")
+X = torch.randn(BATCH, LENGTH, WIDTH)
+
+
+class Attends(nn.Module):
+    """Three heads over `batch seq 12`; `attend` makes the contexts of `batch heads seq 4`."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, seq_first: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attend, self.seq_first = attend, seq_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.seq_first else x
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        made = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return made.transpose(0, 1) if self.seq_first else made
+
+
+def by_hand(masked: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: masked(q @ k.mT).softmax(-1) @ v
+
+
+def fused(**settings: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, **settings)
+
+
+def of(module: nn.Module, x: Tensor = X, *, keep: bool = False) -> Visibility | None:
+    with torch.no_grad():
+        run = Subject(module.eval(), (x,), {}).recorded(keep=keep)
+    ((found, names),) = run.attentions
+    return visibility(run.graph, found, names)
+
+
+def test_sees_any_head_and_no_key_of_a_row_that_is_masked_whole() -> None:
+    scores = torch.randn(BATCH, HEADS, LENGTH, LENGTH).masked_fill(CAUSAL, LOW)
+    scores[1, :, 2] = torch.finfo(scores.dtype).min
+    seen = sees(scores.softmax(-1), scores)
+    assert torch.equal(seen[0], ~CAUSAL)
+    assert not seen[1, 2].any()
+    assert torch.equal(seen[1, 3], ~CAUSAL[3])
+    assert sees(scores.softmax(-1))[1, 2].all()
+    assert not sees(torch.full((1, 1, 2, 2), torch.nan)).any()
+
+
+@pytest.mark.parametrize(
+    ("seen", "causal"),
+    [
+        (~CAUSAL, True),
+        (~CAUSAL.T, False),
+        (torch.ones(5, 5).bool(), False),
+        (torch.ones(5, 5).tril().triu(-1).bool(), True),  # a window of two
+        (torch.ones(5, 5).tril(-1).bool(), False),  # none sees itself
+        ((torch.arange(5) < 1).expand(5, 5), False),  # padding
+        (torch.ones(2, 5).tril(3).bool(), True),  # the last queries of more keys
+        (torch.ones(2, 5).tril(2).bool(), False),
+        (torch.ones(1, 5).bool(), False),
+    ],
+)
+def test_is_causal(seen: Tensor, causal: bool) -> None:
+    assert is_causal(seen) is causal
+
+
+PADDED = torch.zeros(BATCH, 1, 1, LENGTH).index_fill(-1, torch.tensor([3, 4]), LOW)
+CAUSAL_WAYS = {
+    "filled": by_hand(lambda s: s.masked_fill(CAUSAL, LOW)),
+    "compared": by_hand(lambda s: s.where(torch.arange(5)[:, None] >= torch.arange(5), torch.finfo(s.dtype).min)),
+    "added, as low as BERT's masks": by_hand(lambda s: s - 1e4 * CAUSAL),
+    "added, in the shape of the scores": by_hand(lambda s: s + torch.full_like(s, LOW).triu(1)),
+    "of the fused kernel": fused(is_causal=True),
+    "a bool given to the fused kernel": fused(attn_mask=~CAUSAL),
+    "numbers given to the fused kernel": fused(attn_mask=torch.zeros(5, 5).masked_fill(CAUSAL, LOW)),
+    "exponentials by hand": lambda q, k, v: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)(
+        (q @ k.mT).masked_fill(CAUSAL, LOW).exp()
+    ),
+    "sigmoid": lambda q, k, v: (q @ k.mT).masked_fill(CAUSAL, LOW).sigmoid() @ v,
+}
+OTHERS = {
+    "nothing": by_hand(lambda s: s),
+    "padding": by_hand(lambda s: s + PADDED),
+    "a window to both sides": by_hand(lambda s: s.masked_fill(CAUSAL.triu(2) | CAUSAL.triu(2).T, LOW)),
+    "of the fused kernel": fused(),
+    "padding given to the fused kernel": fused(attn_mask=PADDED),
+}
+
+
+@pytest.mark.parametrize("seq_first", [False, True])
+@pytest.mark.parametrize("name", CAUSAL_WAYS)
+def test_causal_is_told_wherever_the_weights_show_it(name: str, seq_first: bool) -> None:
+    module = Attends(CAUSAL_WAYS[name], seq_first=seq_first)
+    known = of(module, X.transpose(0, 1) if seq_first else X)
+    assert known is not None
+    assert known.seen is not None
+    assert torch.equal(known.seen, ~CAUSAL)
+    assert trace_module(module, X.transpose(0, 1) if seq_first else X).attentions[0].kind == ("self", "causal")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_are_not_causal(name: str) -> None:
+    assert trace_module(Attends(OTHERS[name]).eval(), X).attentions[0].kind == ("self",)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("low", [LOW, torch.finfo(torch.float32).min, -1e9])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_queries_without_a_key_are_told_however_they_were_masked(keep: bool, low: float, kernel: bool) -> None:
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH)
+    mask[1, :, 2] = mask[0, :, 0] = low
+    known = of(Attends(fused(attn_mask=mask) if kernel else by_hand(lambda s: s + mask)), keep=keep)
+    assert known is not None
+    assert known.blind == ((0, 0), (1, 2))
+    assert known.seen is not None
+    assert known.seen.all()
+
+
+def test_one_head_without_a_key_is_enough() -> None:
+    mask = torch.zeros(BATCH, HEADS, LENGTH, LENGTH)
+    mask[1, 1, 2] = LOW
+    known = of(Attends(by_hand(lambda s: s + mask)))
+    assert known is not None
+    assert known.blind == ((1, 2),)
+
+
+def test_a_library_with_the_sequence_first() -> None:
+    layer = nn.MultiheadAttention(WIDTH, HEADS).eval()
+    x = X.transpose(0, 1)
+    assert trace_module(layer, x, x, x, attn_mask=CAUSAL).attentions[0].kind == ("self", "causal")
+
+
+def test_a_run_is_not_changed_and_nothing_is_kept_of_open_weights() -> None:
+    with torch.no_grad():
+        module = Attends(by_hand(lambda s: s)).eval()
+        run = Subject(module, (X,), {}).recorded()
+        assert torch.equal(run.returned, module(X))
+    assert [sight.pairs for sight in run.recording.sights.values()] == [{}]
+    assert not run.recording.values
