@@ -234,7 +234,7 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
     beside = " … is made of all scores of the same query."
     beside = beside if found.weighing and "…" in facts.formula("weights") else ""
     parts = facts.has_other_keys()
-    turns, number = "rows and heads" if found.turned else "heads", len(found.branches)
+    number = len(found.branches)
     mixed = ["scores before the softmax"] if found.mixed_scores else []
     mixed += ["weights after it"] if found.mixed_weights else []
     said = {
@@ -260,7 +260,7 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
             found.sinks is not None and not parts
         ),
         f"The weights of {names.maps} maps become those of one head before they meet the values.": names.maps > 1,
-        f"The {turns} are a loop: stages of a single head are those of the first of {number}, and so are their bytes "
+        f"The heads are a loop: stages of a single head are those of the first of {number}, and so are their bytes "
         "and FLOPs.": found.branches,
         f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
         "Weights are shown as softmax gives them, before dropout.": facts.drops(),

@@ -150,7 +150,6 @@ class _Finder:
             projections=projections,
             earlier={name: end.earlier for name, end in ends.items() if end.earlier},
             before_repeats={"key": graph.before_repeats(k_heads), "value": graph.before_repeats(v_heads)},
-            along={name: tuple(op for op in end.path if graph.is_projection(op)) for name, end in ends.items()},
         )
 
     def with_own_outputs(self, found: list[Attention]) -> list[Attention]:

@@ -8,9 +8,6 @@ from ..record.ops import Op, TensorRef
 from .dimensions import Dim, Dimensions, wide
 from .products import Product
 
-Dimension = tuple[TensorRef, int]
-"""A tensor, and the place of one of its dimensions."""
-
 
 @dataclass(frozen=True)
 class Mixing:
@@ -66,8 +63,6 @@ class Attention:
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
     before_repeats: dict[str, TensorRef] = field(default_factory=dict)
     """`key`, `value` to what their heads were repeated from; the heads themselves where they were not."""
-    along: dict[str, tuple[Op, ...]] = field(default_factory=dict)
-    """`key`, `value` to the products after their projection that make fewer positions of all."""
     weighing: tuple[Op, ...] = ()
     """What makes weights of the scores where that is no softmax, in order; `softmax` is the last of them."""
     branches: tuple[Attention, ...] = ()
@@ -75,9 +70,6 @@ class Attention:
     those of the first turn, but for what they share: query, key, value, concat and output."""
     joined_in: str | None = None
     """Path of the module that puts the turns together, where each of them is a module of its own."""
-    turned: tuple[Dimension, ...] = ()
-    """What the turns run over where that is more than heads: batch, and after it heads; as it stands in the queries,
-    keys and values that turns are cut out of, and where they are put together."""
 
     def feature_place(self, side: str, rank: int) -> int:
         """Where among so many dimensions of what a projection takes or gives the features are."""

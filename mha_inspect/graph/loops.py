@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ..record.ops import Op, TensorRef
 from .axis import setting
-from .dimensions import Axis, Dim, size_of, wide
-from .found import Attention, Dimension, positions_of
+from .dimensions import Axis, wide
+from .found import Attention, positions_of
 from .walk import Graph
 
 _CUTS = ("select", "slice", "unbind", "split", "split_with_sizes")
@@ -33,7 +33,7 @@ def merge_branches(graph: Graph, found: list[Attention]) -> list[Attention]:
 def _owner(graph: Graph, found: Attention) -> str | int:
     """What turns of one loop have in common: their module, or where that is a head's own what its query is made of."""
     meeting = _meeting(graph, found)
-    if meeting is None or meeting[0].module == found.module or "query" not in found.projections:
+    if meeting is None or meeting.module == found.module or "query" not in found.projections:
         return found.module
     outside = set(wide(*positions_of(found, graph.dimensions, "query")))
     several = set(wide(found.score_product.axes(graph.dimensions).batch)) - outside
@@ -46,44 +46,16 @@ def _queries(graph: Graph, found: Attention) -> frozenset[Axis]:
     return frozenset(wide(axes.right_columns if found.key_first else axes.left_rows))
 
 
-def _turned(graph: Graph, found: Attention) -> Dimension | None:
-    """The dimension of batch and heads of which this takes some; None where it takes heads alone, or all."""
-    taken = _taken(graph, found, "q_heads") if "query" in found.projections else None
-    if taken is None:
-        return None
-    outside = {atom for dim in positions_of(found, graph.dimensions, "query") for atom in dim}
-    of_batch = [atom in outside for atom in wide(_dim(graph, taken))]
-    return taken if of_batch == sorted(of_batch, reverse=True) and len(set(of_batch)) == 2 else None
-
-
-def _taken(graph: Graph, found: Attention, stage: str) -> Dimension | None:
-    """The dimension of which heads are a part, before it was cut out."""
-    heads = found.stages[stage]
-    while (op := graph.recording.producer(heads)) is not None and graph.moves(op):
-        source = op.inputs[0]
-        if op.base_name in _CUTS and heads.numel < source.numel:
-            return source, setting(op, 2 if op.base_name.startswith("split") else 1, "dim", 0) % len(source.shape)
-        heads = source
-    return None
-
-
-def _dim(graph: Graph, dimension: Dimension) -> Dim:
-    tensor, place = dimension
-    return graph.dimensions.of(tensor)[place]
-
-
 def _joined(graph: Graph, found: Attention) -> tuple[str, int] | None:
     """Where this context is put beside others, head by head: by which operation, or into which memory."""
-    meeting = _meeting(graph, found)
-    if meeting is None:
+    op = _meeting(graph, found)
+    if op is None:
         return None
-    op, _ = meeting
     return ("written", op.output.storage) if op.base_name == "copy_" else ("joined", op.index)
 
 
-def _meeting(graph: Graph, found: Attention) -> tuple[Op, Dimension] | None:
-    """The operation that puts this context beside others, head by head, and the dimension along which it does."""
-    turned = _turned(graph, found) is not None
+def _meeting(graph: Graph, found: Attention) -> Op | None:
+    """The operation that puts this context beside others, head by head."""
 
     def through(op: Op) -> bool:
         return graph.moves(op) or (op.kind == "compute" and op.base_name == "native_dropout")
@@ -93,14 +65,12 @@ def _meeting(graph: Graph, found: Attention) -> tuple[Op, Dimension] | None:
             continue
         if op.base_name in ("cat", "stack"):
             place = setting(op, 1, "dim", 0) % len(op.output.shape)
-            if op.base_name == "stack" or turned or _has_features(graph, found, step.tensor, place):
-                return op, (op.output, place)
+            if op.base_name == "stack" or _has_features(graph, found, step.tensor, place):
+                return op
         if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
             cut = _cut(graph, op.inputs[0])
-            if cut is not None and (
-                turned or cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)
-            ):
-                return op, (cut.inputs[0], setting(cut, 1, "dim", 0) % len(cut.inputs[0].shape))
+            if cut is not None and (cut.base_name == "select" or _cuts_features(graph, found, cut, step.tensor)):
+                return op
     return None
 
 
@@ -134,9 +104,7 @@ def _is_whole(graph: Graph, found: Attention) -> bool:
     axes = found.score_product.axes(graph.dimensions)
     rows = axes.columns if found.key_first else axes.rows
     outside = set(wide(*positions_of(found, graph.dimensions, "query")))
-    turned = _turned(graph, found)
-    taken = _dim(graph, turned) if turned is not None else ()
-    return outside <= {*axes.batch, *axes.rows, *axes.columns, *taken} and set(wide(rows)) <= outside
+    return outside <= {*axes.batch, *axes.rows, *axes.columns} and set(wide(rows)) <= outside
 
 
 def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
@@ -144,11 +112,6 @@ def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
     first = group[0]
     if len({(own.stages["q_heads"].id, own.stages["k_heads"].id) for own in group}) < len(group) or len(group) == 1:
         return group  # the same scores, for another part of the values
-    turned = _turned(graph, first)
-    if turned is not None:
-        batch = first.score_product.axes(graph.dimensions).batch
-        if len(group) * size_of(batch) != size_of(_dim(graph, turned)):
-            return group
     meeting = _meeting(graph, first) if len({own.module for own in group}) > 1 else None
     # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
     last = group[-1]
@@ -157,13 +120,6 @@ def _merge(graph: Graph, group: list[Attention]) -> list[Attention]:
         stages={**first.stages, **{name: last.stages[name] for name in ("concat", "output") if name in last.stages}},
         projections={**first.projections, **{n: op for n, op in last.projections.items() if n == "output"}},
         branches=tuple(group),
-        joined_in=None if meeting is None else meeting[0].module,
-        turned=() if turned is None else _all_turned(graph, first),
+        joined_in=None if meeting is None else meeting.module,
     )
     return [merged]
-
-
-def _all_turned(graph: Graph, found: Attention) -> tuple[Dimension, ...]:
-    taken = [_taken(graph, found, stage) for stage in ("q_heads", "k_heads", "v_heads")]
-    meeting = _meeting(graph, found)
-    return (*(own for own in taken if own is not None), *([meeting[1]] if meeting is not None else []))

@@ -51,9 +51,6 @@ class AxisNames:
             # From heads to heads, where there are as many.
             tensors = (mixing.source, mixing.op.output)
             dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
-        for tensor, place in found.turned[1:]:
-            first, own = found.turned[0]
-            dimensions.same(dimensions.of(first)[own], dimensions.of(tensor)[place])
         self._roles = roles = Roles(found, dimensions)
         self._heads = roles.heads
         self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
@@ -66,12 +63,12 @@ class AxisNames:
     @property
     def num_heads(self) -> int:
         """Number of heads."""
-        return size_of(self._heads) * (1 if self._found.turned else max(1, len(self._found.branches)))
+        return size_of(self._heads) * max(1, len(self._found.branches))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads that keys and values were projected to, before they were repeated."""
-        branches = () if self._found.turned else self._found.branches
+        branches = self._found.branches
         shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
         return size_of(self._roles.kv_heads) * shared
 
@@ -219,8 +216,7 @@ class AxisNames:
             # What a matrix takes in and gives is one axis, also where something else splits it.
             dims[place] = [*self._dimensions.of(tensor)[place]]
             self._assign(dims, groups, place, (0, len(dims[place])), expected[-1])
-        if not self._found.turned:
-            self._name_the_last(dims, groups, ["batch"], only_ones=True)
+        self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
         if stage and stage not in WITHIN and dims and not (self._roles.windows and stage == "context"):
             self._name_outside(dims, stage, expected)

@@ -67,10 +67,7 @@ def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> tor
         return None
     if len(known) == 1:
         return known[0]
-    joined = torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
-    if not found.turned:
-        return joined
-    return rearrange(joined, "1 (batch heads) query features -> batch heads query features", heads=names.num_heads)
+    return torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
 
 
 def returned_content(seen: Run, value: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,6 @@ _SAID = {
     "before": "a projection to something narrower, on the way to the {made}",
     "beside": "another projection that the {made} are made of",
     "scale before": "scales what is on the way to the {made}, before they are projected",
-    "along": "makes other positions of those of the {made}, after their projection",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "one learned {one}, appended to the {made}",
     "scores": "added to the scores",
@@ -28,7 +27,7 @@ _SAID = {
     "sinks": "sinks, beside the scores: they have no value",
 }
 """What a parameter does that is no matrix and no bias of a projection."""
-_BESIDE = frozenset({"along", "scores", "in scores", "in weights", "sinks", "learned"})
+_BESIDE = frozenset({"scores", "in scores", "in weights", "sinks", "learned"})
 """Those that have no part in what heads are made of."""
 
 
@@ -120,8 +119,6 @@ class _OfAttention:
         projection, op = self._found.projections.get(SIDES[part.letter]), part.operation
         late = projection is None or op is None or op.index > projection.index
         if part.kind == "before" and op is not None:
-            if op in self._found.along.get(SIDES[part.letter], ()):
-                return "along"
             narrower = op in self._found.earlier.get(SIDES[part.letter], ())
             return part.kind if narrower or projection is None else "beside"
         return part.kind if part.kind not in ("norm", "before") else "norm" if late else "scale before"

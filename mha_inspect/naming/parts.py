@@ -113,9 +113,7 @@ class Finder:
 
     def _layouts(self, stage: str) -> list[Layout] | None:
         """The heads of each turn, those that are the same once; None where their axes are not known."""
-        # Where the turns are of every row of the batch, those of the first row have all heads.
-        turns = self._turns[: self.names.num_heads] if self.found.turned else self._turns
-        tensors = {turn.stages[stage].id: turn.stages[stage] for turn in turns}
+        tensors = {turn.stages[stage].id: turn.stages[stage] for turn in self._turns}
         sizes = sizes_in(self.found, self.names, stage)
         try:
             return [Layout(tensor, self.names.of_stage(stage), sizes) for tensor in tensors.values()]

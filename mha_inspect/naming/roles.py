@@ -57,11 +57,6 @@ class Roles:
         self.maps = self._maps_of_a_head()
         """What counts the weights of one head, where they are put together before they meet the values."""
         self.heads = tuple(atom for atom in self.heads if atom not in self.maps)
-        if found.turned:  # by the loop's turns, each of which has one head of one row, or some
-            tensor, place = found.turned[0]
-            turned = dimensions.of(tensor)[place]
-            self.batch = tuple(atom for atom in turned if atom in outside)
-            self.heads = tuple(atom for atom in turned if atom not in outside)
         if self.mixes_positions:
             self.heads, self.windows = (*self.windows, *self.heads), ()
         self._value_roles()

@@ -191,7 +191,7 @@ class StageFacts:
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
         if stage == "concat" and (self._found.branches or joined):
             count = len(self._found.branches) or after // max(before, 1)
-            apart = "turns" if self._found.turned else "heads" if self._found.branches else "attentions"
+            apart = "heads" if self._found.branches else "attentions"
             return f"the contexts of {count} {apart} side by side"
         computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
         if computed:

@@ -171,7 +171,6 @@ def test_a_product_along_the_sequence_projects_no_keys() -> None:
     ]
     roles = {one.name: one for one in params(module, x, per_head=True).parameters}
     assert not roles["along"].heads
-    assert "other positions" in roles["along"].role
     (rows,) = (part.rows for part in roles["v.weight"].heads or () if part.head == 2)
     # By perturbation: the rows of one head of W_v move the context of that head and no other.
     before = context_of(module, x)

@@ -234,39 +234,6 @@ def test_scores_that_are_normalised_along_both_axes_are_said_to_be() -> None:
     torch.testing.assert_close(weights, masked.softmax(-2))
 
 
-class RowByRowAndHeadByHead(Base):
-    """The rows of batch and heads one after the other, picked or cut out."""
-
-    def __init__(self, *, cut: bool) -> None:
-        super().__init__()
-        self.cut = cut
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        out = torch.zeros_like(q)
-        for row in range(len(q)):
-            own = slice(row, row + 1) if self.cut else row
-            out[own] = attend(q[own], k[own], v[own])
-        return out.unflatten(0, (-1, H))
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_loop_over_rows_and_heads_is_one_attention(cut: bool) -> None:
-    module, x = RowByRowAndHeadByHead(cut=cut).eval(), torch.randn(B, N, E)
-    (attention,) = attentions(module, x)
-    assert (attention.names.num_heads, attention.names.num_kv_heads, attention.names.head_dim) == (H, H, D)
-    assert len(attention.found.branches) == B * H
-    assert attention.axes()["q_proj"] == "batch query (heads head_dim)"
-    with torch.no_grad():
-        plain = Base()
-        plain.load_state_dict(module.state_dict())
-        one, other = (mha_inspect.trace(own.eval(), x, keep=True).attentions[0] for own in (module, plain))
-        told = mha_inspect.params(module, x, per_head=True)
-    torch.testing.assert_close(*(own.attended().contents()["weights"] for own in (one, other)))
-    roles = {own.name: [(s.part, s.head, s.rows) for s in own.heads or ()] for own in told.parameters}
-    assert roles["k.weight"] == [("W_k", head, (head * D, head * D + D)) for head in range(H)]
-
-
 class FewerAsked(Base):
     """Padding bars some keys and all of the last query's, and of the queries the first few go on."""
 
