@@ -81,8 +81,8 @@ def diff(
     Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
     that is measured in the same run.
 
-    Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, the same in
-    another order of heads, of q, k and v, or of rotary features, or different, and which heads changed most.
+    Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, or
+    different, and which heads changed most.
 
     A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are

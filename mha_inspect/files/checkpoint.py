@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import InputError, UnsafeFileError
 from ..text import a_kind, plural, shown
 from .content import READERS, content_of
-from .pickled import Unknown, Unusual
+from .pickled import Unknown, Unusual, made_by_code
 from .stored import StoredTensor, opened, path_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -135,10 +135,7 @@ def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]
     if isinstance(content, StoredTensor):
         return {path.stem: content}, ""
     if isinstance(content, Unknown):
-        raise UnsafeFileError(
-            f"{path_name(path)} is an object that only runs as code ({shown(content.name)}), and opening it would run "
-            "that code. Save a state dict: torch.save(model.state_dict(), file)."
-        )
+        raise made_by_code(path_name(path), content.name)
     what = content.kind if isinstance(content, Unusual) else a_kind(content)
     what = "a dict without tensors" if isinstance(content, dict) else what
     raise InputError(f"{path_name(path)} is {what}, and not a state dict. Save model.state_dict().")

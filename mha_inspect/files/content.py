@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-import sys
+import warnings
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import InputError, UnsafeFileError
 from ..text import shown
 from .pickled import read_pickled
-from .stored import BITS, DamagedError, StoredTensor, contiguous, opened, path_name, read_exactly, sizes_of
+from .stored import DamagedError, StoredTensor, opened, path_name, read_exactly
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SAFETENSORS_DTYPES = {
-    **{"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"},
-    **{
-        f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
-    },
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1"},
-    **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
-    **{"F6_E2M3": "float6_e2m3", "F6_E3M2": "float6_e3m2"},
+    **{"BOOL": ("bool", 8), "BF16": ("bfloat16", 16), "C64": ("complex64", 64)},
+    **{f"I{bits}": (f"int{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": (f"uint{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": (f"float{bits}", bits) for bits in (16, 32, 64)},
+    **{"F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8)},
+    **{"F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8)},
+    **{"F4": ("float4_e2m1", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)},
 }
+"""A format's name of a dtype, to torch's name and the bits of an element."""
 _LONGEST_SAFETENSORS_HEADER = 25_000_000
 """Bytes: some 200,000 tensors."""
+_MOST_DIMENSIONS = 64
+"""More than any tensor that torch or numpy computes with has."""
 
 
 def read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors by name. Raises `InputError` where the header is none, or does not fit the file."""
+    """Return the tensors by name. Raises `InputError` where the header is none, or does not fit the file.
+
+    Our own reading of the header, since it needs neither torch nor a library that a checkpoint is shown without.
+    """
     name = path_name(path)
     try:
         length = int.from_bytes(read_exactly(file, 0, 8), "little")
@@ -44,27 +52,46 @@ def read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, StoredT
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    named = dict(pairs)
+    if len(named) != len(pairs):
         raise DamagedError
-    return found
+    return named
 
 
 def _tensor(entry: dict[str, Any], start: int, size: int, path: Path) -> StoredTensor:
-    dtype, shape = _SAFETENSORS_DTYPES[entry["dtype"]], sizes_of(entry["shape"])
-    first, last = sizes_of(entry["data_offsets"])
-    tensor = StoredTensor(shape, dtype, contiguous(shape), path, start + first)
-    if first > last or start + last > size or tensor.numel * BITS[dtype] != 8 * (last - first):
+    dtype, bits = _SAFETENSORS_DTYPES[entry["dtype"]]
+    shape, (first, last) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
+    if first > last or start + last > size or prod(shape) * bits != 8 * (last - first):
         raise DamagedError
-    return tensor
+    read = partial(_read_bytes, path, start + first, last - first, shape, dtype)
+    return StoredTensor(shape, dtype, last - first, read)
 
 
-_DTYPES = {
-    **{"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"},
-    **{f"{kind[0]}{width}": f"{kind}{8 * width}" for kind in ("int", "uint") for width in (1, 2, 4, 8)},
-}
-_LONGEST_HEADER = 2**16
-_OBJECT = re.compile(r"""["']\|?O\d*["']""")
+def _sizes(value: object) -> tuple[int, ...]:
+    """Return a shape or offsets out of a header. Raises `DamagedError` for what cannot be one."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        raise DamagedError
+    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        raise DamagedError
+    return tuple(value)
+
+
+def _read_bytes(path: Path, offset: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    import torch
+
+    data = _bytes(path, offset, nbytes)
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind == torch.bool:  # a byte that is neither 0 nor 1 may be anything to torch's kernels
+        return torch.frombuffer(data, dtype=torch.uint8).ne(0).reshape(shape)
+    return torch.frombuffer(data, dtype=kind).reshape(shape)
+
+
+def _bytes(path: Path, offset: int, nbytes: int) -> bytearray:
+    try:
+        with opened(path, "readable") as (file, _):
+            return read_exactly(file, offset, nbytes)
+    except DamagedError:
+        raise InputError(f"{path_name(path)} has become shorter meanwhile. Try it again.") from None
 
 
 def read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
@@ -74,33 +101,42 @@ def read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
         InputError: it is not a .npy file, is cut short, or holds something else than numbers.
         UnsafeFileError: it holds Python objects.
     """
+    import numpy as np
+    from numpy.lib import format
+
     name = path_name(path)
-    start = bytes(read_exactly(file, 0, min(12, size)))
-    if not start.startswith(b"\x93NUMPY"):
+    if not file.read(6) == format.MAGIC_PREFIX:
         raise InputError(f"{name} is not a .npy file: numpy's signature is missing. Save it with numpy.save.")
+    file.seek(0)
     try:
-        first = 10 if start[6] == 1 else 12
-        length = int.from_bytes(start[8:first], "little")
-        if not 1 <= start[6] <= 3 or length > _LONGEST_HEADER:
-            raise DamagedError
-        header = ast.literal_eval(read_exactly(file, first, length).decode("latin-1"))
-        descr, by_columns, sizes = header["descr"], header["fortran_order"], sizes_of(header["shape"])
-    except (DamagedError, LookupError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        read_header = (
+            format.read_array_header_1_0 if format.read_magic(file) == (1, 0) else format.read_array_header_2_0
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sizes, by_columns, dtype = read_header(file)
+        shape = _sizes([*sizes])
+    except Exception:  # numpy's reading of a header raises what its tokenizer and its parser do
         raise InputError(f"{name} is cut short or damaged: its header cannot be read. Save it again.") from None
-    kind = descr.lstrip("<>|=") if isinstance(descr, str) else ""
-    dtype = _DTYPES.get(kind)
-    if dtype is None:
-        if _OBJECT.search(repr(descr)):
-            end = "and opening it would run their code. Save an array of numbers."
-            raise UnsafeFileError(f"{name} holds Python objects, {end}")
-        kind = shown(kind if kind.isalnum() else repr(descr))
-        raise InputError(f"{name} holds {kind}, and tensors hold numbers or booleans. Save an array of those.")
-    strides = contiguous(sizes[::-1])[::-1] if by_columns else contiguous(sizes)
-    swapped = descr[0] == {"little": ">", "big": "<"}[sys.byteorder]
-    tensor = StoredTensor(sizes, dtype, strides, path, first + length, swapped)
-    if first + length + tensor.nbytes > size and tensor.numel:
-        raise InputError(f"{name} is cut short: its header says shape {shown(list(sizes))}, and the file is smaller.")
-    return tensor
+    if dtype.hasobject:
+        end = "and opening it would run their code. Save an array of numbers."
+        raise UnsafeFileError(f"{name} holds Python objects, {end}")
+    if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise InputError(
+            f"{name} holds {shown(dtype.name)}, and tensors hold numbers or booleans. Save an array of those."
+        )
+    start, nbytes = file.tell(), prod(shape) * dtype.itemsize
+    if start + nbytes > size:
+        raise InputError(f"{name} is cut short: its header says shape {shown([*shape])}, and the file is smaller.")
+
+    def read() -> Tensor:
+        import torch
+
+        flat = np.frombuffer(_bytes(path, start, nbytes), dtype).astype(dtype.newbyteorder("="))
+        array = flat.reshape(shape[::-1]).T if by_columns else flat.reshape(shape)
+        return torch.from_numpy(np.ascontiguousarray(array)).reshape(shape)
+
+    return StoredTensor(shape, dtype.name, nbytes, read)
 
 
 READERS = {

@@ -1,32 +1,24 @@
-"""Tensors as a file describes them: names, shapes, dtypes, and where their bytes lie."""
+"""Tensors as a file describes them: shapes, dtypes, and what reads their numbers."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from math import prod
-from operator import mul
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import InputError
 from ..text import printable
 
-BITS = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 8),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 16),
-    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 32),
-    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 64),
-    **{"complex128": 128, "float8_e8m0fnu": 8, "float4_e2m1": 4, "float6_e2m3": 6, "float6_e3m2": 6},
-}
-"""Bits of an element, by torch's name of its dtype."""
-MOST_DIMENSIONS = 64
-"""More than any tensor that torch or numpy computes with has."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
 _LONGEST_PATH = 200
 
 
@@ -40,13 +32,11 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    strides: tuple[int, ...]
-    """In elements."""
-    path: Path
-    offset: int | None
-    """Bytes before its first element in the file; None where the file has no numbers for it (meta)."""
-    swapped: bool = False
-    """Whether its bytes are in the other order than this machine's."""
+    """torch's name of it."""
+    nbytes: int
+    """Bytes of the whole tensor, with every element that a stride of 0 repeats."""
+    read: Callable[[], Tensor] | None
+    """Returns a contiguous copy on the CPU; None where the file has no numbers for it (meta)."""
 
     @property
     def numel(self) -> int:
@@ -54,42 +44,14 @@ class StoredTensor:
         return prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor, with every element that a stride of 0 repeats."""
-        return (self.numel * BITS[self.dtype] + 7) // 8
-
-    def rows(self, start: int, stop: int) -> StoredTensor:
-        """Return some of its rows."""
-        offset = None if self.offset is None else self.offset + start * self.strides[0] * BITS[self.dtype] // 8
-        return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
-
-    @property
-    def span(self) -> int:
-        """Bytes from its first element to its last one in the file."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return ((last + 1) * BITS[self.dtype] + 7) // 8
+    def has_numbers(self) -> bool:
+        """Whether it has real numbers in the file."""
+        return self.numel > 0 and self.read is not None and not self.dtype.startswith("complex")
 
 
 def path_name(path: Path) -> str:
     """Return a path as a message repeats it."""
     return printable(path, _LONGEST_PATH)
-
-
-def sizes_of(value: object) -> tuple[int, ...]:
-    """Return a shape or strides out of a file. Raises `DamagedError` for what cannot be one."""
-    if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
-        raise DamagedError
-    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
-        raise DamagedError
-    return tuple(value)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose elements lie in row-major order."""
-    strides = [*accumulate(reversed(shape[1:]), mul, initial=1)]
-    return tuple(reversed(strides[: len(shape)]))
 
 
 @contextmanager

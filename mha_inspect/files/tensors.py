@@ -8,20 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsafeFileError
+from ..errors import DoesNotFitError, InputError, is_out_of_memory
 from ..record.rehearsal import rehearsed
-from ..text import MESSAGE, a_kind, shortened, shown
+from ..text import MESSAGE, a_kind, byte_size, shortened, shown
 from .content import content_of
-from .memory import require_memory
-from .pickled import Unknown, Unusual
-from .stored import BITS, DamagedError, StoredTensor, opened, path_name, read_exactly
+from .pickled import Unknown, Unusual, made_by_code
+from .stored import StoredTensor, path_name
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
-
-_COPIES = 3
-"""A tensor as it is read, as it is laid out, and in the dtype that it is cast to."""
-_SMALL = 1 << 24
-"""Bytes for which nobody asks how much is free: that takes as long as to read them."""
 
 
 def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
@@ -63,10 +57,7 @@ def read_tensor(path: Path) -> Tensor:
 def _read(value: Any, name: str) -> Tensor:
     """Return the tensor, when it is a plain one with elements that fit in memory."""
     if isinstance(value, Unknown):
-        raise UnsafeFileError(
-            f"{name} is an object that only runs as code ({shown(value.name)}), and opening it would run that code. "
-            "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
-        )
+        raise made_by_code(name, value.name)
     if isinstance(value, Unusual):
         raise InputError(f"{name} is {value.kind}. Save to_dense() or dequantize() of it.")
     if not isinstance(value, StoredTensor):
@@ -86,32 +77,24 @@ def without_numbers(path: Path) -> list[Tensor]:
 
 
 def read_stored(stored: StoredTensor, name: str) -> Tensor:
-    """Return a copy of a stored tensor that has elements.
+    """Return a copy of a stored tensor that has elements, on the CPU.
 
     Raises:
         InputError: it is on meta, the file has become shorter, or this version of torch has no such dtype.
         DoesNotFitError: it is larger than the free memory.
     """
     shape = list(stored.shape)
-    if stored.offset is None:
+    if stored.read is None:
         raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
-    # A stride of 0 lets a file of a few bytes claim any size: a copy of it would fill the memory.
-    need = _COPIES * max(stored.nbytes, stored.span)
-    if need > _SMALL:
-        require_memory(need, "cpu", f"{name} with shape {shown(shape)}", "Save a smaller one.")
-    dtype = _dtype_of(stored, name)
+    _dtype_of(stored, name)
     try:
-        with opened(stored.path, "readable") as (file, _):
-            data = read_exactly(file, stored.offset, stored.span)
-    except DamagedError:
-        raise InputError(f"{name} cannot be read: the file has become shorter meanwhile. Try it again.") from None
-    if stored.swapped:
-        width = BITS[stored.dtype] // (16 if dtype.is_complex else 8)
-        data = bytearray(b"".join(data[at : at + width][::-1] for at in range(0, len(data), width)))
-    flat = torch.frombuffer(data, dtype=torch.uint8 if dtype == torch.bool else dtype)
-    if dtype == torch.bool:  # a byte that is neither 0 nor 1 is none to torch, and may be anything to its kernels
-        flat = flat.ne(0)
-    return flat.as_strided(stored.shape, stored.strides).clone(memory_format=torch.contiguous_format)
+        return stored.read()
+    except (RuntimeError, MemoryError) as error:  # a stride of 0 lets a file of a few bytes claim any size
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"{name} with shape {shown(shape)} takes {byte_size(stored.nbytes)}, more than is free. Save a smaller one."
+        ) from None
 
 
 def _dtype_of(stored: StoredTensor, name: str) -> torch.dtype:

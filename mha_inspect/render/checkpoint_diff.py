@@ -101,20 +101,11 @@ def _parts(parts: Sequence[PartPair]) -> Table:
         (Column("right module", into="module", optional=True), right),
         (Column("part"), lambda own: own[0].part),
         (Column("verdict"), lambda own: Cell(own[0].verdict, _TONES.get(own[0].verdict, "good"))),
-        (Column("of the left", into="module", optional=True, wrap=20), lambda own: _source(own[0])),
         (
             Column("heads that changed most", into="module", optional=True, wrap=20),
             lambda own: _changes(own[0].differences),
         ),
     )
-
-
-def _source(one: PartPair) -> str:
-    if one.verdict != "same, permuted":
-        return ""
-    in_order = one.order == tuple(range(len(one.order)))
-    heads = ", ".join(map(str, one.order[: 2 * _MOST])) + (", …" if len(one.order) > 2 * _MOST else "")
-    return "; ".join(filter(None, (one.source, "" if in_order else f"heads {heads}", one.rotary)))
 
 
 def _changes(differences: Sequence[float]) -> str:

@@ -50,16 +50,10 @@ class PartPair:
     """Path of the attention."""
     right: str
     part: str
-    """`W_q`, `b_v`: that of the right side."""
+    """`W_q`, `b_v`."""
     verdict: TensorVerdict
-    source: str
-    """The part of the left side that holds the same numbers: `W_k` where q and k are exchanged."""
-    order: tuple[int, ...]
-    """For each head on the right the one on the left that it was compared with."""
-    rotary: str
-    """How features of a head are rearranged; empty where they are not."""
     differences: tuple[float, ...]
-    """‖left - right‖ / ‖left‖ of each head on the right; empty where all are the same."""
+    """‖left - right‖ / ‖left‖ of each head; empty where they are the same, or of another shape."""
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,9 @@ def test_a_folder_and_words_for_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "kind"),
     [
-        (np.array(["a"]), "U1"),
-        (np.zeros(2, dtype="M8[ns]"), "'<M8[ns]'"),
-        (np.zeros(2, dtype=[("a", "f4"), ("b", "i4")]), "[('a', '<f4'), ('b', '<i4')]"),
+        (np.array(["a"]), "str32"),
+        (np.zeros(2, dtype="M8[ns]"), "datetime64[ns]"),
+        (np.zeros(2, dtype=[("a", "f4"), ("b", "i4")]), "void64"),
     ],
 )
 def test_what_is_no_number_is_no_tensor(array: np.ndarray, kind: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The numbers of each head out of a checkpoint, and what is unusual in them: dead heads, twins, what never learned.
 
-And whether the heads of two checkpoints hold the same numbers, also in another order, and how far apart they are.
+And how far apart the same tensor of two checkpoints is.
 """
 
 from __future__ import annotations
@@ -31,15 +31,10 @@ def numbers_of(projections: Sequence[StoredProjection], tensors: Mapping[str, St
     """Read the parts of an attention by head."""
     numbers: Numbers = {}
     for name in dict.fromkeys(own.tensor for own in projections):
-        if has_numbers(tensors[name]):
+        if tensors[name].has_numbers:
             content = read_stored(tensors[name], shown(name))
             numbers |= {own.part: _by_head(own, content) for own in projections if own.tensor == name}
     return numbers
-
-
-def has_numbers(tensor: StoredTensor) -> bool:
-    """Return whether a tensor has real numbers in the file."""
-    return tensor.numel > 0 and tensor.offset is not None and not tensor.dtype.startswith("complex")
 
 
 def _by_head(own: StoredProjection, content: Tensor) -> Tensor:
@@ -126,46 +121,35 @@ def _drawn(matrix: Tensor) -> str:
     return ""
 
 
-_PROJECTED = 4
-"""Numbers that stand for a head while heads are looked for."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class Distance:
-    """How far apart two tensors of one shape are, added up over their pieces."""
+    """How far apart two tensors of one shape are."""
 
-    same_bits: bool = True
-    within_rounding: bool = True
-    largest: float = 0.0
-    squares: float = 0.0
-    left_squares: float = 0.0
-
-    def add(self, left: Tensor, right: Tensor) -> None:
-        """Take in a piece of both. A NaN is equal to a NaN, and infinitely far from any number."""
-        self.left_squares += _squares(left)
-        if same_bits(left, right):
-            return
-        self.same_bits = False
-        slack = (_step(left.dtype) + _step(right.dtype)) / 2
-        lowest = _smallest(left.dtype) + _smallest(right.dtype)
-        for ours, theirs in parts(left, right):
-            one, other = ours.double(), theirs.double()
-            equal = (one == other) | (one.isnan() & other.isnan())
-            apart = torch.where(equal, 0, (one - other).abs().nan_to_num(inf, inf, inf))
-            allowed = slack * torch.maximum(one.abs(), other.abs()) + lowest
-            self.within_rounding &= bool((equal | (apart <= allowed.nan_to_num(0, 0, 0))).all())
-            self.largest = max(self.largest, float(apart.max()))
-            self.squares += float(apart.square().sum())
-
-    @property
-    def relative(self) -> float:
-        """Return ‖left - right‖ / ‖left‖."""
-        return sqrt(self.squares / self.left_squares) if self.left_squares else (inf if self.squares else 0.0)
+    same_bits: bool
+    within_rounding: bool
+    largest: float
+    relative: float
+    """‖left - right‖ / ‖left‖, of the numbers that are finite."""
 
 
-def _squares(numbers: Tensor) -> float:
-    """Return the sum of the squares of those that are finite."""
-    return float(numbers.double().nan_to_num(0, 0, 0).square().sum())
+def distance(left: Tensor, right: Tensor) -> Distance:
+    """Return how far apart two tensors of one shape are: a NaN is equal to a NaN, and infinitely far from a number."""
+    if same_bits(left, right):
+        return Distance(True, True, 0.0, 0.0)
+    slack = (_step(left.dtype) + _step(right.dtype)) / 2
+    lowest = _smallest(left.dtype) + _smallest(right.dtype)
+    within_rounding, largest, squares, left_squares = True, 0.0, 0.0, 0.0
+    for ours, theirs in parts(left, right):
+        a, b = ours.double(), theirs.double()
+        equal = (a == b) | (a.isnan() & b.isnan())
+        apart = torch.where(equal, 0, (a - b).abs().nan_to_num(inf, inf, inf))
+        allowed = slack * torch.maximum(a.abs(), b.abs()) + lowest
+        within_rounding &= bool((equal | (apart <= allowed.nan_to_num(0, 0, 0))).all())
+        largest = max(largest, float(apart.max()))
+        squares += float(apart.square().sum())
+        left_squares += float(a.nan_to_num(0, 0, 0).square().sum())
+    relative = sqrt(squares / left_squares) if left_squares else (inf if squares else 0.0)
+    return Distance(False, within_rounding, largest, relative)
 
 
 def _step(dtype: torch.dtype) -> float:
@@ -175,68 +159,3 @@ def _step(dtype: torch.dtype) -> float:
 def _smallest(dtype: torch.dtype) -> float:
     info = torch.finfo(dtype) if dtype.is_floating_point else None
     return 0.0 if info is None else info.tiny * info.eps
-
-
-def distance(left: Tensor, right: Tensor) -> Distance:
-    """Return how far apart two tensors of one shape are."""
-    found = Distance()
-    found.add(left, right)
-    return found
-
-
-def matched(part: str, left: Numbers, right: Numbers) -> tuple[str, tuple[int, ...], str] | None:
-    """Return which part of the left side holds the numbers of this one of the right, and in which order.
-
-    The part, for each head on the right the one on the left, and how the features that a rotary embedding turns lie.
-    None where no order of heads, of q, k and v, or of such features makes them the same.
-    """
-    kind, letter = part.split("_")
-    others = [f"{kind}_{other}" for other in "qkv" if other != letter] if letter in "qkv" else []
-    for source in (part, *others):
-        if source not in left or left[source].shape != right[part].shape:
-            continue
-        norms = [sqrt(sum(map(_squares, numbers))) for numbers in (left[source], right[part])]
-        if abs(norms[0] - norms[1]) > _tolerance(left[source], right[part]) * max(norms):
-            continue  # a permutation keeps the norm
-        ways = _rotary_orders(left[source].shape[1]) if letter in "qk" and source[-1] in "qk" else [("", None)]
-        for rotary, order in ways:
-            own = left[source] if order is None else left[source][:, order]
-            heads = _heads_matched(own, right[part])
-            if heads is not None and distance(own[list(heads)], right[part]).within_rounding:
-                return source, heads, rotary
-    return None
-
-
-def _tolerance(left: Tensor, right: Tensor) -> float:
-    """Return how far apart sums may be, of numbers that are the same but for the rounding of their dtypes."""
-    return 1e-9 if left.dtype == right.dtype else 4 * max(_step(left.dtype), _step(right.dtype))
-
-
-def _heads_matched(left: Tensor, right: Tensor) -> tuple[int, ...] | None:
-    """Return for each head on the right one on the left that holds the same numbers; None where one has none."""
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(left[0].numel(), _PROJECTED, generator=generator, dtype=torch.float64)
-    ours, theirs = (torch.stack([head.flatten().double() @ directions for head in side]) for side in (left, right))
-    sizes = torch.stack([head.double().norm() for head in right])
-    allowed = _tolerance(left, right) * sizes + 1e-300
-    near = ((ours[None] - theirs[:, None]).abs() <= allowed[:, None, None]).all(-1)
-    found: list[int] = []
-    for head in range(len(right)):
-        candidates = [own for own in torch.nonzero(near[head]).flatten().tolist() if own not in found]
-        if not candidates:
-            return None
-        found.append(head if head in candidates else candidates[0])
-    return tuple(found)
-
-
-def _rotary_orders(width: int) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the orders of a head's features in which a rotary embedding may have them: pairs, or halves."""
-    yield "", None
-    for turned in dict.fromkeys((width, width // 2, width // 4, 64, 32)):
-        if turned < 4 or turned % 2 or turned > width:
-            continue
-        places, rest = torch.arange(turned), torch.arange(turned, width)
-        among = "" if turned == width else f" among the first {turned} features"
-        halves = places.view(-1, 2).T.flatten()
-        yield f"pairs on the left, halves on the right{among}", torch.cat([halves, rest])
-        yield f"halves on the left, pairs on the right{among}", torch.cat([places.view(2, -1).T.flatten(), rest])

@@ -17,7 +17,7 @@ from ...naming.parameters import Projection, View, projections
 from ...naming.subject import Run
 from ...reports.params import LikeModule, StoredAttention, StoredName, WrongShape
 from ...text import shown
-from .heads import Numbers, has_numbers
+from .heads import Numbers
 from .known import Known
 
 
@@ -148,7 +148,7 @@ def _read(own: list[Projection], in_file: Mapping[str, str], tensors: Mapping[st
         if one.is_whole and one.part != "b_o" and {*one.parameters} <= {*in_file}:
             for name in one.parameters:
                 stored = tensors[in_file[name]]
-                if name not in contents and has_numbers(stored):
+                if name not in contents and stored.has_numbers:
                     contents[name] = read_stored(stored, shown(in_file[name]))
             if {*one.parameters} <= {*contents}:
                 held = tuple((part, contents[part.parameter.name]) for part in one.parts)

@@ -153,7 +153,7 @@ def _parameter(
 ) -> Parameter:
     role = known.roles.get(name)
     stats = values = None
-    if show is not None and (show.stats or show.values) and tensor.numel and tensor.offset is not None:
+    if show is not None and (show.stats or show.values) and tensor.numel and tensor.read is not None:
         from ...files.tensors import read_stored
         from ...measure.statistics import stats_of, values_of
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from math import isfinite
 
 from ...reports.checkpoint_diff import CheckpointDiffReport, PartPair, TensorVerdict
-from ...text import first_few, listed, percent, plural, shown, spans
+from ...text import listed, percent, plural, shown, spans
 
 _NAMED = 5
 """Heads that the answer names."""
@@ -38,63 +38,11 @@ def answer(report: CheckpointDiffReport) -> Iterator[str]:
         beside += [f"{len(own):,} only in the {where}"] if own else []
     if beside:
         yield f"{listed(beside)}."
-    for note in dict.fromkeys(
-        one.note for one in report.tensors if one.note.endswith((" on the left", " on the right"))
-    ):
+    times = Counter(name for pair in report.tensors for name in (("left", pair.name), ("right", pair.other)))
+    packed = (pair for pair in report.tensors if times["left", pair.name] > 1 or times["right", pair.other] > 1)
+    for note in dict.fromkeys(pair.note for pair in packed):
         yield f"{note[0].upper()}{note[1:]}."
-    yield from _orders(report.parts)
     yield from _most_changed(report.parts)
-
-
-def _orders(parts: Iterable[PartPair]) -> Iterator[str]:
-    """Yield a sentence for each way in which attentions hold the same numbers in another order."""
-    by_module: dict[str, list[PartPair]] = {}
-    for one in parts:
-        by_module.setdefault(one.left, []).append(one)
-    ways: dict[str, list[str]] = {}
-    for module, own in by_module.items():
-        moved = [one for one in own if one.verdict == "same, permuted"]
-        if moved:
-            ways.setdefault(_order(own, moved), []).append(module)
-    for way, modules in ways.items():
-        yield f"In {first_few([shown(module) or 'the file' for module in modules], 1)} {way}"
-
-
-def _order(own: list[PartPair], moved: list[PartPair]) -> str:
-    said = []
-    exchanged = [f"{one.part} is {one.source} of the left" for one in moved if one.source != one.part]
-    if exchanged:
-        said.append(f"{listed(exchanged)}: q, k and v lie in another order")
-    rotary = {one.rotary for one in moved if one.rotary}
-    if rotary:
-        parts = listed([one.part for one in moved if one.rotary])
-        said.append(f"{parts} have the features that a rotary embedding turns in {' or '.join(rotary)}")
-    matrices = {one.part: one.order for one in own if one.part.startswith("W") and one.verdict != "differs"}
-    shifted = {part: heads for part, heads in matrices.items() if heads != tuple(range(len(heads)))}
-    if shifted:
-        part, heads = next(iter(shifted.items()))
-        order = ", ".join(map(str, heads[:16])) + (", …" if len(heads) > 16 else "")
-        alike = _is_consistent(matrices) and len(matrices) == sum(one.part.startswith("W") for one in own)
-        same = (
-            "of all parts alike, so that it computes the same"
-            if alike
-            else (f"of {listed(list(shifted))}, and not of all parts alike, so that it computes something else")
-        )
-        said.append(f"the heads are permuted, {same}: heads 0–{len(heads) - 1} of {part} are heads {order} of the left")
-    return "; ".join(said or ["parts lie in one tensor in another packing"]) + "."
-
-
-def _is_consistent(matrices: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether keys and values go with their queries, and columns of W_o with their heads."""
-    query = matrices.get("W_q", ())
-    if matrices.get("W_o", query) != query:
-        return False
-    for part in ("W_k", "W_v"):
-        own = matrices.get(part, ())
-        group = len(query) // max(len(own), 1)
-        if not own or any(own[head // group] != source // group for head, source in enumerate(query)):
-            return False
-    return True
 
 
 def _most_changed(parts: Iterable[PartPair]) -> Iterator[str]:
