@@ -18,10 +18,15 @@ from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps
 from .naming.subject import Run, Subject
-from .notebook.live import Kept, LiveReport, LiveTrace, keep_tensors
+from .notebook.live import Kept, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
+from .reports.check import CheckReport
+from .reports.checkpoint_diff import CheckpointDiffReport
+from .reports.compare_heads import CompareHeadsReport
+from .reports.diff import DiffReport
 from .reports.failure import Failure
+from .reports.params import ParamsReport
 from .text import shown
 
 
@@ -43,13 +48,13 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     try:
         found, seen = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
     except ForwardError as failed:
-        failed.trace = LiveTrace(failed.trace)  # type: ignore[assignment]  # it has all that a trace has, and prints itself
+        failed.trace = LiveTrace.of(failed.trace)
         raise
     if not keep:
-        return LiveTrace(found)
+        return LiveTrace.of(found)
     # What was returned, and the graph behind it, is no longer held: what nobody holds need not be copied.
     seen = replace(seen, returned=None)
-    return LiveTrace(found, keep_tensors(seen))
+    return LiveTrace.of(found, keep_tensors(seen))
 
 
 def params(
@@ -60,7 +65,7 @@ def params(
     like: nn.Module | None = None,
     num_heads: int | None = None,
     **kwargs: Any,
-) -> LiveReport:
+) -> ParamsReport:
     """Report every parameter tensor of a module, or of a checkpoint by its path; the report prints itself.
 
     With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
@@ -79,12 +84,12 @@ def params(
 
         against = Subject(like, args, kwargs) if like is not None and (args or kwargs) else like
         found = params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
-        return LiveReport(found)
+        return found
     require_module(module, "params")
     if like is not None or num_heads is not None:
         raise TypeError("like and num_heads are for a checkpoint: mha_inspect.params(path, like=module).")
     own = Subject(module, args, kwargs)
-    return LiveReport(report_of(own, show, per_head=per_head, called=bool(args or kwargs)))
+    return report_of(own, show, per_head=per_head, called=bool(args or kwargs))
 
 
 def compare_heads(
@@ -96,7 +101,7 @@ def compare_heads(
     focus: bool = False,
     time: bool = False,
     **kwargs: Any,
-) -> LiveReport:
+) -> CompareHeadsReport:
     """Run the same weights and the same input through several head counts, the first being the baseline.
 
     A layer by its name takes settings: those of `AttentionSpec`, `InputSpec` and `RunSpec`, by name.
@@ -141,7 +146,7 @@ def compare_heads(
         few = {**asked, "steps": min(steps, 2), "time": False}  # more of them take no more memory
         room = Room(lambda: report_of(layers_by_name(layer, heads, kwargs), **few), copies=len(heads))
         made = iter(layers_by_name(layer, heads, kwargs, room))
-    return LiveReport(report_of(list(made), **asked))
+    return report_of(list(made), **asked)
 
 
 def diff(
@@ -151,7 +156,7 @@ def diff(
     same_weights: bool = False,
     num_heads: int | None = None,
     **kwargs: Any,
-) -> LiveReport:
+) -> DiffReport | CheckpointDiffReport:
     """Show where two modules part ways: both run on the same arguments, and are compared stage by stage.
 
     Each keeps the weights that it has, as when a port is checked. With `same_weights` those of the one are carried into
@@ -171,7 +176,7 @@ def diff(
                 f"{str(left)!r} and {str(right)!r} are paths of checkpoints, which are compared without a call: "
                 "mha_inspect.diff(path, path). A module stands for itself."
             )
-        return LiveReport(diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads))
+        return diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads)
     if num_heads is not None:
         raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
     require_module(left, "diff")
@@ -184,7 +189,7 @@ def diff(
     def run(name: Literal["left", "right"], module: nn.Module) -> Side:
         return Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0))
 
-    return LiveReport(report_of(run("left", left), run("right", right), carry=same_weights))
+    return report_of(run("left", left), run("right", right), carry=same_weights)
 
 
 def check(
@@ -195,7 +200,7 @@ def check(
     skip: Sequence[str] = (),
     evidence_only: bool = False,
     **kwargs: Any,
-) -> LiveReport:
+) -> CheckReport:
     """Check whether the attention of a module is right: run it again with one thing changed, and see what moves.
 
     The module is run in eval, always from the same state, and left as it was.
@@ -223,7 +228,7 @@ def check(
                 "to change. Give sizes of 1 or more."
             )
     asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
-    return LiveReport(report_of(Subject(module, args, kwargs), intent, **asked))
+    return report_of(Subject(module, args, kwargs), intent, **asked)
 
 
 def require_module(value: object, asked: str) -> None:
@@ -290,4 +295,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         """What ran in the block. Raises `ValueError` inside it."""
         if not self._is_over:
             raise ValueError("the recording is still under way: ask for its trace after the with block.")
-        return LiveTrace(of_block(self._seen, self._failed), self._kept)
+        return LiveTrace.of(of_block(self._seen, self._failed), self._kept)

@@ -15,6 +15,7 @@ from ..text import shown
 
 if TYPE_CHECKING:
     from ..render import Format
+    from ..reports.report import Report
     from .options import Options
     from .picture import Drawn
 
@@ -57,7 +58,7 @@ def prepare(options: Options, *, draws: bool = False, computes: bool = True) -> 
     return export
 
 
-def give(report: object, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
+def give(report: Report, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
     """Print a report on stdout in the format that was asked for, and write it to the file of --export.
 
     Pictures go with it where they were asked for.
@@ -120,7 +121,7 @@ def forget_stdout() -> None:
         pass
 
 
-def _exported(report: object, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
+def _exported(report: Report, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
     """Return what goes into a file: the report, the pictures, or both."""
     image = None if drawn is None else drawn.image(format)
     if image is not None:

@@ -10,7 +10,7 @@ from .page import Block, Column, Page, Paragraph, Section, Table, Tone, Verbatim
 from .parts import layer_page, notes
 
 
-def check_page(report: CheckReport) -> Page:
+def page(report: CheckReport) -> Page:
     """Return the page: what is wrong, or may be, what is so, what hangs on each head, what held, what was left out."""
     return layer_page(report.environment, report.layer, _sections(report))
 

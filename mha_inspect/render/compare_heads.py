@@ -25,7 +25,7 @@ _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""
 
 
-def compare_heads_page(report: CompareHeadsReport) -> Page:
+def page(report: CompareHeadsReport) -> Page:
     """Return the page: a row a head count, the reasons, and the answer, which comes last."""
     return layer_page(report.environment, report.layer, _sections(report))
 

@@ -15,7 +15,7 @@ from .parts import MEASURED, answered, difference_columns, grouped, notes, shape
 OPENED_MARK = "*"
 
 
-def diff_page(report: DiffReport) -> Page:
+def page(report: DiffReport) -> Page:
     """Return the page: how each side is run, a row a stage, where they part, the parameters, and the answer, last."""
     left, right = report.left, report.right
     environments = [side.environment for side in (left, right)]

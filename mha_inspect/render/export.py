@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -143,3 +144,11 @@ def remove_unfinished() -> None:
     for path in tuple(unfinished):
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def save(path: Path, text: Callable[[str], str]) -> None:
+    """Write a report to a file, whose text in a format is given. Raises `ExportError` where that cannot be done."""
+    target = Destination.of(path)
+    if target.format in IMAGES:
+        raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
+    target.write(text(target.format))

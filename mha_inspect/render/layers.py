@@ -7,7 +7,7 @@ from ..reports.layers import LayersReport
 from .page import Column, Page, Paragraph, facts, section, table
 
 
-def layers_page(report: LayersReport) -> Page:
+def page(report: LayersReport) -> Page:
     """Return the page: a row a layer, then how each splits its heads, what it takes and where it comes from."""
     letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
     layers = table(

@@ -21,7 +21,7 @@ from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section,
 from .parts import contents, grouped, layer_page, notes, shape_cell, statistics
 
 
-def params_page(report: ParamsReport) -> Page:
+def page(report: ParamsReport) -> Page:
     """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
     page = layer_page(report.environment, report.layer, _sections(report))
     if report.stored_attentions is None:

@@ -19,7 +19,7 @@ SHAPE_ONLY = "°"
 SHAPE_LEGEND = f"{SHAPE_ONLY} its shape alone is known: it was never made, for it has too many numbers"
 
 
-def trace_page(trace: Trace) -> Page:
+def page(trace: Trace) -> Page:
     """Return the page: the stages, what is returned, how PyTorch runs it, and the proof, which is the last line.
 
     Of a forward that failed: what was completed, and the failure with its cause, which is the last line.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .common import Environment, LayerInfo
+from .report import Report
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ class LeftOut:
     reason: str
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(Report):
     """What is wrong with a module's attention, what is so, and what could not be told."""
+
+    command = "check"
 
     environment: Environment
     layer: LayerInfo

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .params import StoredName
+from .report import Report
 
 TensorVerdict = Literal["same bits", "same within rounding", "same, permuted", "differs", "other shape"]
 
@@ -56,9 +57,11 @@ class PartPair:
     """‖left - right‖ / ‖left‖ of each head; empty where they are the same, or of another shape."""
 
 
-@dataclass(frozen=True)
-class CheckpointDiffReport:
+@dataclass(frozen=True, repr=False)
+class CheckpointDiffReport(Report):
     """Two checkpoints, tensor by tensor and head by head."""
+
+    command = "diff-checkpoints"
 
     left: CheckpointSide
     right: CheckpointSide

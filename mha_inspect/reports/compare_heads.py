@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
+from .report import Report
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,11 @@ class Timing:
     """One plain sentence."""
 
 
-@dataclass(frozen=True)
-class CompareHeadsReport:
+@dataclass(frozen=True, repr=False)
+class CompareHeadsReport(Report):
     """The same weights and the same input through several head counts."""
+
+    command = "compare-heads"
 
     environment: Environment
     layer: LayerInfo

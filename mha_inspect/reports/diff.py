@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
+from .report import Report
 from .trace import OpRef, Path
 
 SideName = Literal["left", "right"]
@@ -159,9 +160,11 @@ class MaskedRowPair:
     """Which of several attentions, from 1; None where each side has one."""
 
 
-@dataclass(frozen=True)
-class DiffReport:
+@dataclass(frozen=True, repr=False)
+class DiffReport(Report):
     """Two layers, or one under two settings, with the same weights and the same input."""
+
+    command = "diff"
 
     left: DiffSide
     right: DiffSide

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .report import Report
+
 
 @dataclass(frozen=True)
 class ListedLayer:
@@ -23,9 +25,11 @@ class ListedLayer:
     """Settings that not every layer has a use for, and this one has."""
 
 
-@dataclass(frozen=True)
-class LayersReport:
+@dataclass(frozen=True, repr=False)
+class LayersReport(Report):
     """The layers that can be built by name."""
+
+    command = "layers"
 
     layers: tuple[ListedLayer, ...]
     letters: dict[str, str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .common import Environment, LayerInfo, Stats, Values
+from .report import Report
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,11 @@ class LikeModule:
     wrong_shape: tuple[WrongShape, ...]
 
 
-@dataclass(frozen=True)
-class ParamsReport:
+@dataclass(frozen=True, repr=False)
+class ParamsReport(Report):
     """Every parameter tensor of a layer."""
+
+    command = "params"
 
     environment: Environment
     layer: LayerInfo

@@ -7,6 +7,7 @@ from typing import Literal
 
 from .common import Environment, LayerInfo, Stats, Values
 from .failure import Failure
+from .report import Report
 
 Memory = Literal["input", "view", "copy", "new"]
 """How a tensor came by its memory: given, shared with what it was made from, moved without computing, or computed."""
@@ -154,9 +155,11 @@ class Proof:
     """Why there is no measurement, or what it leaves out."""
 
 
-@dataclass(frozen=True)
-class Trace:
+@dataclass(frozen=True, repr=False)
+class Trace(Report):
     """One recorded forward pass, the attentions in it, and the proof."""
+
+    command = "trace"
 
     environment: Environment
     layer: LayerInfo

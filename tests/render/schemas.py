@@ -14,8 +14,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from mha_inspect import reports, schemas
 from mha_inspect.answers.failure.report import CAUSES
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.render import KINDS
 from mha_inspect.reports.common import SCHEMA_VERSION
+from mha_inspect.reports.report import Report
 
 FOLDER = Path(schemas.__file__).parent
 
@@ -94,5 +94,5 @@ def _as_written(cls: type, part: dict[str, Any]) -> None:
 def schemas_of_reports() -> dict[Path, dict[str, Any]]:
     """Every schema's file, to what it is to hold."""
     classes = _classes()
-    made = {kind.command: schema_of(classes[name], kind.command) for name, kind in KINDS.items()}
+    made = {cls.command: schema_of(cls, cls.command) for cls in classes.values() if issubclass(cls, Report)}
     return {FOLDER / f"{command}.schema.json": schema for command, schema in made.items()}

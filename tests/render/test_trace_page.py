@@ -66,7 +66,7 @@ def test_the_heads_of_a_model_are_folded() -> None:
     assert folded[name.format("in_proj_bias"), "b_q"] == ("0–2", "4h to 4h+3", "-")
     assert folded[name.format("out_proj.weight"), "W_o"] == ("0–2", "0–11", "4h to 4h+3")
     # The oracle: what each row stands for, in the report itself.
-    held = {p.name: p.heads for p in report.report.parameters if p.heads}
+    held = {p.name: p.heads for p in report.parameters if p.heads}
     for piece in held["layers.1.self_attn.in_proj_weight"]:
         offset = {"W_q": 0, "W_k": 12, "W_v": 24}[piece.part]
         assert piece.rows == (4 * piece.head + offset, 4 * piece.head + offset + 4)

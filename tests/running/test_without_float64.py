@@ -59,7 +59,7 @@ def seeded(kind: type[Attention], num_heads: int = 3) -> Attention:
 
 @pytest.mark.parametrize("kind", [InFloat32, Uncopied])
 def test_rounding_is_measured_all_the_same(kind: type[Attention], x: Tensor) -> None:
-    own = mha_inspect.diff(seeded(Attention), seeded(kind), x, same_weights=False).report
+    own = mha_inspect.diff(seeded(Attention), seeded(kind), x, same_weights=False)
     assert own.left.measured_against == "float64"
     assert own.right.measured_against == "half a digit"
     assert own.verdict == "same"
@@ -68,11 +68,11 @@ def test_rounding_is_measured_all_the_same(kind: type[Attention], x: Tensor) -> 
     other = seeded(kind)
     with torch.no_grad():
         other.out.weight[0, 0] += 1e-4
-    assert mha_inspect.diff(seeded(Attention), other, x, same_weights=False).report.verdict == "differs"
+    assert mha_inspect.diff(seeded(Attention), other, x, same_weights=False).verdict == "differs"
 
 
 def test_axes_are_those_of_the_module_as_it_is(x: Tensor) -> None:
-    own = mha_inspect.diff(seeded(SequenceFirst), seeded(SequenceFirst), x, same_weights=False).report
+    own = mha_inspect.diff(seeded(SequenceFirst), seeded(SequenceFirst), x, same_weights=False)
     assert (own.verdict, own.left.measured_against) == ("same", "half a digit")
     assert 0 < own.left.rounding_error < 1e-6
     plain = Subject(seeded(Attention), (x,), {}, grad=False)
@@ -86,8 +86,8 @@ def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:
         return seeded(InFloat32, num_heads)
 
     report = mha_inspect.compare_heads((1, 3), make, x)
-    assert report.report.measured_against == "half a digit"
-    assert report.report.verdict == "differs"
+    assert report.measured_against == "half a digit"
+    assert report.verdict == "differs"
     assert "off by half a last digit, for no copy of it runs in float64" in " ".join(str(report).split())
     with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and rounding is measured by that"):
         mha_inspect.compare_heads((1, 3), make, x, gradients=True)

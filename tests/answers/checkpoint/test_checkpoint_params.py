@@ -36,7 +36,7 @@ def test_roles_are_those_that_the_run_shows(layer, tmp_path):
     subject = load_layer(
         AttentionSpec(embed_dim=42, num_heads=6, **kv), InputSpec(batch=2, seq_len=5), RunSpec(), layer
     )
-    run = mha_inspect.params(subject.module, *subject.args, per_head=True, **subject.kwargs).report
+    run = mha_inspect.params(subject.module, *subject.args, per_head=True, **subject.kwargs)
     path = saved(tmp_path / "x.safetensors", {f"layers.0.attn.{n}": p for n, p in subject.module.named_parameters()})
     found = params_of_checkpoint(path, num_heads=6, per_head=True)
     expected = {f"layers.0.attn.{name}": own for name, own in roles(run).items()}
@@ -122,7 +122,7 @@ def test_names_tell_what_the_run_of_the_model_tells(kind, tmp_path):
     model = transformers.AutoModel.from_config(config).eval()
     ids = torch.randint(3, 50, (2, 7))
     given = {"decoder_input_ids": ids} if kind == "t5" else {}
-    run = mha_inspect.params(model, ids, per_head=True, **given).report
+    run = mha_inspect.params(model, ids, per_head=True, **given)
     saved(tmp_path / "model.safetensors", model.state_dict(), json.loads(config.to_json_string(use_diff=False)))
     found = params_of_checkpoint(tmp_path, per_head=True)
     expected = roles(run)
@@ -384,7 +384,7 @@ def test_a_file_against_a_module(tmp_path):
     del state["attn.out_proj.bias"]
     state |= {"head.weight": torch.zeros(8, 12), "more": torch.zeros(3)}
     path = saved(tmp_path / "x.safetensors", {f"model.{name}": own for name, own in state.items()})
-    report = mha_inspect.params(path, like=model).report.like
+    report = mha_inspect.params(path, like=model).like
     assert (report.prefix, report.matching) == ("model.", 4)
     assert [(one.name, one.shape) for one in report.missing] == [("attn.out_proj.bias", (12,))]
     assert [(one.name, one.shape) for one in report.unexpected] == [("model.more", (3,))]
@@ -410,7 +410,7 @@ def test_roles_from_the_run_of_a_module(tmp_path):
 
     model = Own()
     path = saved(tmp_path / "x.safetensors", model.state_dict())
-    report = mha_inspect.params(path, torch.zeros(2, 5, 12), like=model, per_head=True).report
+    report = mha_inspect.params(path, torch.zeros(2, 5, 12), like=model, per_head=True)
     assert roles(report)["first.weight"][0] == "W_q, W_k, W_v head by head: 4 rows of q, 4 of k, 4 of v each"
     heads = {p.name: p.heads for p in report.parameters}
     assert [(s.part, s.rows) for s in heads["first.weight"] if s.head == 2] == [

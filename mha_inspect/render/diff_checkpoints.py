@@ -17,7 +17,7 @@ _MOST = 8
 """Heads of a part whose differences stand in one field."""
 
 
-def checkpoint_diff_page(report: CheckpointDiffReport) -> Page:
+def page(report: CheckpointDiffReport) -> Page:
     """Return the page: the two files, a row for tensors that are alike, the heads that are not, and the answer."""
     title = f"checkpoint {report.left.name} against {report.right.name}"
     return Page(title, "", "read, and not run", tuple(_sections(report)))
