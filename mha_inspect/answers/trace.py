@@ -36,7 +36,7 @@ def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """
     with own.settings():
         before = own.state()
-        seen = _run(own, show, keep)
+        seen = _run(own, show, keep, before)
         seen = replace(seen, wider=own.wider_run(seen))
         replay = Replay(seen.recording, own.leaves(seen.recording))
         made = report(
@@ -75,7 +75,7 @@ def _masked_rows(own: Subject, before: State, seen: Run, replay: Replay, keep: b
     return () if again is None else masked_rows(rows, replace(again, wider=seen.wider))
 
 
-def _run(own: Subject, show: Show, keep: bool) -> Run:
+def _run(own: Subject, show: Show, keep: bool, before: State) -> Run:
     """The run. Raises `ForwardError` where the forward raises."""
     seen = run(own.module, own.args, own.kwargs, keep=keep)
     if seen.error is None:
@@ -83,7 +83,7 @@ def _run(own: Subject, show: Show, keep: bool) -> Run:
     from .failure.report import forward_error
 
     cause: Exception | None = seen.error
-    failure = forward_error(own, seen, show)
+    failure = forward_error(own, seen, show, before)
     try:
         raise failure from (None if failure is cause else cause)
     finally:

@@ -1,35 +1,25 @@
-"""Which call of torch raised, and what it was given, read off the traceback: nothing of the user's is run again.
+"""The call of torch that raised, with the arguments that it was given.
 
-The frames of a traceback still have their variables, and which expression of a frame was running is known: what it gave
-to the call is worked out from that. Where an operation had been dispatched, its own arguments are in the traceback too.
+A function mode sees it while the module is run once more. The body of a `with` block is not run again: there the frames
+of the traceback tell the operation that had been dispatched.
 """
 
 from __future__ import annotations
 
-import dis
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from ...record.arguments import tensors_in
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
-from ...record.site import place_of
-from .expression import Call, CannotTellError, Expression, NoCallError, Reading
 from .operand import Operand
-from .site import (
-    ATTENTION_FORWARDS,
-    MODULE_CALL,
-    Entry,
-    Site,
-    entries_inside,
-    entries_of,
-    entries_of_calls,
-    expression_of,
-)
+from .site import ATTENTION_FORWARDS, MODULE_CALL, Site, entries_inside, entries_of
 
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
@@ -40,45 +30,71 @@ _ROLES: dict[str, tuple[str, ...]] = {
 """Names of the arguments by place, for functions of torch that have no signature to ask."""
 
 
-def read_call(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
-    """Read the call that raised off the error that came out of a recorded run.
+@dataclass(frozen=True)
+class Call:
+    """One call of a function of torch. It holds tensors: it must not outlive the error."""
 
-    Args:
-        error: with its traceback.
-        recorder: of the run.
-        recording: the operations up to the error.
-        in_block: whether the run was the body of a `with` block, and not the forward of a module.
+    name: str
+    """`torch.matmul`, `Tensor.view`, `F.linear`; `aten.view.default` where only the operation is known."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    layer: nn.Module | None = None
+    """torch's own multi-head attention, or transformer, where the call is one of it."""
+
+    @property
+    def base(self) -> str:
+        """The name without namespace, overload and underscores: `matmul`."""
+        return (self.name.split(".")[1] if self.name.startswith("aten.") else self.name.rpartition(".")[2]).strip("_")
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The arguments by place that are no tensors."""
+        return tuple(value for value in self.args if not isinstance(value, torch.Tensor))
+
+
+class CallWatch(TorchFunctionMode):
+    """Notes the call of torch that raised last, and its error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raised: tuple[Exception, Call] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make the call; note it where it raises."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self._raised = error, Call(name_of(func), tuple(args), kwargs or {})
+            raise
+
+    def take(self, error: BaseException) -> Call | None:
+        """Return the call that raised an error, and forget it; None where no call of torch did."""
+        raised, self._raised = self._raised, None
+        return raised[1] if raised is not None and raised[0] is error else None
+
+
+def name_of(function: Any) -> str:
+    """Return what people call a function of torch: `torch.matmul`, `Tensor.view`, `F.linear`."""
+    name = str(resolve_name(function) or getattr(function, "__qualname__", None) or function)
+    for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor."), ("torch.functional.", "torch.")):
+        if name.startswith(long):
+            return short + name[len(long) :]
+    return name
+
+
+def dispatched(error: BaseException) -> Call | None:
+    """Return the innermost operation that was dispatched when a recorded run raised; None where none was."""
+    code = Recorder.__torch_dispatch__.__code__
+    frames = [frame.f_locals for frame, _ in entries_of(error) if frame.f_code is code]
+    return Call(str(frames[-1]["func"]), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}) if frames else None
+
+
+def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
+    """Return the call of torch's own multi-head attention, or transformer, that an error came out of, the inmost one.
+
+    Its weight is among the arguments, where that is on another device, or of another dtype. None without such a layer.
     """
     entries = entries_inside(error, in_block=in_block)
-    reading = _of_layer(entries) or _read(error, recorder, recording, in_block=in_block)
-    asked = _dispatched(error)
-    if reading.told or asked is None:
-        return reading
-    if reading.call is None:
-        return replace(reading, call=asked, told=True)
-    if asked.base == reading.call.base:
-        # The operation is the call itself: what it was given is what the call was given.
-        return replace(reading, call=replace(reading.call, args=asked.args, kwargs=asked.kwargs), told=True)
-    return reading
-
-
-def dispatched(error: BaseException) -> str:
-    """Return the innermost operation that was dispatched when an error was raised in a recorded run; else empty."""
-    call = _dispatched(error)
-    return "" if call is None else call.name
-
-
-def _dispatched(error: BaseException) -> Call | None:
-    code = Recorder.__torch_dispatch__.__code__
-    found = [frame.f_locals for frame, _ in entries_of(error) if frame.f_code is code]
-    return Call(str(found[-1]["func"]), tuple(found[-1]["args"]), found[-1]["kwargs"] or {}) if found else None
-
-
-def _of_layer(entries: list[Entry]) -> Reading | None:
-    """Return the call of torch's own multi-head attention, or transformer, that the error came out of, the inmost one.
-
-    Its weight is among what it was given, where that is on another device, or of another dtype.
-    """
     for (before, _), (frame, _) in zip(reversed(entries[:-1]), reversed(entries[1:]), strict=True):
         if frame.f_code in ATTENTION_FORWARDS and before.f_code is MODULE_CALL:
             layer, called = frame.f_locals["self"], before.f_locals
@@ -92,55 +108,48 @@ def _of_layer(entries: list[Entry]) -> Reading | None:
             if {v.device for v in given.values()} - {weight.device} or {v.dtype for v in numbers} - {weight.dtype}:
                 given["weight"] = weight
             name = "nn.MultiheadAttention" if isinstance(layer, nn.MultiheadAttention) else "nn.Transformer"
-            return Reading(Call(name, kwargs=given), told=True, layer=layer)
+            return Call(name, kwargs=given, layer=layer)
     return None
 
 
-def _read(error: BaseException, recorder: Recorder, recording: Recording, *, in_block: bool) -> Reading:
-    for frame, tb in entries_of_calls(error, in_block=in_block):
-        if frame.f_code in ATTENTION_FORWARDS:
-            return Reading(None, told=True)  # its arguments are those of the module's call
-        line = f"{place_of(frame.f_code).file}:{tb.tb_lineno}"
-        try:
-            found = Expression(frame, line, recorder, recording.ops).call(expression_of(frame, tb))
-        except CannotTellError:
-            return Reading(None, told=False)
-        except NoCallError:
-            return Reading(None, told=True)
-        if found is not None:
-            return found
-    last = entries_inside(error, in_block=in_block)[-1:]
-    return Reading(None, told=any(_raises(entry) for entry in last))
-
-
-def _raises(entry: Entry) -> bool:
-    """Whether a frame was at a `raise` or an `assert` of its own, and is not torch's, which was given something."""
-    (frame, tb), code = entry, entry[0].f_code.co_code
-    if place_of(frame.f_code).file.startswith("torch/"):
-        return False
-    return 0 <= tb.tb_lasti < len(code) and dis.opname[code[tb.tb_lasti]] == "RAISE_VARARGS"
-
-
 def operands_of(
-    site: Site, reading: Reading, identify: Callable[[torch.Tensor], TensorRef], recording: Recording
+    call: Call | None, site: Site, recorder: Recorder, recording: Recording, variables: Mapping[int, str]
 ) -> Iterator[Operand]:
-    """Yield the tensors that the failing call was given, in order, by role and name."""
-    outside = {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)}
-    for place, (role, text, value) in enumerate(_given(site, reading.call), 1):
-        tensor = next((known for own, known in reading.made if own is value), None) or identify(value)
-        name = text or site.name_of(value) or outside.get(tensor.id, "") or role or f"operand {place}"
-        yield Operand(role, name, value, tensor)
+    """Yield the tensors that the failing call was given, in order; without a call those that the failing line names.
+
+    `variables` has what the user's code calls a tensor, by its id.
+    """
+    names = {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)} | dict(variables)
+    path = recorder.path_of(site.module)
+    for role, value in _given(call) if call is not None else site.named_here() if site.by_user else ():
+        tensor = recorder.identify(value)
+        name = names.get(tensor.id) or _written(recording, tensor, names, path)
+        yield Operand(role if call is not None else "", name, value, tensor)
 
 
-def _given(site: Site, call: Call | None) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield role, text and tensor."""
-    if call is None:
-        yield from (("", name, value) for name, value in site.named_here() if site.by_user)
-    else:
-        roles = _ROLES.get(call.base, ())
-        for place, value in enumerate(call.args):
-            role = roles[place] if place < len(roles) else ""
-            text = call.texts.get(place, "") or (site.only_argument() if role == "input" else "")
-            yield from ((role, "" if inner else text, tensor) for inner, tensor in tensors_in(value))
-        for key, value in call.kwargs.items():
-            yield from ((key, call.texts.get(key, ""), tensor) for _, tensor in tensors_in(value))
+def _given(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors among the arguments of a call, each with the argument's name."""
+    roles = _ROLES.get(call.base, ())
+    for place, value in enumerate(call.args):
+        yield from ((roles[place] if place < len(roles) else "", tensor) for _, tensor in tensors_in(value))
+    for key, value in call.kwargs.items():
+        yield from ((key, tensor) for _, tensor in tensors_in(value))
+
+
+def _written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], path: str) -> str:
+    """Return how a line may write a tensor without a variable: `k.transpose(-2, -1)`, `q_proj(...)`; empty if unknown.
+
+    `path` is that of the module whose line it is: what another module gave is a call of that one.
+    """
+    op = recording.producer(tensor)
+    if op is None:
+        return ""
+    inner = op.module.removeprefix(f"{path}." if path else "")
+    if op.module not in ("", path) and inner.count(".") < 2:
+        return f"{inner}(...)"
+    name = names.get(op.inputs[0].id) or _written(recording, op.inputs[0], names, path) if op.inputs else ""
+    if name and op.base_name == "_to_copy":
+        return f"{name}.to(...)"
+    if not name or len(op.inputs) > 1 or not hasattr(torch.Tensor, op.base_name):
+        return ""
+    return f"{name}.{op.base_name}({', '.join(map(str, op.args[1:]))})"

@@ -167,7 +167,7 @@ def _scattered(x: Operand) -> Cause:
         return Cause(
             "heads_not_joined",
             f"{x.name} is {x.pattern}: the heads are not beside their features, so no view puts them side by side.",
-            f"{x.primary}.transpose({heads}, {last - 1}).flatten(-2).",
+            f"{x.name}.transpose({heads}, {last - 1}).flatten(-2).",
         )
     return Cause(
         "not_contiguous",

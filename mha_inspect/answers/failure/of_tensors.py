@@ -32,7 +32,7 @@ def mask_dtype(scene: Scene) -> Cause | None:
     elif scene.base == "masked_fill" and "boolean mask" in scene.message and scene.mask_and_scores is not None:
         mask, rule = scene.mask_and_scores[0], "masked_fill takes a boolean mask, True where a key is to be hidden."
     if mask is not None and rule:
-        way = f"{mask.name} == 0 where 0 means hidden, {mask.primary}.bool() where 1 does."
+        way = f"{mask.name} == 0 where 0 means hidden, {mask.name}.bool() where 1 does."
         return Cause("mask_dtype", f"{mask.name} is {mask.dtype}; {rule}", way)
     if mask is None or not scene.mixes_dtypes:
         return None
@@ -43,7 +43,7 @@ def mask_dtype(scene: Scene) -> Cause | None:
         "mask_dtype",
         f"{mask.name} is {mask.dtype}, the queries are {usual}; a mask is boolean, True where a key is seen, or of "
         "their dtype, which is added.",
-        f"{mask.primary}.bool(), or {mask.primary}.to(torch.{usual}).",
+        f"{mask.name}.bool(), or {mask.name}.to(torch.{usual}).",
     )
 
 
@@ -59,7 +59,7 @@ def dtypes(scene: Scene) -> Cause | None:
     return Cause(
         "mixed_dtypes",
         f"{odd.name} is {odd.dtype}, the others are {usual}.",
-        f"Bring them to one: {odd.primary}.to(torch.{usual}), or the module with .to(torch.{odd.dtype}); "
+        f"Bring them to one: {odd.name}.to(torch.{usual}), or the module with .to(torch.{odd.dtype}); "
         "under torch.autocast neither is needed.",
     )
 
@@ -103,14 +103,14 @@ def widths(scene: Scene) -> Cause | None:
         return Cause(
             "weight_not_transposed",
             f"{weight.is_shape}, out_features in_features as nn.Linear keeps it, and {x.name} has {has} features.",
-            f"{x.primary} @ {weight.primary}.T, or call the layer.",
+            f"{x.name} @ {weight.name}.T, or call the layer.",
         )
     places = [place for place, size in enumerate(x.shape[:-1]) if size == takes]
     if len(places) == 1 and len(x.shape) >= 3:
         return Cause(
             "features_not_last",
             f"{x.name} has the {takes} features in dimension {places[0]}; the layer takes them last.",
-            f"{x.primary}.transpose({places[0]}, -1).",
+            f"{x.name}.transpose({places[0]}, -1).",
         )
     if weight is None:
         setting = {"query": "embed_dim", "key": "kdim", "value": "vdim"}[x.role]
@@ -137,7 +137,7 @@ def _unjoined(x: Operand, takes: int) -> Cause | None:
         "heads_not_joined",
         f"{x.name} still has {x.shape[heads]} heads of {x.shape[features]}; the layer takes them side by side, "
         f"{x.shape[heads]}·{x.shape[features]} = {takes}.",
-        f"{x.primary}{swap}.flatten(-2) first: heads behind the sequence, then one dimension with their features.",
+        f"{x.name}{swap}.flatten(-2) first: heads behind the sequence, then one dimension with their features.",
     )
 
 
@@ -187,7 +187,7 @@ def sequences_of_layers(scene: Scene) -> Cause | None:
             "batch_and_sequence_swapped",
             f"{_reading(scene)}: batch {key_batch}, key {key_length}; {padding.is_shape}, and key_padding_mask is "
             "batch key in either case.",
-            f"If {key.name} is right, {padding.primary}.T; if the mask is, {key.name} is the other way round: {way}.",
+            f"If {key.name} is right, {padding.name}.T; if the mask is, {key.name} is the other way round: {way}.",
         )
     if why:
         return Cause(
@@ -232,14 +232,14 @@ def masks_of_layers(scene: Scene) -> Cause | None:
     wanted = f"[{length}, {key_length}] or [{all_heads}, {length}, {key_length}], batch·heads first"
     expand = "" if mask.shape[1:2] == (heads,) else f".expand(-1, {heads}, -1, -1)"
     known: dict[tuple[int, ...], tuple[str, str]] = {
-        (batch, key_length): (f", batch key; attn_mask is {wanted}.", f"Give it as key_padding_mask={mask.primary}."),
+        (batch, key_length): (f", batch key; attn_mask is {wanted}.", f"Give it as key_padding_mask={mask.name}."),
         (batch, *pairs): (
             f", one for each example; the layer takes {wanted}.",
-            f"{mask.primary}.repeat_interleave({heads}, dim=0).",
+            f"{mask.name}.repeat_interleave({heads}, dim=0).",
         ),
     }
     for shape in ((batch, 1, *pairs), (batch, heads, *pairs)):
-        known[shape] = f"; the layer takes {wanted}.", f"{mask.primary}{expand}.flatten(0, 1)."
+        known[shape] = f"; the layer takes {wanted}.", f"{mask.name}{expand}.flatten(0, 1)."
     if mask.shape in (pairs, (all_heads, *pairs)) or mask.shape not in known:
         return None
     what, way = known[mask.shape]
@@ -278,10 +278,10 @@ def masks_over_scores(scene: Scene) -> Cause | None:
         mask, scores = found
         (query, key), over = scores[-2:], f"and the scores are {text.shape(scores)}"
         if (lacks := _lacking(mask.shape, scores)) is not None:
-            return Cause("mask_rank", f"{mask.is_shape}, {lacks[0]}, {over}.", mask.primary + lacks[1])
+            return Cause("mask_rank", f"{mask.is_shape}, {lacks[0]}, {over}.", mask.name + lacks[1])
         if len(mask.shape) >= 2 and mask.shape[-2:] == (key, query) and key != query:
             what = f"{mask.is_shape}, key {key} before query {query}, {over}."
-            return Cause("mask_transposed", what, f"{mask.primary}.transpose(-2, -1).")
+            return Cause("mask_transposed", what, f"{mask.name}.transpose(-2, -1).")
         if len(scores) >= 3 and mask.shape == (scores[0], scores[0]) and scores[0] not in (query, key):
             return Cause(
                 "batch_and_sequence_swapped",
@@ -300,7 +300,7 @@ def masks_over_scores(scene: Scene) -> Cause | None:
     return Cause(
         "mask_size",
         f"{mask.name} covers {covers}, {over}: query {query}, key {key}.",
-        f"Cut it to the lengths of this call: {mask.primary}[..., :{query}, :{key}]."
+        f"Cut it to the lengths of this call: {mask.name}[..., :{query}, :{key}]."
         if (rows == 1 or rows >= query) and columns >= key
         else f"Make it for query {query} and key {key}, or give no more positions than it covers.",
     )

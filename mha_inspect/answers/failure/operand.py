@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,7 @@ class Operand:
     role: str
     """The argument that it was given for; empty where the call has no names for them."""
     name: str
-    """As the user's line writes it."""
+    """As the user's line writes it; empty where that is not known."""
     value: torch.Tensor
     tensor: TensorRef
     pattern: str = ""
@@ -74,23 +73,14 @@ class Operand:
         named = any(not name.isdigit() for names in self.axes for name in names)
         return f"{self.is_shape} {self.pattern}" if named else self.is_shape
 
-    @property
-    def primary(self) -> str:
-        """The name as it can be indexed, or a method of it called: `(mask == 0)`."""
-        try:
-            tree = ast.parse(self.name, mode="eval").body
-        except SyntaxError:
-            return f"({self.name})"
-        return self.name if isinstance(tree, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({self.name})"
-
     def place(self, *names: str) -> int | None:
         """Return the first dimension that is one of these axes, or has one in it; None where none is."""
         return next((place for place, dim in enumerate(self.axes) if not set(names).isdisjoint(dim)), None)
 
     def size(self, *names: str) -> int:
         """Return the size of the dimension that is one of these axes alone; 0 where there is none."""
-        own = zip(self.shape, self.axes, strict=True)
-        return next((size for size, dim in own if len(dim) == 1 and dim[0] in names), 0)
+        dims = zip(self.shape, self.axes, strict=True)
+        return next((size for size, dim in dims if len(dim) == 1 and dim[0] in names), 0)
 
     def axis(self, place: int) -> str:
         """Return what a dimension is, with its size: `head_dim 64`; the size alone where it has no name."""

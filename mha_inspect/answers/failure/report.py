@@ -7,20 +7,21 @@ to write instead. The judges are asked in order, and the first that answers is b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
 from ...naming.canonical import own_axes
-from ...naming.subject import Run, Subject
-from ...record.ops import Recording, TensorRef
+from ...naming.subject import Run, State, Subject, run
+from ...record.arguments import with_copies
+from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
 from ...reports.failure import Cause, FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
-from .call import dispatched, operands_of, read_call
+from .call import Call, CallWatch, call_of_layer, dispatched, operands_of
 from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
 from .of_tensors import devices, dtypes, mask_dtype, masks_of_layers, masks_over_scores, sequences_of_layers, widths
 from .reached import Reached, reach
@@ -63,36 +64,40 @@ def find_cause(scene: Scene) -> Cause | None:
     return next(filter(None, (judge(scene) for judge in _JUDGES)), None)
 
 
+_UNTOLD = "All that the call was given cannot be told without calling code of yours again."
 LAST_OPS = 6
 """How many of the completed operations are told one by one."""
 
 
-def forward_error(own: Subject, seen: Run, show: Show) -> Exception:
+def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> Exception:
     """Return what to raise for a run that raised: a `ForwardError` with the trace up to there.
 
     The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
     ran out, or it was raised by this package on purpose.
 
     Args:
-        own: the module and its arguments.
-        seen: the run that raised.
+        subject: the module and its arguments.
+        failed: the run that raised.
         show: what else the trace holds; tensors are never kept here.
+        before: the state before that run: it is run once more from there, to see which call raised.
     """
-    error, recorder = seen.error, seen.recorder
+    error, recorder = failed.error, failed.recorder
     assert error is not None
     assert recorder is not None
     try:
         if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
             return error
-        failure, completed = describe_failure(error, seen.recording, recorder)
+        failure, completed = _watched(subject, error, before) or describe_failure(error, failed.recording, recorder)
+        ops = failed.recording.ops  # beside a function mode torch takes no fast path: these are those that really ran
+        failure = replace(failure, op=_operation(error), last_ops=_last_of(ops), num_ops=len(ops))
     finally:
         del error  # its traceback leads to this frame
     trace = report(
-        seen,
-        own_axes(seen),
+        failed,
+        own_axes(failed),
         replace(show, stats=False, values=False),
-        environment=environment_of(own),
-        layer=layer_of(own),
+        environment=environment_of(subject),
+        layer=layer_of(subject),
         proof=Proof(None, None, None, "the forward did not return"),
     )
     first = next(iter(failure.message.splitlines()), "")
@@ -103,40 +108,65 @@ def forward_error(own: Subject, seen: Run, show: Show) -> Exception:
     )
 
 
+def _watched(subject: Subject, error: Exception, before: State) -> tuple[Failure, int] | None:
+    """Run it once more with every call of torch watched, and describe how that ended; None where it ends otherwise."""
+    watch = CallWatch()
+    with subject.replaying(before), watch:
+        attempt = run(subject.module, *with_copies((subject.args, subject.kwargs)))
+    if type(attempt.error) is not type(error) or attempt.recorder is None:
+        return None
+    assert attempt.error is not None
+    try:
+        return describe_failure(attempt.error, attempt.recording, attempt.recorder, watch=watch)
+    finally:
+        del attempt, error  # they hold tensors, and the error's traceback leads to this frame
+
+
 def describe_failure(
-    error: Exception, recording: Recording, recorder: Recorder, *, in_block: bool = False
+    error: Exception,
+    recording: Recording,
+    recorder: Recorder,
+    *,
+    watch: CallWatch | None = None,
+    in_block: bool = False,
 ) -> tuple[Failure, int]:
-    """Return how a recorded run ended that raised, and how many attentions were completed before."""
+    """Return how a recorded run ended that raised, and how many attentions were completed before.
+
+    Without a `watch` on the run the frames of the traceback alone tell the call.
+    """
     site = site_of(error, in_block=in_block)
     assert site is not None
     try:
-        return _describe(error, Run(recording, None), site, recorder, in_block=in_block)
+        call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error)) or dispatched(error)
+        failure, completed = _describe(error, Run(recording, None), site, recorder, call)
+        note = _UNTOLD if call is None and watch is None and not site.raises else ""
+        return replace(failure, note=note), completed
     finally:
-        del site, error  # they hold tensors, and the error's traceback leads to this frame
+        del site, call, error, watch  # they hold tensors, and the error's traceback leads to this frame
 
 
-def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in_block: bool) -> tuple[Failure, int]:
-    reading = read_call(error, recorder, seen.recording, in_block=in_block)
-    call, base = reading.call, "" if reading.call is None else reading.call.base
-    operands = tuple(operands_of(site, reading, recorder.identify, seen.recording))
-    batch_first = bool(getattr(reading.layer, "batch_first", True))
-    reached = reach(seen, base, () if call is None else operands, batch_first=batch_first)
+def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, call: Call | None) -> tuple[Failure, int]:
+    variables = {recorder.identify(value).id: name for name, value in reversed(site.variables)}
+    operands = tuple(operands_of(call, site, recorder, seen.recording, variables))
+    layer = None if call is None else call.layer
+    batch_first = bool(getattr(layer, "batch_first", True))
+    reached = reach(seen, "" if call is None else call.base, () if call is None else operands, batch_first=batch_first)
     scene = Scene(
         error=type(error).__name__,
         message=_message(error),
-        base=base,
-        operands=tuple(map(reached.named, operands)),
+        base="" if call is None else call.base,
+        operands=tuple(map(reached.named, operands, range(1, len(operands) + 1))),
         reached=reached,
         batch_first=batch_first,
         settings=() if call is None else call.settings,
-        layer=reading.layer,
-        variables={recorder.identify(value).id: name for name, value in reversed(site.variables)},
+        layer=layer,
+        variables=variables,
     )
     failure = Failure(
         error=scene.error,
         message=scene.message,
         call="" if call is None else call.name,
-        op=dispatched(error),
+        op=_operation(error),
         module=recorder.path_of(site.module),
         source=site.source,
         line=site.line,
@@ -144,16 +174,24 @@ def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, *, in
         clash="" if call is None else clash(scene),
         cause=find_cause(scene) if call is not None or scene.error == "EinopsError" else None,
         completed=tuple(_completed(scene.reached, scene.variables)),
-        last_ops=tuple(
-            ReachedOp(
-                o.index, o.name, o.module, o.source, *(tuple(t.shape for t in ts) for ts in (o.inputs, o.outputs))
-            )
-            for o in seen.recording.ops[-LAST_OPS:]
-        ),
+        last_ops=_last_of(seen.recording.ops),
         num_ops=len(seen.recording.ops),
-        note="" if reading.told else "All that the call was given cannot be told without calling code of yours again.",
     )
     return failure, scene.reached.completed
+
+
+def _operation(error: BaseException) -> str:
+    call = dispatched(error)
+    return "" if call is None else call.name
+
+
+def _last_of(ops: Sequence[Op]) -> tuple[ReachedOp, ...]:
+    return tuple(
+        ReachedOp(
+            op.index, op.name, op.module, op.source, *(tuple(t.shape for t in ts) for ts in (op.inputs, op.outputs))
+        )
+        for op in ops[-LAST_OPS:]
+    )
 
 
 def _message(error: Exception) -> str:
