@@ -14,7 +14,6 @@ from typer.main import get_command
 from ..errors import ExitCode, SpecError
 from ..render import screen
 from ..text import did_you_mean, shown
-from .completion import improve_scripts
 from .help import GroupedGroup, examples, write_list
 
 PROGRAM = "mha-inspect"
@@ -65,19 +64,9 @@ class Commands(GroupedGroup):
         """Write the commands without loading them."""
         write_list(ctx, formatter, "Commands", list(COMMANDS.items()))
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Offer commands without loading them, then the options."""
-        from typer._click.shell_completion import CompletionItem
-
-        offered = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
-        return offered + [item for item in super().shell_complete(ctx, incomplete) if item.value not in COMMANDS]
-
     def run(self, args: Sequence[str] | None = None) -> Any:
         """Run the command and return what it returns; every error goes to the caller, who knows the exit codes."""
-        improve_scripts()
         if COMPLETE in os.environ:
-            # Typer imports Rich to take its markup out of the help lines that some shells show; ours have none.
-            vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
             self._main_shell_completion({}, PROGRAM, COMPLETE)
         try:
             with self.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as ctx:

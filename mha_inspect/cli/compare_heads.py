@@ -13,7 +13,7 @@ from ..text import listed, shown
 from . import subject
 from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
 from .output import give, prepare
-from .picture import Drawn, is_wanted, keep_weights, require_drawable
+from .picture import Drawn, keep_weights, require_drawable
 
 if TYPE_CHECKING:
     from ..build.room import Room
@@ -58,7 +58,6 @@ def compare_heads(
     asked: dict[str, Any] = {"gradients": gradients, "steps": steps or 0}
     asked |= {"focus": focus, "time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
-    picture = is_wanted(picture)
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)

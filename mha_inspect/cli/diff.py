@@ -15,8 +15,7 @@ from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, find_layer
 from ..text import shown
 from . import subject
-from .completion import names_in_file
-from .options import FAIL_IF, FORMS, NUMBERS, Options, command, is_target, option, require_numbers
+from .options import FAIL_IF, FORMS, NUMBERS, Options, command, completing, is_target, option, require_numbers
 from .output import give, prepare
 
 if TYPE_CHECKING:
@@ -34,13 +33,9 @@ USUAL = ("torch", "per-head")
 _SHAPES = " The shapes: `mha-inspect trace --device meta`."
 
 
-def _names(incomplete: str) -> list[str]:
-    return [name for name in LAYERS if name.startswith(incomplete)] or names_in_file(incomplete)
-
-
 def _side(name: str, help: str, default: str) -> Any:
     named: dict[str, Any] = {"metavar": name, "rich_help_panel": PANEL, "show_default": default}
-    return typer.Argument("", help=help, autocompletion=_names, **named)
+    return typer.Argument("", help=help, autocompletion=completing(tuple(LAYERS)), **named)
 
 
 def _settings(side: SideName) -> Any:

@@ -16,7 +16,6 @@ from ..errors import DeviceError, ExitCode, SpecError
 from ..layers.catalog import LAYERS
 from ..render import screen
 from ..text import did_you_mean, shown
-from .completion import names_in_file
 from .help import GroupedCommand, examples
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ TARGET = typer.Argument(
     help=f"A module of your own: {FORMS}. Importing it runs its code. Without one, a layer is built from the options.",
     show_default=False,
     rich_help_panel="Target",
-    autocompletion=names_in_file,
 )
 FAIL_IF = option(
     "Comparison",

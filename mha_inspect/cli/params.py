@@ -15,7 +15,7 @@ from ..text import shown
 from . import subject
 from .options import TARGET, Options, command, option
 from .output import give, prepare
-from .picture import Drawn, is_wanted, require_drawable
+from .picture import Drawn, require_drawable
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
@@ -80,7 +80,6 @@ def params(
             raise SpecError(
                 f"{dashed(unused[0])} says what goes in, and a layer has the same parameters whatever does: drop it."
             )
-    picture = is_wanted(picture)
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)

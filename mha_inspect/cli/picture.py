@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import SpecError
-from ..naming.stages import STAGES
 from ..render.export import Destination, ExportFormat
 from ..render.screen import columns, in_color
 from ..text import shown
@@ -24,22 +23,8 @@ if TYPE_CHECKING:
     from ..reports.trace import Trace
 
 _DRAWN = (".png", ".svg", ".html")
-_VARIABLE = "MHA_INSPECT_PICTURE"
 _MOST_TOKENS = 1 << 20
 """Bytes of a file of tokens."""
-
-
-def is_wanted(flag: bool) -> bool:
-    """Return whether a picture is asked for that has no stage to choose: by its flag, or by a variable that names one.
-
-    Raises `SpecError` where the variable says neither yes nor no, and no stage.
-    """
-    said = os.environ.get(_VARIABLE, "").strip().lower()
-    if said in (*STAGES, "true", "1", "yes", "on", "t", "y"):
-        return True
-    if said not in ("", "false", "0", "no", "off", "f", "n"):
-        raise SpecError(f"{_VARIABLE} {shown(said)} is no stage, and neither true nor false: write one of these.")
-    return flag
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,17 @@ def imported(*args: str, env: dict[str, str]) -> set[str]:
         ("trace --picture weihgts", {}),
         ("trace --picture weights --head 3-1", {}),
         ("compare-heads --export absent/a.txt", {}),
-        ("", {COMPLETE: "complete_bash", "COMP_WORDS": "mha-inspect trace --dtype ", "COMP_CWORD": "3"}),
-        ("", {COMPLETE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "mha-inspect trace --em"}),
     ],
 )
 def test_no_torch_and_no_rich(environment, line, env):
     modules = imported(*line.split(), env=environment(**env))
     assert "mha_inspect.cli.app" in modules
     assert modules & {"torch", "numpy", "rich", "pydantic", "einops"} == set()
+
+
+def test_a_completion_needs_no_torch(environment):
+    asked = {COMPLETE: "complete_bash", "COMP_WORDS": "mha-inspect trace --dtype ", "COMP_CWORD": "3"}
+    assert "torch" not in imported(env=environment(**asked))
 
 
 SMALL = "--embed-dim 8 --num-heads 2"

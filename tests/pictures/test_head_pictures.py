@@ -107,18 +107,6 @@ def test_each_attention_of_each_head_count_is_drawn(invoke):
     ]
 
 
-@pytest.mark.parametrize("command", ["params", "compare-heads"])
-def test_a_variable_that_names_a_stage_for_trace_asks_for_the_picture_that_there_is(invoke, monkeypatch, command):
-    line = (command, "--embed-dim", "12", "--num-heads", "3")
-    drawn, plain = invoke(*line, "--picture").out, invoke(*line).out
-    for said, out in (("weights", drawn), ("true", drawn), ("false", plain)):
-        monkeypatch.setenv("MHA_INSPECT_PICTURE", said)
-        assert invoke(*line).out == out
-    monkeypatch.setenv("MHA_INSPECT_PICTURE", "sideways")
-    assert (invoke(*line).code, invoke(*line).out) == (2, "")
-    assert "MHA_INSPECT_PICTURE sideways is no stage" in invoke(*line).err
-
-
 @pytest.mark.parametrize("line", [("params", "--num-heads", "4"), ("compare-heads", "--heads", "1,2")])
 def test_a_page_has_the_picture_that_was_asked_for(invoke, tmp_path, line):
     page = tmp_path / "page.html"
