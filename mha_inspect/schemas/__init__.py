@@ -1,23 +1,40 @@
-"""The JSON Schema (2020-12) of each command's JSON output: the contract that scripts may rely on."""
+"""The JSON Schema (2020-12) of what the commands print as JSON: the contract that scripts may rely on."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-_FOLDER = Path(__file__).parent
-_ENDING = ".schema.json"
+FILE = Path(__file__).with_name("mha-inspect.schema.json")
 
 
 def commands() -> tuple[str, ...]:
     """Return the commands that have a schema."""
-    return tuple(sorted(file.name[: -len(_ENDING)] for file in _FOLDER.glob(f"*{_ENDING}")))
+    return tuple(sorted(_names(_parts())))
 
 
 def load_schema(command: str) -> dict[str, Any]:
     """Return the schema of a command's JSON output. Raises `KeyError` for a command that has none."""
-    if command not in commands():
-        raise KeyError(command)
-    schema: dict[str, Any] = json.loads((_FOLDER / f"{command}{_ENDING}").read_text(encoding="utf-8"))
-    return schema
+    parts = _parts()
+    needed = [_names(parts)[command]]
+    for name in needed:
+        needed += [other for other in re.findall(r'"#/\$defs/(\w+)"', json.dumps(parts[name])) if other not in needed]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"Output of mha-inspect {command} --format json",
+        "$ref": f"#/$defs/{needed[0]}",
+        "$defs": {name: parts[name] for name in needed},
+    }
+
+
+def _parts() -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))["$defs"]
+    return parts
+
+
+def _names(parts: dict[str, Any]) -> dict[str, str]:
+    """Return the commands, each with the part that its output follows."""
+    const = {name: part.get("properties", {}).get("command", {}).get("const") for name, part in parts.items()}
+    return {command: name for name, command in const.items() if command}

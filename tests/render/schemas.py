@@ -1,23 +1,21 @@
-"""JSON Schemas made from the dataclasses of the reports, by pydantic, with the docstrings below the fields."""
+"""The JSON Schema made from the dataclasses of the reports, by pydantic, with the docstrings below the fields."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from mha_inspect import reports, schemas
+from mha_inspect import reports
 from mha_inspect.answers.failure.report import CAUSES
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.reports.common import SCHEMA_VERSION
 from mha_inspect.reports.report import Report
-
-FOLDER = Path(schemas.__file__).parent
 
 NARROWER: dict[tuple[str, str], dict[str, Any]] = {
     ("Stage", "name"): {"enum": list(STAGES)},
@@ -32,48 +30,53 @@ NARROWER: dict[tuple[str, str], dict[str, Any]] = {
 """Class and field, to what its type does not say."""
 
 
-class _Schemas(GenerateJsonSchema):
-    """What JSON has not (NaN, infinities) is written as strings, and no size, count or place is negative."""
+COUNT = {"type": "integer", "minimum": 0}
+SHARED: dict[str, dict[str, Any]] = {
+    "Number": {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]},
+    "Count": COUNT,
+    "Shape": {"type": "array", "items": COUNT},
+}
+"""What stands by its name wherever it is said. JSON has no NaN, and no size, count or place is negative."""
 
+
+class _Schemas(GenerateJsonSchema):
     def float_schema(self, schema: Any) -> dict[str, Any]:
-        return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+        return dict(SHARED["Number"])
 
     def int_schema(self, schema: Any) -> dict[str, Any]:
-        return {"type": "integer", "minimum": 0}
+        return dict(COUNT)
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
-def _classes() -> dict[str, type]:
-    """The dataclasses of the reports by name."""
+def schema_of_reports() -> dict[str, Any]:
+    """Return the schema of all reports, with the parts that they share."""
     modules = [import_module(f"{reports.__name__}.{found.name}") for found in iter_modules(reports.__path__)]
-    held = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type) and is_dataclass(cls)]
-    return {cls.__name__: cls for cls in held}
-
-
-def schema_of(report: type, command: str) -> dict[str, Any]:
-    """The schema of a command's JSON output."""
-    classes = _classes()
+    members = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
+    classes = {cls.__name__: cls for cls in members if is_dataclass(cls)}
     for cls in classes.values():
         cls.__pydantic_config__ = ConfigDict(use_attribute_docstrings=True, extra="forbid")
     try:
-        made = TypeAdapter(report).json_schema(schema_generator=_Schemas, mode="serialization")
+        asked = [(name, "serialization", TypeAdapter(cls)) for name, cls in classes.items()]
+        _, made = TypeAdapter.json_schemas(asked, schema_generator=_Schemas)
     finally:
         for cls in classes.values():
             del cls.__pydantic_config__
-    parts = {name: part for name, part in made.pop("$defs", {}).items() if name in classes}
-    for name, part in (*parts.items(), (report.__name__, made)):
-        _as_written(classes[name], part)
-    heading = {"schema_version": {"const": SCHEMA_VERSION}, "command": {"const": command}}
-    made["properties"] = heading | made["properties"]
-    made["required"] = [*heading, *made["required"]]
-    made["title"] = f"Output of mha-inspect {command} --format json"
-    return {"$schema": _Schemas.schema_dialect, **made, **({"$defs": parts} if parts else {})}
+    parts = made["$defs"]
+    for name, cls in classes.items():
+        _as_written(cls, parts[name])
+    commands = sorted(name for name, cls in classes.items() if issubclass(cls, Report))
+    return {
+        "$schema": _Schemas.schema_dialect,
+        "title": "Output of mha-inspect --format json",
+        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in commands],
+        "$defs": SHARED | _referring({name: parts[name] for name in sorted(classes)}),
+    }
 
 
 def _as_written(cls: type, part: dict[str, Any]) -> None:
-    """What `reports.json` does with a default of None, and what is narrower than the type."""
+    """Say what `reports.json` does with a default of None and with a report, and what is narrower than the type."""
     part.pop("title", None)
     part["required"] = []
     for field in fields(cls):
@@ -89,10 +92,30 @@ def _as_written(cls: type, part: dict[str, Any]) -> None:
         if narrower is not None:
             known.pop("anyOf", None)
             known |= narrower
+    if issubclass(cls, Report):
+        heading = {"schema_version": {"const": SCHEMA_VERSION}, "command": {"const": cls.command}}
+        part["properties"] = heading | part["properties"]
+        part["required"] = [*heading, *part["required"]]
 
 
-def schemas_of_reports() -> dict[Path, dict[str, Any]]:
-    """Every schema's file, to what it is to hold."""
-    classes = _classes()
-    made = {cls.command: schema_of(cls, cls.command) for cls in classes.values() if issubclass(cls, Report)}
-    return {FOLDER / f"{command}.schema.json": schema for command, schema in made.items()}
+def _referring(value: Any) -> Any:
+    """Return a schema in which what is shared stands by its name."""
+    if isinstance(value, dict):
+        for name, shared in SHARED.items():
+            rest = {key: item for key, item in value.items() if key not in shared}
+            if value == rest | shared and rest.keys() <= {"description"}:
+                return rest | {"$ref": f"#/$defs/{name}"}
+        return {key: _referring(item) for key, item in value.items()}
+    return [_referring(item) for item in value] if isinstance(value, list) else value
+
+
+def written(value: Any, margin: str = "", room: int = 120) -> str:
+    """Return JSON in which whatever fits on a line stands on one."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(line) <= room - len(margin) or not isinstance(value, (dict, list)):
+        return line
+    inner = margin + "  "
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(inner + written(item, inner) for item in value) + f"\n{margin}]"
+    items = (f"{inner}{json.dumps(key)}: {written(item, inner, room - len(key) - 4)}" for key, item in value.items())
+    return "{\n" + ",\n".join(items) + f"\n{margin}}}"
