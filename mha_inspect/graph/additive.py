@@ -6,20 +6,15 @@ without one, what comes of the queries is the same number for every key, and no 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
-
-import torch
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from .axis import fresh, setting
-from .dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
-from .elements import Elements, Origins
-from .moves import coordinates_of, index_of
-from .products import Product, ProductAxes, summed_places
+from .axis import setting
+from .dimensions import Axis, Dim, Dimensions, wide
+from .products import Product, ProductAxes, is_wide, summed_places
 from .walk import Graph, Step
 
 _DISTANCE = "distance"
@@ -40,9 +35,6 @@ class Joint(Product):
 
     between: tuple[Op, ...] = ()
     """The operations from the one to the other, in order; that to the scores is the last."""
-    sides: tuple[tuple[Dim, Dim, Dim], ...] = ()
-    """Each axis of what they are joined in, of the graph that this was found in, and what it is in the left and in the
-    right factor; empty where that has none."""
 
     @property
     def is_dot(self) -> bool:
@@ -62,25 +54,23 @@ class Joint(Product):
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """What the dimensions of the factors and of the result are to the scores."""
-        kept = {atom for dim in dimensions.of(self.op.output) for atom in dim}
-        found: dict[str, Dim] = {}
-
-        def put(**dims: Dim) -> None:
-            for name, dim in dims.items():
-                found[name] = (*found.get(name, ()), *resolve(dim))
-
-        for out, left, right in self.sides:
-            if left and right:
-                here = set(resolve(out)) <= kept
-                put(**({"batch": out} if here else {"left_inner": left, "right_inner": right}))
-            elif left:
-                put(rows=out, left_rows=left)
+        scores = wide(*dimensions.of(self.op.output))
+        axes: dict[str, Dim] = defaultdict(tuple)
+        known: set[Axis] = set()
+        for out, left, right in _sides(dimensions, self.multiply):
+            known.update(out)
+            if not right:
+                axes["rows"], axes["left_rows"] = (*axes["rows"], *out), (*axes["left_rows"], *left)
+            elif not left:
+                axes["columns"], axes["right_columns"] = (*axes["columns"], *out), (*axes["right_columns"], *right)
+            elif out and set(out) <= set(scores):
+                axes["batch"] = (*axes["batch"], *out)
             else:
-                put(columns=out, right_columns=right)
-        known = {atom for out, _, _ in self.sides for atom in resolve(out)}
+                axes["left_inner"] = (*axes["left_inner"], *left)
+                axes["right_inner"] = (*axes["right_inner"], *right)
         # What reduces the features may give several scores, one for each head.
-        put(batch=tuple(atom for dim in dimensions.of(self.op.output) for atom in wide(dim) if atom not in known))
-        return ProductAxes(**found)
+        axes["batch"] = (*axes["batch"], *(atom for atom in scores if atom not in known))
+        return ProductAxes(**axes)
 
 
 def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tuple[Op, ...]] | None:
@@ -118,14 +108,13 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> tupl
     count = ends[-1] + 1 if ends else 0
     while 0 < count < len(path) and path[count].call == path[ends[-1]].call:
         count += 1  # a bias
-    sides = _sides(graph, op)
-    keys = [(left, right) for out, left, right in sides if set(resolve(out)) & over]
+    keys = [(left, right) for out, left, right in _sides(graph.dimensions, op) if set(out) & over]
     if len({(bool(left), bool(right)) for left, right in keys}) != 1 or all(keys[0]):
         return None
     if _is_statistic(graph, op.inputs[bool(keys[0][0])], {atom for own in keys for dim in own for atom in dim}):
         return None
     left, right = (_unrepeated(graph, tensor) for tensor in op.inputs)
-    return Joint(path[count - 1] if count else op, op, left, right, path[:count], sides), path[count:]
+    return Joint(path[count - 1] if count else op, op, left, right, path[:count]), path[count:]
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
@@ -152,55 +141,35 @@ def _unrepeated(graph: Graph, factor: TensorRef) -> TensorRef:
     return found
 
 
-def _sides(graph: Graph, op: Op) -> tuple[tuple[Dim, Dim, Dim], ...]:
-    """What each axis of what two factors are joined in is in each of them."""
-    whole, place = op.output, -1
-    dims = list(graph.dimensions.of(whole))
+def _sides(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
+    """Yield each axis of what two factors are joined in, and what it is in the left and in the right factor.
+
+    A factor has no axis where it is broadcast or repeated. Features that stand side by side are no axis of the whole.
+    """
+    left, right = (dimensions.of(factor) for factor in op.inputs)
+    whole = dimensions.of(op.output)
     if op.does("distances"):
-        one, other = (graph.dimensions.of(factor) for factor in op.inputs)
-        batch = zip(dims[:-2], one[:-2], other[:-2], strict=False)
-        return (*batch, (dims[-2], one[-2], ()), (dims[-1], (), other[-2]), (fresh(1), one[-1], other[-1]))
-    if op.base_name == "cat":
-        place = setting(op, 1, "dim", 0) % len(whole.shape)
-        dims[place] = ()
-    steps = [(atom, step) for atom, step in _steps(dims, whole.shape) if atom.size > 1]
-    coordinates = coordinates_of(torch.tensor([0, *(step for _, step in steps)]), whole.shape)
-    found: list[list[Dim]] = []
-    for factor in op.inputs:
-        last = list(zip(coordinates, whole.shape, strict=True))[len(whole.shape) - len(factor.shape) :]
-        own = [c if size > 1 else torch.zeros_like(c) for (c, _), size in zip(last, factor.shape, strict=True)]
-        source = graph.before_moves(_unrepeated(graph, factor))
-        start = Elements(factor, index_of(own, factor.shape, len(steps) + 1), torch.arange(len(steps) + 1))
-        trail = Origins(graph).back(start, [source])
-        at = {int(i): int(a) for reached in trail.reached for i, a in zip(reached.ids, reached.at, strict=True)}
-        axes = [own for own in _steps(graph.dimensions.of(source), source.shape) if own[0].size > 1]
-        moved = [abs(at.get(number, 0) - at.get(0, 0)) for number in range(1, len(steps) + 1)]
-        found.append([_run(axes, atom, step) if step else () for step, (atom, _) in zip(moved, steps, strict=True)])
-    sides: list[tuple[Dim, Dim, Dim]] = [
-        ((atom,), left, right) for (atom, _), left, right in zip(steps, *found, strict=True)
-    ]
-    if place >= 0:
-        left, right = (graph.dimensions.of(factor)[place - len(whole.shape)] for factor in op.inputs)
-        sides.append((fresh(1), left, right))
-    return tuple(sides)
+        batch = zip(whole[:-2], left[:-2], right[:-2], strict=False)
+        yield from (*batch, (whole[-2], left[-2], ()), (whole[-1], (), right[-2]), ((), left[-1], right[-1]))
+        return
+    rank = len(whole)
+    joined = setting(op, 1, "dim", 0) % rank if op.base_name == "cat" else None
+    left, right = (((),) * (rank - len(dims)) + dims for dims in (left, right))
+    for place, out in enumerate(map(wide, whole)):
+        first, second = (
+            wide(dims[place]) if place == joined or is_wide(factor, rank, place) else ()
+            for dims, factor in zip((left, right), op.inputs, strict=True)
+        )
+        sizes = [[atom.size for atom in dim] for dim in (out, first, second) if dim]
+        if place == joined:
+            yield (), first, second
+        elif any(own != sizes[0] for own in sizes):
+            yield out, first, second
+        else:
+            nothing = (None,) * len(out)
+            for atom, one, other in zip(out, first or nothing, second or nothing, strict=True):
+                yield (atom,), _unrepeated_axis(one), _unrepeated_axis(other)
 
 
-def _run(axes: Sequence[tuple[Axis, int]], atom: Axis, step: int) -> Dim:
-    """The axes of a factor, so far apart at the last of them, that one of what it is joined in runs over."""
-    last = next((place for place, (_, own) in enumerate(axes) if own == step), -1)
-    first = last
-    while first > 0 and prod(own.size for own, _ in axes[first : last + 1]) < atom.size:
-        first -= 1
-    run = tuple(own for own, _ in axes[first : last + 1])
-    return run if last >= 0 and size_of(run) == atom.size else (atom,)
-
-
-def _steps(dims: Sequence[Dim], shape: Sequence[int]) -> Iterator[tuple[Axis, int]]:
-    """The axes of a tensor, and how far apart in row-major order the elements along each are."""
-    step = prod(shape)
-    for dim, size in zip(dims, shape, strict=True):
-        inside = step // max(size, 1)
-        for atom in dim:
-            step //= max(atom.size, 1)
-            yield atom, step
-        step = inside
+def _unrepeated_axis(atom: Axis | None) -> Dim:
+    return () if atom is None or atom.repeats else (atom,)
