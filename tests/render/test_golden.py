@@ -1,4 +1,4 @@
-"""Every sample in every text format, as it is meant to look."""
+"""Every sample in plain and as a table, and one of each command as JSON, as they are meant to look."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mha_inspect.render import to_text
 
 from .samples import REPORTS
 
-TABLE_WIDTHS = (60, 100, 140)
+WIDTHS = [*((name, 100) for name in REPORTS), ("trace", 60), ("diff", 60)]
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -16,12 +16,11 @@ def test_plain_looks_as_it_is_meant_to(name, golden):
     golden(f"{name}.plain.txt", to_text(REPORTS[name], "plain"))
 
 
-@pytest.mark.parametrize("width", TABLE_WIDTHS)
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize(("name", "width"), WIDTHS)
 def test_table_looks_as_it_is_meant_to(name, width, golden):
     golden(f"{name}.table.{width}.txt", to_text(REPORTS[name], "table", width=width))
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", {report.command: name for name, report in reversed(REPORTS.items())}.values())
 def test_json_is_as_it_is_meant_to_be(name, golden):
     golden(f"{name}.json", to_text(REPORTS[name], "json"))
