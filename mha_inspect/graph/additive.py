@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .axis import setting
+from .dataflow import Graph, Step
 from .dimensions import Axis, Dim, Dimensions, wide
 from .products import Product, ProductAxes, is_wide, summed_places
-from .walk import Graph, Step
 
 _DISTANCE = "distance"
 _LAYERS = {"add": 1, "sub": 1, "cat": 2, _DISTANCE: 0}

@@ -18,10 +18,10 @@ from torch import Tensor
 from ..record.catalog import axes_rule, does, named
 from ..record.ops import Named, Op, TensorRef
 from .axis import setting
+from .dataflow import Graph
 from .dimensions import Axis, wide
 from .moves import MOVES, coordinates_of, index_of
 from .products import summed_places
-from .walk import Graph
 
 _LONGEST = 600
 """Steps after which a walk gives up: no projection takes so many."""

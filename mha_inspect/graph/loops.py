@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..record.ops import Op, TensorRef
+from .attention import Attention, positions_of
 from .axis import setting
+from .dataflow import Graph
 from .dimensions import Axis, wide
-from .found import Attention, positions_of
-from .walk import Graph
 
 _CUTS = ("select", "slice", "unbind", "split", "split_with_sizes")
 """Operations that take a part of one dimension."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
 from .additive import joint_scores
+from .attention import Mixing
+from .dataflow import Graph
 from .dimensions import Axis, size_of, wide
-from .found import Mixing
 from .products import Product, outer_product_of, product_of
-from .walk import Graph
 
 
 @dataclass(frozen=True)

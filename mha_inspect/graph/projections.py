@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
 from .axis import setting
+from .dataflow import Graph, inside
 from .dimensions import Axis, wide
 from .pairing import mixing_of
-from .walk import Graph, inside
 
 
 @dataclass(frozen=True)

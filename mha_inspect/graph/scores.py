@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import isclose
 
 from ..record.ops import Op, TensorRef
+from .dataflow import Graph
 from .dimensions import wide
 from .products import Product
 from .softmax import is_shift
-from .walk import Graph
 
 
 @dataclass

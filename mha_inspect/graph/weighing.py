@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
+from .attention import Attention
+from .dataflow import Graph, made_of
 from .dimensions import Axis, wide
-from .found import Attention
 from .pairing import Meeting, score_product
 from .products import Product, is_wide
-from .walk import Graph, made_of
 
 
 @dataclass(frozen=True)

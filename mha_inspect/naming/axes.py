@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
+from ..graph.attention import Attention, given_features
 from ..graph.axis import setting
 from ..graph.dimensions import Axis, Dimensions, resolve, size_of, wide
-from ..graph.found import Attention, given_features
 from ..record.ops import TensorRef
 from .roles import Group, Roles
 from .sizes import POSITIONS, WITHIN, one_size_a_name

@@ -10,8 +10,8 @@ from itertools import takewhile
 import torch
 
 from ..graph.attention import Attention
+from ..graph.dataflow import inside
 from ..graph.evaluate import CannotReplayError, Replay
-from ..graph.walk import inside
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .subject import Run

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..graph.attention import Attention, positions_of
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
-from ..graph.found import Attention, positions_of
 
 Group = tuple[str, Dim]
 """A name and the atoms that it stands for, in row-major order."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import isclose
 
 from ..graph.additive import Joint
-from ..graph.attention import Attention, Graph
-from ..graph.walk import made_of
+from ..graph.attention import Attention
+from ..graph.dataflow import Graph, made_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
 from .pattern import dims_of, rearrangement

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..graph.attention import Attention, Graph, attentions_of
+from ..graph.attention import Attention
+from ..graph.dataflow import Graph
+from ..graph.find import attentions_of
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.footprint import kept_bytes
 from ..record.ops import Recording

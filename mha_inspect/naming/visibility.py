@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.walk import Graph
+from ..graph.dataflow import Graph
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW, Sight
 from .axes import AxisNames

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.params import params
-from mha_inspect.graph.attention import find_attentions
+from mha_inspect.graph.find import find_attentions
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.naming.subject import Subject
 from tests.recorded import record_opened

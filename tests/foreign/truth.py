@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from mha_inspect.graph.attention import Attention, Graph, attentions_of
+from mha_inspect.graph.attention import Attention
+from mha_inspect.graph.dataflow import Graph
+from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.record.ops import Recording

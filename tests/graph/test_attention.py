@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_inspect.call.load import load_layer
-from mha_inspect.graph.attention import Graph, find_attentions
+from mha_inspect.graph.dataflow import Graph
+from mha_inspect.graph.find import find_attentions
 from mha_inspect.layers import catalog
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.axes import AxisNames

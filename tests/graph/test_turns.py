@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mha_inspect.graph.attention import find_attentions
+from mha_inspect.graph.find import find_attentions
 
 from ..recorded import record
 

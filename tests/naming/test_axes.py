@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_inspect.graph.attention import Graph, find_attentions
+from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.dimensions import Axis
+from mha_inspect.graph.find import find_attentions
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.sizes import one_size_a_name
 from mha_inspect.naming.tokens import name_dimension

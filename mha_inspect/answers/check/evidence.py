@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...graph.walk import made_of
+from ...graph.dataflow import made_of
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.subject import Run, Subject

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...graph.attention import Graph
 from ...graph.axis import Axis, Dim, resolve, size_of
+from ...graph.dataflow import Graph
 from ...naming.tokens import name_dimension, write_dimension
 from ...record.ops import TensorRef
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from ...graph.attention import Graph
+from ...graph.dataflow import Graph
 from ...graph.pairing import as_written, score_product
 from ...graph.products import Product
 from ...graph.projections import Projections
