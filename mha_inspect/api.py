@@ -132,7 +132,6 @@ def compare_heads(
     """
     asked: dict[str, Any] = {"gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
-    from .build.room import Room
     from .call.head_counts import counts_of, layers_by_name, modules_with_heads
 
     if steps:
@@ -143,9 +142,7 @@ def compare_heads(
     elif args:
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
     else:
-        few = {**asked, "steps": min(steps, 2), "time": False}  # more of them take no more memory
-        room = Room(lambda: report_of(layers_by_name(layer, heads, kwargs), **few), copies=len(heads))
-        made = iter(layers_by_name(layer, heads, kwargs, room))
+        made = iter(layers_by_name(layer, heads, kwargs))
     return report_of(list(made), **asked)
 
 

@@ -34,10 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _old_objects_are_left_alone() -> None:
-    """Leave what earlier files and imports made out of every collection, as the program does in a process of its own.
-
-    There are half a million such objects, and a rehearsal collects a dozen times.
-    """
+    """Leave what earlier files and imports made out of every collection, as the program itself does."""
     gc.collect()
     gc.freeze()
 
@@ -123,18 +120,3 @@ def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return Answer(code, out, err)
 
     return run
-
-
-@pytest.fixture
-def rehearsed_on_two_rows_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearse every command once, on two sequences of 16 positions, and find that it fits."""
-    from mha_inspect.build import room
-    from mha_inspect.record import rehearsal
-
-    def foresee(run: Callable[[], object], whole: rehearsal.Extent, *_: object) -> Callable[[rehearsal.Extent], int]:
-        with rehearsal._cut_to(rehearsal.Cut(whole, rehearsal.Extent(2, 16))):
-            run()
-        return lambda extent: 0
-
-    monkeypatch.setattr(room, "_SAFE", 1 << 60)
-    monkeypatch.setattr(room, "foresee", foresee)

@@ -33,8 +33,6 @@ from .run_report import has_shape_only
 from .shared_weights import AS_THEY_ARE, Shared, in_the_fuller, share
 from .side import Side
 
-COPIES = 4
-"""How often the parameters of a side are there at one time, at least: for both, and for one of them in float64."""
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query without keys has no result that rounding could be measured against."""
 _MEASURED = ("max_abs_difference", "relative_difference", "noise_floor", "times_noise", "verdict")

@@ -12,7 +12,6 @@ from einops import repeat
 from torch import Tensor
 
 from ..build.layer_sides import LayerSide, layer_side, require_same_input, written
-from ..build.room import Room
 from ..call.call import Call
 from ..call.load import Layer, load_layer
 from ..call.pairing import layer_inputs
@@ -58,18 +57,16 @@ class Side(Look):
         super().__init__(own, wider=wider, copied=self._copy)
 
     @classmethod
-    def of_layer(
-        cls, asked: LayerSide, *, dtype: DtypeName | None = None, room: Room | None = None, given: Triple | None = None
-    ) -> Side:
+    def of_layer(cls, asked: LayerSide, *, dtype: DtypeName | None = None, given: Triple | None = None) -> Side:
         """Build a layer as a side, with its inputs, or those that are `given` by the other side, as its weights are.
 
         Where the other side has a finer `dtype`, it is built in that as well. Raises as `load_layer`.
         """
 
-        def made(spec: AttentionSpec, room: Room | None = None) -> Subject:
-            return load_layer(spec, asked.inputs, asked.run, asked.kind.name, room, given)
+        def made(spec: AttentionSpec) -> Subject:
+            return load_layer(spec, asked.inputs, asked.run, asked.kind.name, given)
 
-        own = replace(made(asked.spec, room), notes=asked.unheard)
+        own = replace(made(asked.spec), notes=asked.unheard)
         finer = made(replace(asked.spec, dtype=dtype)) if dtype and dtype != asked.spec.dtype else None
         if finer is not None and given is not None:
             finer = replace(own, args=finer.args, kwargs=finer.kwargs)
@@ -152,11 +149,11 @@ _GIVEN = ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "d
 """Sizes and settings that a layer has of its own where somebody gave them."""
 
 
-def two_layers(planned: Iterable[LayerSide], room: Room | None = None) -> tuple[Side, Side]:
+def two_layers(planned: Iterable[LayerSide]) -> tuple[Side, Side]:
     """Build two layers that `make_sides` planned. Raises as `load_layer`."""
     planned = tuple(planned)
     finer = _finer(*(side.spec.dtype for side in planned))
-    left, right = (Side.of_layer(side, dtype=finer, room=room) for side in planned)
+    left, right = (Side.of_layer(side, dtype=finer) for side in planned)
     return left, right
 
 

@@ -20,8 +20,7 @@ from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signatu
 from .device import resolve
 from .hugging_face import load_hugging_face
 from .importing import in_one_line, load_object
-from .room import of_bounded_number, with_room
-from .target import Target, TargetSpec, settings_of_forward
+from .target import Target, TargetSpec, of_bounded_number, settings_of_forward
 from .vocabulary import Flags, dashed
 
 HUGGING_FACE = "hf:"
@@ -119,7 +118,7 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
             if spec.device == "meta":
                 with torch.device("meta"):
                     return build()
-            return with_room(build, called)
+            return build()
     except MissingSettingError as error:
         raise SpecError(
             f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "

@@ -33,8 +33,7 @@ from .hugging_face_config import (
 )
 from .hugging_face_small import small_values
 from .importing import in_one_line
-from .room import of_bounded_number
-from .target import Target, TargetSpec, settings_of_forward
+from .target import Target, TargetSpec, of_bounded_number, settings_of_forward
 from .values import convert
 
 INSTALL = 'pip install "mha-inspect[hf]"'

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..errors import SpecError
+from ..errors import DoesNotFitError, SpecError
 from ..layers.catalog import MaskStyle
 from ..layers.spec import AttentionSpec
 from .arguments import signature_of, unknown_setting
 from .values import convert
 from .vocabulary import Flags
+
+_MOST_PARAMETERS = 100_000
+"""Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,27 @@ def settings_of_forward(
             )
         chosen[key] = convert(key, text, parameters[key].annotation, parameters[key].default, namespace)
     return chosen
+
+
+@contextmanager
+def of_bounded_number(called: str) -> Iterator[None]:
+    """Stop a constructor that makes more parameters than any model has, which take memory also where they have none.
+
+    Raises `DoesNotFitError` inside of it.
+    """
+    left = _MOST_PARAMETERS
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise DoesNotFitError(
+                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is more than can be looked at. "
+                "Give it fewer layers."
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

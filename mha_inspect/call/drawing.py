@@ -13,8 +13,6 @@ from ..files.memory import require_memory
 
 INPUT_STREAM = 0x6D68612D696E70
 """Added to the seed of the inputs, so that they are not the numbers that the parameters were drawn from."""
-_WORTH_A_LOOK = 1 << 26
-"""Bytes below which nobody asks whether there is room."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Ge
     if device.type == "meta":
         return torch.empty(plan.shape, dtype=dtype, device="meta")
     size = prod(plan.shape) * dtype.itemsize
-    if size >= _WORTH_A_LOOK:
-        require_memory(size, device, f"an input {list(plan.shape)}", "Try a smaller --batch or --seq-len.")
+    require_memory(size, device, f"an input {list(plan.shape)}", "Try a smaller --batch or --seq-len.")
     if plan.rows:
         tensor = torch.tensor(plan.rows).expand(plan.shape).clone()
     elif dtype == torch.bool:

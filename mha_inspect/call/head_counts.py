@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from ..build.device import resolve
-from ..build.room import Room
 from ..build.vocabulary import flag_of
 from ..errors import SpecError
 from ..layers.building import blank
@@ -21,7 +20,7 @@ from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
 from ..text import a_kind, did_you_mean
-from .load import Layer, called_with, load_layer, plan_layer
+from .load import Layer, called_with, load_layer, require_memory_of_layer
 
 
 def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
@@ -32,9 +31,7 @@ def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
         raise SpecError(f"heads {heads!r:.60} are no whole numbers: give some, as in (1, 2, 4).") from None
 
 
-def layers_by_name(
-    layer: str, heads: Sequence[int], settings: Mapping[str, Any], room: Room | None = None
-) -> list[tuple[int, Subject]]:
+def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]) -> list[tuple[int, Subject]]:
     """Return a layer of the catalog for each head count; settings are those of its specs, by name.
 
     Raises:
@@ -48,7 +45,7 @@ def layers_by_name(
             raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
     spec = spec_for(find_layer(layer), num_heads=heads[0], **settings_in(AttentionSpec, settings))
     inputs, run = InputSpec(**settings_in(InputSpec, settings)), RunSpec(**settings_in(RunSpec, settings))
-    return layers_with_heads(spec, heads, inputs, run, layer, room)
+    return layers_with_heads(spec, heads, inputs, run, layer)
 
 
 def layers_with_heads(
@@ -57,7 +54,6 @@ def layers_with_heads(
     inputs: InputSpec,
     run: RunSpec,
     layer: str = "torch",
-    room: Room | None = None,
 ) -> list[tuple[int, Subject]]:
     """Return a layer of the catalog for each head count, each once, with the same input.
 
@@ -78,9 +74,8 @@ def layers_with_heads(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
-    if room is not None:
-        widest = max(specs, key=lambda one: one.num_heads * int(one.head_dim) + one.num_heads)
-        room.require(plan_layer(widest, inputs, run, layer))
+    for one in specs:
+        require_memory_of_layer(one, inputs, run)
     base = load_layer(specs[0], inputs, run, layer)
     return [(base.spec.num_heads, base), *((one.num_heads, _beside(base, one, inputs)) for one in specs[1:])]
 

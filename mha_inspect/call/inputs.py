@@ -22,7 +22,6 @@ from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers import torch_mha
 from ..layers.spec import InputSpec
-from ..record.rehearsal import rehearsed
 from ..text import printable, shown
 from .call import Call
 from .drawing import Plan
@@ -76,33 +75,12 @@ def make_call(target: Target, asked: Asked) -> Call:
         InputError: an argument is needed that nothing tells, or a file does not fit.
         SpecError: a name is none of the forward's, or a flag is of no use to it.
     """
-    asked = _in_rehearsal(asked)
     maker = _Maker(target, asked)
     call, inputs = maker.call(), asked.inputs.without_ones()
     if inputs is None or asked.shapes or asked.inputs.input is not None or asked.ids is not None:
         return call
     other = replace(asked, inputs=inputs, known=maker.known)
     return replace(call, without_ones=lambda module: make_call(replace(target, module=module), other))
-
-
-def _in_rehearsal(asked: Asked) -> Asked:
-    """What is left of the inputs in a rehearsal; without one all of them."""
-    cut, inputs = rehearsed(), asked.inputs
-    if cut is None:
-        return asked
-    keys = cut.length(inputs.keys)
-    batch = cut.rows(inputs.batch)
-    smaller = replace(
-        inputs,
-        batch=batch,
-        seq_len=cut.length(inputs.seq_len),
-        key_len=None if inputs.key_len is None else keys,
-        padding=tuple(min(count, keys) for count in inputs.padding[: max(batch, 1)]),
-    )
-    shapes = {
-        name: replace(one, shape=cut.shape(one.shape, vectors=one.is_of_vectors)) for name, one in asked.shapes.items()
-    }
-    return replace(asked, inputs=smaller, shapes=shapes)
 
 
 class _Maker:
@@ -162,8 +140,6 @@ class _Maker:
             return {}
         content, file = read_tensors(Path(path)), printable(path)
         held = {"": content} if isinstance(content, Tensor) else content
-        cut = rehearsed()
-        held = held if cut is None else {name: cut.tensor(tensor) for name, tensor in held.items()}
         if len(held) == 1 and next(iter(held)) not in self.forward.parameters:
             held = {"": next(iter(held.values()))}
         if self.spec is None:

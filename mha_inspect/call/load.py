@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..build.device import resolve
-from ..build.room import Planned, Room, held_bytes, rough_need_of_layer, rough_need_of_module
 from ..build.target import Target
-from ..build.values import InputShape
 from ..build.vocabulary import Flags
 from ..errors import InputError
-from ..files.tensors import read_tensor, without_numbers
+from ..files.memory import require_memory
+from ..files.tensors import read_tensor
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings
 from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..naming.subject import Subject
-from ..record.rehearsal import Extent, split
-from ..text import plural
 from .call import Call, TargetFailedError, explained
 from .inputs import Asked, make_call
 from .pairing import layer_inputs
@@ -54,7 +50,6 @@ def load_layer(
     inputs: InputSpec,
     run: RunSpec,
     layer: str = "torch",
-    room: Room | None = None,
     given: Triple | None = None,
 ) -> Layer:
     """Build a layer of the catalog, and make its inputs, or take query, key and value as they are `given`.
@@ -63,15 +58,30 @@ def load_layer(
         SpecError: the layer is unknown, or has no use for a setting.
         InputError: a file or a mask does not fit.
         DeviceError: the device is not there or cannot run the dtype.
-        DoesNotFitError: its run does not fit into the room.
+        DoesNotFitError: its parameters and inputs alone take more memory than is free.
     """
     kind = find_layer(layer)
     spec = kind.own(spec)
     check_settings(kind, spec, inputs, run)
     resolve(run.device, spec.dtype)
-    if room is not None:
-        room.require(plan_layer(spec, inputs, run, layer))
+    require_memory_of_layer(spec, inputs, run)
     return called_with(kind.build(spec, run.device), spec, inputs, run, layer, given)
+
+
+def require_memory_of_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> None:
+    """Raise `DoesNotFitError` where what is certainly there at one time takes more memory than is free.
+
+    That is the parameters, the input, q, k, v and context, and where weights are returned these and the scores.
+    """
+    batch, queries, keys = (0, 0, 0) if inputs.input else (inputs.batch, inputs.seq_len, inputs.keys)
+    q_width, kv_width = (heads * int(spec.head_dim) for heads in (spec.num_heads, spec.kv_heads))
+    parameters = 2 * spec.embed_dim * (q_width + kv_width)
+    rows = batch * (queries * (spec.embed_dim + 2 * q_width) + keys * 2 * kv_width)
+    scores = batch * spec.num_heads * queries * keys if run.need_weights else 0
+    need = (parameters + rows + 2 * scores) * int(getattr(torch, spec.dtype).itemsize)
+    sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
+    way_out = "Try a smaller batch, seq_len or embed_dim. --device meta shows every shape without memory."
+    require_memory(need, run.device, sizes, way_out)
 
 
 def called_with(
@@ -160,47 +170,24 @@ def _small(spec: AttentionSpec) -> AttentionSpec:
     )
 
 
-def plan_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Planned:
-    """Plan the run of a layer of the catalog before anything of it is made."""
-
-    kind = find_layer(layer)
-    extent, given = _extent(inputs, [])
-    sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
-    return Planned(
-        f"{layer} on {_said(extent)}" if given else sizes,
-        torch.device(run.device),
-        extent,
-        rough_need_of_layer(spec, replace(inputs, batch=extent.rows, seq_len=extent.length, padding=())),
-        held=lambda: held_bytes(kind.build(spec, "meta")),
-        seq_len=0 if given else inputs.seq_len,
-        smaller="Try a smaller batch or embed_dim.",
-    )
-
-
-def call_target(
-    target: Target, asked: Asked, room: Room | None = None, *, may_fail: bool = False, like: Call | None = None
-) -> Call:
+def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: Call | None = None) -> Call:
     """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
 
     Args:
         target: what is called.
         asked: what was asked for its inputs.
-        room: what its run has to fit into.
         may_fail: whether a forward that raises in that call is left to raise again, where it is recorded.
         like: the arguments of the same forward of another module, built alike: they are taken as they are.
 
     Raises:
         InputError: it has no forward, an argument is needed that nothing tells, or a file does not fit.
         SpecError: a name is none of the forward's, or a flag is of no use to it.
-        DoesNotFitError: it is sure that its run does not fit into the room.
         TargetFailedError: it has lazy parameters, and its forward raises.
     """
     module = target.module
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise InputError(f"{target.name} has no forward, and its inside is seen in a call. Name a module that has one.")
     lazy = any(map(is_lazy, module.parameters()))
-    if room is not None and not lazy:
-        room.require(plan_call(target, asked))
     call = like or make_call(target, asked)
     if lazy:
         own = subject_of(target, call, asked.seed)
@@ -212,39 +199,6 @@ def call_target(
             if not (may_fail and isinstance(told, TargetFailedError)):
                 raise told from error
     return call
-
-
-def _extent(inputs: InputSpec, shapes: Iterable[InputShape]) -> tuple[Extent, bool]:
-    """Return how much input is asked for, or more, and whether anything but seq_len says so."""
-    asked = [(shape.shape, shape.is_of_vectors) for shape in shapes]
-    if inputs.input is not None:
-        asked += [(tuple(own.shape), own.is_floating_point()) for own in without_numbers(inputs.input)]
-    places = [split(shape, vectors=vectors)[0] for shape, vectors in asked]
-    length = max([inputs.seq_len, inputs.key_len or 0, *(max(sizes, default=1) for sizes in places)])
-    given = bool(asked) or inputs.key_len is not None or inputs.attn_mask is not None
-    rows = max([inputs.batch, *(ceil(prod(sizes) / length) for sizes in places)])
-    return Extent(rows, length), given
-
-
-def _said(extent: Extent) -> str:
-    return f"{plural(extent.rows, 'sequence')} of {plural(extent.length, 'position')}"
-
-
-def plan_call(target: Target, asked: Asked) -> Planned:
-    """Plan one run of a target, before its inputs are made."""
-    extent, given = _extent(asked.inputs, asked.shapes.values())
-    first = next(target.module.parameters(), None)
-    held = held_bytes(target.module)
-    sizes = f"with batch {asked.inputs.batch}, seq_len {asked.inputs.seq_len}"
-    return Planned(
-        f"{target.name} {f'on {_said(extent)}' if given else sizes}",
-        torch.device("cpu") if first is None else first.device,
-        extent,
-        rough_need_of_module(target.module, extent),
-        held=lambda: held,
-        there=True,
-        seq_len=0 if given else asked.inputs.seq_len,
-    )
 
 
 def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) -> Subject:

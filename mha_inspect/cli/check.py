@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
-from ..render.screen import Tick
 from ..text import shown
 from . import subject
 from .options import NUMBERS, TARGET, Options, command, option, size
@@ -15,7 +13,6 @@ from .output import give, prepare, write
 
 if TYPE_CHECKING:
     from ..naming.subject import Subject
-    from ..reports.check import CheckReport
 
 PANEL = "Check"
 INTENT = "What is meant"
@@ -86,12 +83,9 @@ def check(
             declared["reference"] = subject.load_target(reference, options).module
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
 
-        def checked(own: Subject, tick: Tick) -> CheckReport:
-            return report_of(own, Intent(**declared), tick=tick, **asked)
-
-        own = _load(target, options, lambda: checked(subject.load(target, options), lambda words: None))
+        own = _load(target, options)
         with explaining(own):
-            report = checked(own, tick)
+            report = report_of(own, Intent(**declared), tick=tick, **asked)
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK
 
@@ -109,20 +103,18 @@ def _meaning(mask: str | None) -> dict[str, str]:
     return {"padding": name, **({"padding_true": means} if means else {})}
 
 
-def _load(target: str | None, options: Options, again: Callable[[], object]) -> Subject:
-    """Return what is checked, where all that `again` does has room.
+def _load(target: str | None, options: Options) -> Subject:
+    """Return what is checked.
 
     That a target is causal is what is meant: one that has no setting and no mask for it is built without.
 
     Raises `MhaInspectError` where it cannot be built or called.
     """
-    from ..build.room import Room
-
     if target is None or not options.causal:
-        return subject.load(target, options, Room(again))
+        return subject.load(target, options)
     options.causal = "causal" in options.typed
     try:
-        return subject.load(target, options, Room(again))
+        return subject.load(target, options)
     except MhaInspectError:
         options.causal = False
-        return subject.load(target, options, Room(again))
+        return subject.load(target, options)

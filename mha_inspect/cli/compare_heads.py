@@ -16,7 +16,6 @@ from .output import give, prepare
 from .picture import Drawn, keep_weights, require_drawable
 
 if TYPE_CHECKING:
-    from ..build.room import Room
     from ..call.call import Call
     from ..naming.subject import Subject
     from ..pictures.grid import Picture
@@ -65,15 +64,11 @@ def compare_heads(
     counted = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{counted} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
-        from ..build.room import Room
         from ..call.call import explaining
 
         if target is not None and not compared:
             compared = chosen_counts(_of_its_width(target, options), ())
-        few = {**asked, "steps": min(asked["steps"], 2), "time": False}  # more of them take no more memory
-        few |= {"see": partial(keep_weights, []) if picture else None}
-        room = Room(lambda: report_of(_made(target, options, compared, room), **few), copies=len(compared))
-        made = _made(target, options, compared, room)
+        made = _made(target, options, compared)
         own = made[0][1]
         with explaining(own):
             report = report_of(made, **asked, tick=tick, see=partial(keep_weights, seen) if picture else None)
@@ -127,7 +122,7 @@ def _of_its_width(text: str, options: Options) -> Options:
     return changed
 
 
-def _made(text: str | None, options: Options, compared: tuple[int, ...], room: Room) -> list[tuple[int, Subject]]:
+def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
     """Build a layer or a target with each number of heads; all have the same input.
 
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
@@ -136,7 +131,7 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...], room: R
         from ..call.head_counts import layers_with_heads
 
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
-        return layers_with_heads(spec, compared, inputs, run, options.layer, room)
+        return layers_with_heads(spec, compared, inputs, run, options.layer)
     from ..call.load import subject_of
 
     made: list[tuple[int, Subject]] = []
@@ -144,7 +139,7 @@ def _made(text: str | None, options: Options, compared: tuple[int, ...], room: R
     for count in compared:
         target = subject.load_target(text, subject.with_heads(options, count))
         subject.require_head_count(target, "compare-heads")
-        call = subject.call_of(target, options, room, call)
+        call = subject.call_of(target, options, call)
         made.append((count, subject_of(target, call, options.seed)))
     return made
 

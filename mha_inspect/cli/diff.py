@@ -20,7 +20,6 @@ from .output import give, prepare
 
 if TYPE_CHECKING:
     from ..answers.side import Side
-    from ..build.room import Room
     from ..build.target import Target
     from ..call.call import Call
     from ..reports.checkpoint_diff import CheckpointDiffReport
@@ -97,12 +96,9 @@ def diff(
         made = (_targets if is_target(left) or is_target(right) else _layers)(options, *asked)
         export = prepare(options)
         with subject.running(options, named):
-            from ..answers.diff import COPIES
             from ..answers.diff import diff as report_of
-            from ..build.room import Room
 
-            room = Room(lambda: report_of(*made(room)), copies=COPIES)
-            report = report_of(*made(room))
+            report = report_of(*made())
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
@@ -156,7 +152,7 @@ def _checked_files(options: Options, left: _Asked, right: _Asked) -> int | None:
     return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
 
 
-def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
+def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], tuple[Side, Side]]:
     """Return what builds two layers, once everything is judged that can be before torch is imported."""
     from ..build.layer_sides import make_sides, parse_settings
 
@@ -172,15 +168,15 @@ def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], t
     for side in planned:
         require_numbers(side.run.device, "compare", _SHAPES)
 
-    def made(room: Room) -> tuple[Side, Side]:
+    def made() -> tuple[Side, Side]:
         from ..answers.side import two_layers
 
-        return two_layers(planned, room)
+        return two_layers(planned)
 
     return made
 
 
-def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], tuple[Side, Side]]:
+def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[], tuple[Side, Side]]:
     """Return what builds and runs two sides, at least one of them a target, once everything is judged as in `_layers`.
 
     A side that is not named is --layer, or the target under other settings.
@@ -208,7 +204,7 @@ def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[Room], 
     return partial(_runs, options, *sides)
 
 
-def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Side, Side]:
+def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
     """Build both sides, and run those that are targets.
 
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
@@ -220,12 +216,12 @@ def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Si
     first, second = (right, left) if left.path is None and right.path is not None else (left, right)
     if not is_target(first.text):
         first, second = second, first
-    target, call = _called(options, first, second, room)
+    target, call = _called(options, first, second)
     run = _target_run(options, first, target, call)
     if is_target(second.text):
         from ..call.pairing import with_the_same
 
-        other, other_call = _called(options, second, first, room, (call, run))
+        other, other_call = _called(options, second, first, (call, run))
         same, exact = (
             with_the_same(other_call, other.module, call, target.module, rounded=rounded) for rounded in (True, False)
         )
@@ -236,7 +232,7 @@ def _runs(options: Options, left: _Asked, right: _Asked, room: Room) -> tuple[Si
 
 
 def _called(
-    options: Options, one: _Asked, other: _Asked, room: Room, beside: tuple[Call, Side] | None = None
+    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..answers.side import sizes_of
@@ -246,7 +242,7 @@ def _called(
     target, options = _loaded(options, one, other, None if beside is None else sizes_of(beside[1]))
     if beside is not None:
         target = with_arguments_of(target, beside[0])
-    call = subject.call_of(target, options, room)
+    call = subject.call_of(target, options)
     return (target, call) if one.path is None else part_of(target, call, one.path)
 
 

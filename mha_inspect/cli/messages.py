@@ -13,8 +13,8 @@ import typer
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
 from ..build.vocabulary import dashed, flag_of
-from ..errors import ExitCode, InputError, MhaInspectError, is_out_of_memory
-from ..text import MESSAGE, did_you_mean, listed, message_of, printable, printable_lines, shortened, shown
+from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
+from ..text import MESSAGE, byte_size, did_you_mean, listed, message_of, printable, printable_lines, shortened, shown
 
 _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
@@ -28,6 +28,8 @@ def explain(error: BaseException) -> ExitCode:
         return ExitCode.USAGE if error.exit_code else ExitCode.OK
     if isinstance(error, OSError):
         error = _of_file(error)
+    if is_out_of_memory(error):
+        error = does_not_fit(error)
     if isinstance(error, MhaInspectError):
         if error.exit_code is not ExitCode.CLOSED_PIPE:
             say(str(error))
@@ -38,11 +40,6 @@ def explain(error: BaseException) -> ExitCode:
     if isinstance(error, KeyboardInterrupt):
         say("interrupted.")
         return ExitCode.INTERRUPTED
-    if is_out_of_memory(error):
-        said = _allocation(error)
-        shapes = "" if said.startswith("Storage size") else ", or --device meta for shapes"
-        say(f"out of memory: {said}. Try a smaller --batch or --seq-len{shapes}.")
-        return ExitCode.REFUSED
     import traceback
 
     traceback.print_exception(type(error), error, error.__traceback__)
@@ -65,6 +62,14 @@ def say(message: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"mha-inspect: {shortened(printable_lines(message), _LONGEST)}", file=sys.stderr)
+
+
+def does_not_fit(error: BaseException, free: int | None = None) -> DoesNotFitError:
+    """Return a failed allocation as the refusal that it is; `free` is how much memory there was."""
+    text = _allocation(error)
+    shapes = "" if text.startswith("Storage size") else ", or --device meta for shapes"
+    there = "" if free is None else f", and {byte_size(free)} were free"
+    return DoesNotFitError(f"out of memory: {text}{there}. Try a smaller --batch or --seq-len{shapes}.")
 
 
 def _allocation(error: BaseException) -> str:

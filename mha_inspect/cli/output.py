@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ExitCode, ExportError, MhaInspectError
-from ..files.memory import free_at_once, require_loadable
+from ..files.memory import require_loadable
 from ..render.export import IMAGES, Destination, ExportFormat
 from ..render.screen import columns, in_color, is_terminal
 from ..text import shown
@@ -44,7 +44,6 @@ def prepare(options: Options, *, draws: bool = False, computes: bool = True) -> 
     """
     if computes:
         require_loadable()
-        free_at_once()
     if options.export is None:
         return None
     export = Destination.of(options.export)

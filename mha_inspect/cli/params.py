@@ -144,16 +144,11 @@ def _on_meta(text: str, options: Options) -> Subject:
 def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
     with subject.running(options, f"reading {options.layer}"):
         from ..answers.params import INPUTS, params
-        from ..build.room import Room
         from ..call.load import load_layer
 
         specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
-
-        def report(room: Room | None = None) -> ParamsReport:
-            first, *others = [load_layer(spec, INPUTS, run, options.layer, room) for spec in specs]
-            return params(first, beside=others, **asked)
-
-        return report(Room(report, copies=len(heads), shapes_do=True))
+        first, *others = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
+        return params(first, beside=others, **asked)
 
 
 def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:

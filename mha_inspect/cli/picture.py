@@ -168,13 +168,6 @@ def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Dr
     return Drawn(tuple(pictures), want.asked, viewed)
 
 
-def rehearse(trace: Trace, run: Run, want: Wanted) -> None:
-    """Draw what is wanted of a run on less input, which has fewer sequences, and tokens without names."""
-    drawn = draw(trace, run, replace(want, batch_row=0, tokens=(), asked=True), None)
-    if drawn is not None:
-        drawn.text("plain")
-
-
 def keep_weights(seen: list[tuple[int, list[Picture]]], count: int, look: Look) -> None:
     """Note the weights of each attention of a look at a head count, averaged over the heads."""
     from ..pictures.stages import Attended, averaged

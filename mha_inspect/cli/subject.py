@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..build.vocabulary import Flags, dashed, flag_of
-from ..errors import SpecError
+from ..errors import SpecError, is_out_of_memory
+from ..files.memory import limited_to_what_is_free
 from ..layers.catalog import LAYERS
 from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
 from ..text import first_few, shown
-from .messages import say
+from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, is_target, numbers_go_by_name
 from .process import resume_collection
 
 if TYPE_CHECKING:
-    from ..build.room import Room
     from ..build.target import Target
     from ..call.call import Call
     from ..call.inputs import Asked
@@ -203,7 +203,7 @@ def check_target(
 def waiting(options: Options, words: str) -> Iterator[Tick]:
     """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked."""
     resume_collection()
-    with progress(words, quiet=options.quiet) as tick:
+    with progress(words, quiet=options.quiet) as tick, _fitting(options):
         yield tick
 
 
@@ -219,24 +219,37 @@ def running(options: Options, words: str) -> Iterator[Tick]:
         from ..build.importing import stdout_for_the_answer
 
         resume_collection()  # before that torch is most of what is there, and stays
-        with stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+        with _fitting(options), stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
             yield tick
 
 
-def load(text: str | None, options: Options, room: Room | None = None) -> Subject:
+@contextmanager
+def _fitting(options: Options) -> Iterator[None]:
+    """Raise `DoesNotFitError` where what is done inside takes more memory than is free."""
+    free: int | None = None
+    try:
+        with limited_to_what_is_free(options.device) as free:
+            yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise does_not_fit(error, free) from None
+        raise
+
+
+def load(text: str | None, options: Options) -> Subject:
     """Build a layer or a target, and make its inputs.
 
     A forward that raises is left to raise where it is recorded.
 
-    Raises `MhaInspectError` where it cannot be built or called as asked, or does not fit into the room.
+    Raises `MhaInspectError` where it cannot be built or called as asked.
     """
     from ..call.load import call_target, load_layer, subject_of
 
     if text is None:
         spec = attention(options, single_head_count(options, "trace"))
-        return load_layer(spec, inputs(options), run(options), options.layer, room)
+        return load_layer(spec, inputs(options), run(options), options.layer)
     target = load_target(text, options)
-    return subject_of(target, call_target(target, asked(options), room, may_fail=True), options.seed, options.grad)
+    return subject_of(target, call_target(target, asked(options), may_fail=True), options.seed, options.grad)
 
 
 def load_target(
@@ -276,11 +289,11 @@ def asked(options: Options) -> Asked:
     return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
 
 
-def call_of(target: Target, options: Options, room: Room | None = None, like: Call | None = None) -> Call:
+def call_of(target: Target, options: Options, like: Call | None = None) -> Call:
     """Make the arguments of a target's forward, as `call.load.call_target` does."""
     from ..call.load import call_target
 
-    return call_target(target, asked(options), room, like=like)
+    return call_target(target, asked(options), like=like)
 
 
 def tell(notes: Iterable[str], options: Options) -> None:

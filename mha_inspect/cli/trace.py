@@ -11,7 +11,7 @@ from ..text import did_you_mean, shown
 from . import subject
 from .options import TARGET, Options, command, option, size
 from .output import give, prepare
-from .picture import Wanted, check_text, draw, rehearse, wanted, with_text
+from .picture import Wanted, check_text, draw, wanted, with_text
 
 if TYPE_CHECKING:
     from ..naming.subject import Run
@@ -97,16 +97,9 @@ def _trace(target: str | None, options: Options, want: Wanted | None) -> tuple[T
     keep = want is not None or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
-        from ..build.room import Room
         from ..call.call import explaining, way_out
 
-        def again() -> None:
-            report, run = traced(subject.load(target, options), show, keep=keep)
-            if want is not None:
-                rehearse(report, run, want)
-
-        room = Room(again, shapes_do=True)
-        own = subject.load(target, options, room)
+        own = subject.load(target, options)
         try:
             with explaining(own):
                 return traced(own, show, keep=keep)

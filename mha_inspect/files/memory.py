@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,14 +18,10 @@ if TYPE_CHECKING:
 
 _TO_LOAD = 768 * 2**20
 """Address space that torch takes while it is loaded, before it computes anything."""
-
-_LARGE = 4 * 2**20
-"""Bytes of a tensor from which on it has pages of its own: for smaller ones these would take a third of the time."""
-_LEAST = 1 << 16
-"""Bytes below which nothing has: a page has 4096, and a process 65,530 such ranges of them."""
-_frees_at_once = False
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Numbers that malloc.h has for these two settings."""
+_SMALL = 1 << 24
+"""Bytes for which nobody asks how much is free: that takes as long as to fill them."""
+_SHARE = 0.97
+"""Of what is free, how much a command may take: the kernel needs pages of its own to map them."""
 
 
 def require_loadable() -> None:
@@ -55,38 +50,30 @@ def require_loadable() -> None:
         )
 
 
-def free_at_once() -> None:
-    """Have this process give back what it frees, where its allocator is glibc's.
-
-    That keeps blocks of up to 32 MiB for later, and the more of them it has seen: a run would take up to twice as much,
-    and what it takes would hang on what ran before it.
-    """
-    global _frees_at_once
-    _frees_at_once = sys.platform == "linux"
-    _give_back_from(_LARGE)
-
-
 @contextmanager
-def freeing_at_scale(share: float) -> Iterator[None]:
-    """Run the body, whose tensors are this share of those in a run for good: what is given back there is so in it too.
+def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
+    """Let this process take what memory is free now inside, so that more is an error, and nothing that is killed.
 
-    Nothing changes in a process that `free_at_once` was not called in.
+    Yields the bytes that are free; None where the system sets no such limit, and for CUDA, which maps far more than it
+    uses. A limit that is there and lower stays.
     """
-    _give_back_from(max(_LEAST, int(_LARGE * share)))
+    free = linux_free_memory() if sys.platform == "linux" and not device.startswith("cuda") else None
+    used = _field(Path("/proc/self/status"), "VmData:")
+    if free is None or used is None:
+        yield None
+        return
+    from resource import RLIM_INFINITY, RLIMIT_DATA, getrlimit, setrlimit
+
+    soft, hard = getrlimit(RLIMIT_DATA)
+    most = 1024 * used + int(_SHARE * free)
+    if soft == RLIM_INFINITY or most < soft:
+        setrlimit(RLIMIT_DATA, (most, hard))
+    else:
+        free = max(0, soft - 1024 * used)
     try:
-        yield
+        yield free
     finally:
-        _give_back_from(_LARGE)
-
-
-def _give_back_from(size: int) -> None:
-    if _frees_at_once:
-        from ctypes import CDLL
-
-        with suppress(AttributeError):
-            mallopt = CDLL(None).mallopt
-            mallopt(_M_MMAP_THRESHOLD, size)
-            mallopt(_M_TRIM_THRESHOLD, 4 * size)
+        setrlimit(RLIMIT_DATA, (soft, hard))
 
 
 def free_memory(device: torch.device | str) -> int | None:
@@ -180,13 +167,10 @@ def require_memory(need: int, device: torch.device | str, asked: str, way_out: s
     Raises:
         DoesNotFitError: with the need, what is free, and the way out.
     """
+    if need <= _SMALL:
+        return
     free = free_memory(device)
     if free is not None and need > free:
         raise DoesNotFitError(
             f"{asked} needs about {byte_size(need)} and {byte_size(free)} are free on {device}. {way_out}"
         )
-
-
-def largest(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest n in 1 to `upper` with fits(n), which is true up to some n and false from there on; else 0."""
-    return bisect_left(range(1, upper + 1), True, key=lambda n: not fits(n))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..errors import DoesNotFitError, InputError, is_out_of_memory
-from ..record.rehearsal import rehearsed
 from ..text import MESSAGE, a_kind, byte_size, shortened, shown
 from .content import content_of
 from .pickled import Unknown, Unusual, made_by_code
@@ -38,7 +37,7 @@ def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """Return the mask that is the one tensor in the file, named or not; in a rehearsal what is left of it.
+    """Return the mask that is the one tensor in the file, named or not.
 
     Raises as `read_tensors`, and `InputError` when there are several.
     """
@@ -50,8 +49,8 @@ def read_tensor(path: Path) -> Tensor:
         raise InputError(
             f"{path_name(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
         )
-    (mask,), cut = content.values(), rehearsed()
-    return mask if cut is None else cut.mask(mask)
+    (mask,) = content.values()
+    return mask
 
 
 def _read(value: Any, name: str) -> Tensor:
@@ -67,13 +66,6 @@ def _read(value: Any, name: str) -> Tensor:
     if torch.get_default_device().type == "meta":
         return torch.empty(value.shape, dtype=_dtype_of(value, name))
     return read_stored(value, name)
-
-
-def without_numbers(path: Path) -> list[Tensor]:
-    """Return the tensors in a file on meta, by its header. Raises as `read_tensors`."""
-    with torch.device("meta"):
-        content = read_tensors(path)
-    return list(content.values()) if isinstance(content, dict) else [content]
 
 
 def read_stored(stored: StoredTensor, name: str) -> Tensor:

@@ -19,12 +19,10 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.find import attentions_of
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
-from ..record.footprint import kept_bytes
 from ..record.ops import Recording
-from ..record.rehearsal import rehearsed
 from ..record.replay import uncollected
 from ..record.storage import Stages, unshared
-from ..record.xray import BUDGET, XRay
+from ..record.xray import XRay
 from .axes import AxisNames
 from .wider import named_after
 
@@ -187,7 +185,8 @@ class Subject:
         costs_nothing = bool(parameters) and parameters[0].is_meta
         try:
             other = self.without_ones(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
-            if _elements(other) > _elements(self) and not costs_nothing and kept_bytes(seen.recording) > _SMALL:
+            computed = sum(op.output.nbytes for op in seen.recording.ops if op.kind == "compute")
+            if _elements(other) > _elements(self) and not costs_nothing and computed > _SMALL:
                 return None
             with other.replaying(other.state()):
                 return Run(other.recorded().recording, None)
@@ -331,9 +330,7 @@ def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     An exception that is no `Exception` (an interrupt) passes through.
     """
-    cut = rehearsed()
-    budget = BUDGET if cut is None else cut.budget(BUDGET)
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep, budget=budget)
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
     recorder.take_inputs(argument_names(module, args, kwargs))
     try:
         with recorder:

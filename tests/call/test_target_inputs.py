@@ -14,8 +14,9 @@ from mha_inspect.build.target import Target, TargetSpec
 from mha_inspect.build.values import InputShape, parse_shapes
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
+from mha_inspect.call.drawing import Plan, draw
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.errors import InputError, MhaInspectError, SpecError
+from mha_inspect.errors import DoesNotFitError, InputError, MhaInspectError, SpecError
 from mha_inspect.layers.spec import InputSpec
 
 STYLES = str(Path(__file__).parent / "styles.py")
@@ -269,3 +270,11 @@ def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
     torch.save(torch.randn(2, 9, 14), file)
     made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
     assert made.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2
+
+
+def test_an_input_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mha_inspect.files.memory.free_memory", lambda device: 29 * 4 * (1 << 20) - 1)
+    plan, generator = Plan("hidden", (1, 1 << 20, 29)), torch.Generator()
+    with pytest.raises(DoesNotFitError, match=r"an input \[1, 1048576, 29\] needs about 116 MiB"):
+        draw(plan, torch.float32, torch.device("cpu"), generator)
+    assert draw(plan, torch.float32, torch.device("meta"), generator).is_meta

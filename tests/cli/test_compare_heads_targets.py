@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 import torch
 
-from mha_inspect.pictures import stages
 from mha_inspect.schemas import load_schema
 
 SIZES = ("--batch", "3", "--seq-len", "5")
@@ -312,18 +311,3 @@ def test_params_says_in_words_that_no_head_has_a_part_of_its_own(invoke, mine):
     code, out, _ = invoke("params", f"{mine}:Mixing", "--embed-dim", "12", "--num-heads", "3", "--per-head")
     assert code == 0
     assert "by head\nNo parameter has a part that is one head's alone." in out
-
-
-def test_a_rehearsal_with_pictures_draws_those_of_every_count(invoke, monkeypatch, rehearsed_on_two_rows_of_16):
-    drawn = []
-
-    def averaged(attended):
-        drawn.append((attended.num_heads, attended.contents()["weights"].shape[-2:]))
-        return real(attended)
-
-    real = stages.averaged
-    monkeypatch.setattr(stages, "averaged", averaged)
-    line = "compare-heads --heads 2,4 --batch 5 --seq-len 40 --embed-dim 8 --picture"
-    code, _, err = invoke(*line.split())
-    assert (code, err) == (0, "")
-    assert drawn == [(2, (16, 16)), (4, (16, 16)), (2, (40, 40)), (4, (40, 40))]

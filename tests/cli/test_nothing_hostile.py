@@ -168,11 +168,11 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
 def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
     from torch import nn
 
-    from mha_inspect.build import room
+    from mha_inspect.build import target
     from mha_inspect.errors import DoesNotFitError
 
-    monkeypatch.setattr(room, "_MOST_PARAMETERS", 10)
-    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), room.of_bounded_number("x"):
+    monkeypatch.setattr(target, "_MOST_PARAMETERS", 10)
+    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), target.of_bounded_number("x"):
         nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
     nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))  # nothing is left switched on
 
@@ -264,22 +264,3 @@ def test_a_setting_that_a_layer_has_no_use_for_costs_no_torch(environment, line)
     )
     assert done.stdout == "2 False\n"
     assert "has no use for" in done.stderr
-
-
-def test_a_length_out_of_the_file_is_planned_for(invoke, tmp_path, monkeypatch):
-    """A file of a kilobyte may ask for scores of any size: by its stride of zero, or as long as it is."""
-    import torch
-
-    from mha_inspect.build import room
-    from mha_inspect.files import memory
-
-    for module in (memory, room):
-        monkeypatch.setattr(module, "free_memory", lambda device: None if str(device) == "meta" else 1 << 30)
-    torch.save(torch.zeros(1).expand(1, 40_000, 8), tmp_path / "x.pt")
-    for command, more in (("trace", []), ("diff", []), ("compare-heads", ["--heads", "1,2"])):
-        code, out, err = invoke(
-            command, "--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"), *more
-        )
-        assert (code, out) == (3, ""), command
-        assert "40,000 positions" in err
-        assert "1.0 GiB are free" in err

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from time import perf_counter
 
 import pytest
+import torch
+
+from mha_inspect.files import memory
 
 CODE = """
 import math
@@ -33,6 +38,12 @@ class Greedy(Attention):
 class GreedyInFloat64(Attention):
     def forward(self, x):
         return super().forward(x) + (torch.empty(2**60 - 1).sum() if x.dtype == torch.float64 else 0)
+
+
+class Piecewise(Attention):
+    def forward(self, x):
+        pieces = [torch.ones(10**7) for _ in range(10)]
+        return super().forward(x) + pieces[0][0]
 
 
 class Wide(nn.Module):
@@ -68,21 +79,43 @@ def refused(answer, *said: str) -> None:
         assert part in last
 
 
+@pytest.fixture
+def free(monkeypatch):
+    """Let commands find 100 MiB that are free."""
+    for name in ("free_memory", "linux_free_memory"):
+        monkeypatch.setattr(memory, name, lambda device="cpu": None if str(device) == "meta" else 100 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize("command", [*COMMANDS, "check"])
+@pytest.mark.parametrize("line", ["Attention --embed-dim 6 --seq-len 9000", "Piecewise --embed-dim 6"])
+def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, line):
+    name, *options = line.split()
+    answer = invoke(command, f"{mine}:{name}", *COMMANDS.get(command, ()), *options)
+    refused(answer, "out of memory: you tried to allocate ", ", and 100 MiB were free.", "smaller --batch or --seq-len")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_forward_is_refused_before_it_is_tried(invoke, mine, command):
-    line = (command, f"{mine}:Attention", *COMMANDS[command], "--embed-dim", "6", "--seq-len", "3000000")
-    refused(
-        invoke(*line),
-        "Attention with batch 1, seq_len 3000000 needs about ",
-        "free on cpu",
-        "largest seq_len that fits",
-    )
+@pytest.mark.parametrize("line", ["--seq-len 3000000", "--embed-dim 1000000000", "--batch 99999 --embed-dim 64"])
+def test_a_layer_is_refused_before_it_is_built(invoke, command, line):
+    started = perf_counter()
+    layer = ("--heads", "1,2") if command == "compare-heads" else ()
+    refused(invoke(command, *layer, *line.split(), "--seq-len", "3000000"), " needs about ", "free on cpu")
+    assert perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "params"])
-def test_a_constructor_is_stopped_before_it_fills_the_memory(invoke, mine, command):
+def test_a_constructor_is_refused(invoke, mine, command):
     line = (command, f"{mine}:Wide", *COMMANDS.get(command, ()), "--embed-dim", "10000000")
-    refused(invoke(*line), "Wide(dim=10000000", "needs about 1.1 PiB", "Give it smaller sizes.")
+    refused(invoke(*line), "out of memory: you tried to allocate 400000000000000 bytes")
+
+
+def test_a_length_out_of_a_file_that_is_smaller_than_what_it_asks_for(invoke, tmp_path, free):
+    """A file of a kilobyte may ask for scores of any size, by its stride of zero."""
+    torch.save(torch.zeros(1).expand(1, 9000, 8), tmp_path / "x.pt")
+    for command, more in (("trace", []), ("diff", []), ("compare-heads", ["--heads", "1,2"])):
+        sizes = ("--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"))
+        refused(invoke(command, *sizes, *more), "out of memory", "100 MiB were free")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from resource import RLIMIT_DATA, getrlimit, setrlimit
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from mha_inspect.errors import DoesNotFitError, ExitCode
+from mha_inspect.errors import DoesNotFitError, ExitCode, is_out_of_memory
 from mha_inspect.files import memory
-from mha_inspect.files.memory import free_memory, largest, linux_free_memory, require_memory
+from mha_inspect.files.memory import free_memory, limited_to_what_is_free, linux_free_memory, require_memory
 
 MIB = 1024**2
 
@@ -63,11 +64,11 @@ def test_where_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_need_free_and_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: 3 * MIB)
-    require_memory(3 * MIB, "cpu", "seq_len 7", "Try less.")
+    monkeypatch.setattr(memory, "free_memory", lambda device: 30 * MIB)
+    require_memory(30 * MIB, "cpu", "seq_len 7", "Try less.")
     with pytest.raises(DoesNotFitError) as caught:
-        require_memory(3 * MIB + 1, "cpu", "seq_len 7", "The largest that fits is 5.")
-    assert str(caught.value) == "seq_len 7 needs about 3.0 MiB and 3.0 MiB are free on cpu. The largest that fits is 5."
+        require_memory(30 * MIB + 1, "cpu", "seq_len 7", "Try 5.")
+    assert str(caught.value) == "seq_len 7 needs about 30.0 MiB and 30.0 MiB are free on cpu. Try 5."
     assert caught.value.exit_code == ExitCode.REFUSED
 
 
@@ -76,6 +77,26 @@ def test_where_free_memory_is_unknown_nothing_is_refused(monkeypatch: pytest.Mon
     require_memory(2**80, "meta", "x", "y")
 
 
-@given(st.integers(1, 10**6), st.integers(0, 10**6))
-def test_largest_is_the_last_that_fits(upper: int, limit: int) -> None:
-    assert largest(lambda n: n <= limit, upper) == min(limit, upper)
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_more_than_is_free_is_an_error_inside_of_the_limit_and_no_longer_after_it(monkeypatch) -> None:
+    before = getrlimit(RLIMIT_DATA)
+    monkeypatch.setattr(memory, "linux_free_memory", lambda: 64 * MIB)
+    with limited_to_what_is_free() as free:
+        assert free == 64 * MIB
+        assert torch.ones(10 * MIB).nbytes == 40 * MIB
+        with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+            torch.empty(50 * MIB)
+        assert is_out_of_memory(caught.value)
+        with pytest.raises(MemoryError):
+            bytearray(200 * MIB)
+        with limited_to_what_is_free("cuda:0") as free:
+            assert free is None
+    assert getrlimit(RLIMIT_DATA) == before
+    setrlimit(RLIMIT_DATA, (1 << 40, before[1]))
+    try:
+        monkeypatch.setattr(memory, "linux_free_memory", lambda: 1 << 50)
+        with limited_to_what_is_free() as free:
+            assert getrlimit(RLIMIT_DATA)[0] == 1 << 40, "a limit that is lower stays"
+            assert free < 1 << 40
+    finally:
+        setrlimit(RLIMIT_DATA, before)

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from mha_inspect.cli import picture
 from mha_inspect.cli.picture import heads_of, tokens_of
 from mha_inspect.errors import SpecError
 from mha_inspect.pictures.grid import RAMP, codes
@@ -163,18 +162,3 @@ def test_masked_is_told_apart_from_zero(mask):
     assert not (own.picture("scores").values == -float("inf")).any()
     del contents["scores"]
     assert own.picture("weights").values[0][0].tolist() == [0, 1, -float("inf")]
-
-
-def test_a_rehearsal_draws_as_well(invoke, monkeypatch, rehearsed_on_two_rows_of_16):
-    """What is drawn takes memory too; on less input there is no such sequence, and there are fewer tokens."""
-    drawn = []
-
-    def text(self, format, stream=None):
-        drawn.append([one.shape for one in self.pictures])
-        return ""
-
-    monkeypatch.setattr(picture.Drawn, "text", text)
-    line = "trace --picture weights --batch 5 --seq-len 40 --batch-row 4 --tokens"
-    code, _, err = invoke(*line.split(), ",".join(map(str, range(40))))
-    assert (code, err) == (0, "")
-    assert [[shape[1:] for shape in shapes] for shapes in drawn] == [[(16, 16)], [(40, 40)]]
