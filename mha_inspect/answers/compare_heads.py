@@ -97,7 +97,7 @@ def compare_heads(
     cause = equalities.cause if same_weights else ""
     for place, walk in enumerate(walks[1:], start=1):
         why = reason(rows[0], rows[place], walk, carried[place], cause)
-        rows[place] = replace(rows[place], first_differing_stage=walk.first, reason=why)
+        rows[place] = replace(rows[place], first_differing_stage=walk.first, reason="".join(why), _pieces=why)
     said = equalities.measured(runs, "" if baseline.is_known else baseline.label) if same_weights else ()
     masked = masked_note(runs)
     outputs = [(run.num_heads, run.output) for run in runs]

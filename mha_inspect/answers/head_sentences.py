@@ -43,8 +43,10 @@ class Walk:
     """Whether positions turn the features of each head (RoPE)."""
 
 
-def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, cause: str) -> str:
-    """Return why this head count's output differs from the baseline's, or does not, in one sentence.
+def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, cause: str) -> tuple[str, str, str]:
+    """Return why this head count's output differs from the baseline's, or does not, in one sentence of three pieces.
+
+    The second tells the sizes of this head count, where there is such a piece: the others may be those of all.
 
     Args:
         base: the baseline's row of the report.
@@ -56,16 +58,18 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, caus
     if walk.first is None and walk.unnamed:
         names = ", ".join(walk.unnamed)
         text = f"All that can be compared holds the same numbers; not compared, for an axis has no name: {names}."
-        return f"{text} The outputs are the same because {cause}." if cause and count.verdict == "same" else text
+        same = f" The outputs are the same because {cause}." if cause and count.verdict == "same" else ""
+        return text + same, "", ""
     if walk.first is None:
         if count.verdict == "differs":
-            return "No stage that can be compared differs before the output itself."
-        return f"Every stage holds the same numbers{f': {cause}' if cause else ''}."
+            return "No stage that can be compared differs before the output itself.", "", ""
+        return f"Every stage holds the same numbers{f': {cause}' if cause else ''}.", "", ""
     text = f"{_same(walk.same)}; " if walk.same else ""
-    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: {_how(base, count, walk, carried)}"
+    text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: "
+    sizes, rest = _how(base, count, walk, carried)
     if count.verdict != "differs":
-        text += f"; {_how_it_ends(walk, count, cause)}"
-    return f"{text}."
+        rest += f"; {_how_it_ends(walk, count, cause)}"
+    return text, sizes, f"{rest}."
 
 
 def _same(stages: Sequence[str]) -> str:
@@ -78,19 +82,20 @@ def _same(stages: Sequence[str]) -> str:
     return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
 
 
-def _how(base: HeadCount, own: HeadCount, walk: Walk, carried: Carried) -> str:
+def _how(base: HeadCount, own: HeadCount, walk: Walk, carried: Carried) -> tuple[str, str]:
+    """Return how a stage differs: the sizes of this head count, where it is them, and the rest."""
     if walk.first in ("scores", "masked_scores"):
-        return f"{_sums(own)} instead of {_sums(base)}"
+        return _sums(own), f" instead of {_sums(base)}"
     if not carried.same:
         # The change of the weights that the stage is made with, or the first that there is.
         letter = (walk.first or "")[:1]
         change = next((change for change in carried.changes if change[2:3] == letter), carried.changes[0])
-        return f"{change}{f', so it is {walk.note}' if walk.note else ''}"
+        return "", f"{change}{f', so it is {walk.note}' if walk.note else ''}"
     split = f"{plural(own.num_heads, 'head')} of {plural(own.head_dim, 'feature')}"
-    instead = f"instead of {base.num_heads} of {base.head_dim}"
+    instead = f" instead of {base.num_heads} of {base.head_dim}"
     if walk.turned and walk.first in _HEADS:
-        return f"positions turn the features within {split} {instead}"
-    return walk.note or f"{split} {instead}"
+        return f"positions turn the features within {split}", instead
+    return ("", walk.note) if walk.note else (split, instead)
 
 
 def _sums(own: HeadCount) -> str:

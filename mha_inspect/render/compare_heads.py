@@ -62,18 +62,17 @@ def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:
 
     `2, 4 heads`: `scores differ: 2 sums over 6 features each, 4 sums over 3 features each instead of 1 sum over 12`.
     """
-    alike: dict[tuple[str, str], list[tuple[HeadCount, str]]] = {}
+    alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for count in counts:
-        what, colon, how = count.reason.partition(": ")
-        own, instead, of = how.partition(" instead of ")
-        key = (f"{what}{colon}", f"{instead}{of}") if instead else (count.reason, "")
-        alike.setdefault(key, []).append((count, own if instead else ""))
-    lines = []
-    for (start, end), those in alike.items():
-        numbers = ", ".join(str(count.num_heads) for count, _ in those)
-        said = start + ", ".join(how for _, how in those) + end
-        lines.append((f"{numbers} {'head' if numbers == '1' else 'heads'}", said))
-    return tuple(lines)
+        start, sizes, end = count._pieces or (count.reason, "", "")
+        alike.setdefault((start, end), []).append((count.num_heads, sizes))
+    return tuple(
+        (
+            f"{', '.join(str(number) for number, _ in those)} {'head' if [n for n, _ in those] == [1] else 'heads'}",
+            f"{start}{', '.join(sizes for _, sizes in those) if those[0][1] else ''}{end}",
+        )
+        for (start, end), those in alike.items()
+    )
 
 
 def _counts(report: CompareHeadsReport) -> Table:

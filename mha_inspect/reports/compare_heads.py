@@ -33,6 +33,8 @@ class HeadCount:
     """None where no stage differs."""
     reason: str
     """Why, in one sentence."""
+    _pieces: tuple[str, str, str] | None = None
+    """The same in three: of head counts whose first and last are the same, a page has all sizes in one sentence."""
 
 
 @dataclass(frozen=True)

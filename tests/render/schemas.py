@@ -80,6 +80,9 @@ def _as_written(cls: type, part: dict[str, Any]) -> None:
     part.pop("title", None)
     part["required"] = []
     for field in fields(cls):
+        if field.name.startswith("_"):
+            part["properties"].pop(field.name, None)
+            continue
         known = part["properties"][field.name]
         known.pop("default", None)
         if field.default is None:  # left out, not null
