@@ -5,12 +5,15 @@ Nothing here touches the network, and no code is imported because a configuratio
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import os
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,34 +21,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError, MhaInspectError, is_out_of_memory
+from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError, is_out_of_memory
 from ..files.memory import require_memory
-from ..text import message_of, shown
-from .hugging_face_config import (
-    NetworkNeededError,
-    config_values,
-    find_config_class,
-    make_config,
-    one_line,
-    read_config,
-    require_few_layers,
-    setting_names,
-)
-from .hugging_face_small import small_values
+from ..files.stored import opened
+from ..text import did_you_mean, message_of, shown
+from .arguments import unknown_setting
+from .hf_small import small_values
 from .importing import in_one_line
 from .target import Target, TargetSpec, of_bounded_number, settings_of_forward
 from .values import convert
+from .vocabulary import ALIASES, dashed, named_for, plain
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
 _SMALL = "small"
 _LARGE = 60_000_000
 """Parameters from which a small model is made smaller still, if it can be."""
+_LONGEST_FILE = 2**24
+"""Bytes of a configuration: those that save_pretrained writes have some thousands."""
+_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
 """How the files of tokenizers begin."""
 _NETWORK = re.compile(
     r"couldn't connect|offline mode|OfflineMode|outgoing traffic|ConnectionError|cached files|resolve"
 )
+
+
+class NetworkNeededError(MhaInspectError):
+    """What was asked for is not on this machine, and nothing is downloaded."""
+
+    exit_code = ExitCode.REFUSED
 
 
 def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
@@ -59,40 +64,35 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         DoesNotFitError: the model is larger than the free memory.
     """
     transformers = _transformers()
-    name = text.removeprefix("hf:")
-    if not name:
+    kind = text.removeprefix("hf:")
+    if not kind:
         raise InputError("hf: names no model. Write hf:TYPE, as in hf:bert, or hf:DIRECTORY.")
-    own = dict(settings)
-    attention = own.pop(_ATTENTION, None)
-    small = own.pop(_SMALL, "false")
-    place = Path(name)
-    kind, held, weights = name, dict[str, Any](), list[Path]()
-    if place.exists():
-        file = place / "config.json" if place.is_dir() else place
-        held = read_config(file, text)
-        kind = str(held.pop("model_type"))
+    settings = dict(settings)
+    attention, small = settings.pop(_ATTENTION, None), settings.pop(_SMALL, "false")
+    values, weights, is_file = dict[str, Any](), list[Path](), Path(kind).exists()
+    if is_file:
+        file = Path(kind) / "config.json" if Path(kind).is_dir() else Path(kind)
+        values = read_config(file, text)
+        kind = str(values.pop("model_type"))
         weights = [*file.parent.glob("*.safetensors"), *file.parent.glob("pytorch_model*.bin")]
-    config_class = find_config_class(transformers, kind, text, held if place.exists() else None)
+    config_class = _config_class(transformers, kind, text, values if is_file else None)
     described = f"a configuration of type {kind}"
     if convert(_SMALL, small, bool, False, {}):
         # Weights would not fit it.
-        (held, smaller), weights = _small(transformers, config_class, held, text), []
+        (values, smaller), weights = _small(transformers, config_class, values, text), []
         described = f"a small configuration of type {kind}, {smaller}"
-    values, left, flags = config_values(config_class, held, own, spec)
-    require_few_layers({**held, **values}, text)
-    config = make_config(config_class, {**held, **values}, text)
-    model_class = _model_class(transformers, config, kind)
+    changes, left, flags = _changes(config_class, values, settings, spec)
+    config = _config(config_class, {**values, **changes}, text)
     extra = {} if attention is None else {_ATTENTION: attention}
-    module = _build(model_class, config, extra, weights, text, spec)
-    chosen = settings_of_forward(
-        module, left, [*setting_names(config_class), _ATTENTION, _SMALL], f"the configuration of {kind}", {}
-    )
+    module = _build(_model_class(transformers, config, kind), config, extra, weights, text, spec)
+    names = [*_setting_names(config_class), _ATTENTION, _SMALL]
+    chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {})
     said = "its weights are those in the directory" if weights else f"its weights are random, from seed {spec.seed}"
     said = "on meta it has shapes and no weights" if spec.device == "meta" else said
     notes = [f"{type(module).__name__} was built from {described}; {said}."]
     if flags:
         notes.append(f"The configuration got {', '.join(flags)}.")
-    return Target(module, text, _flat(values), tuple(notes), vars(config), chosen)
+    return Target(module, text, _flat(changes), tuple(notes), vars(config), chosen)
 
 
 def _transformers() -> ModuleType:
@@ -144,6 +144,159 @@ def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
     return torch.tensor([ids]), tuple(map(str, names))
 
 
+# -- the configuration ------------------------------------------------------------------------------------------------
+
+
+def read_config(file: Path, text: str) -> dict[str, Any]:
+    """Return what the file of a configuration says. Raises `InputError` where it is none."""
+    way_out = "Give a folder that save_pretrained wrote, or a type, as in hf:bert."
+    if not os.path.isfile(file):
+        raise InputError(f"{shown(text)}: there is no config.json in {shown(str(file.parent))}. {way_out}")
+    try:
+        with opened(file, ".json") as (content, _):
+            values = json.loads(content.read(_LONGEST_FILE))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{shown(str(file))} is not a configuration: {in_one_line(error)}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise InputError(
+            f"{shown(str(file))} is not a configuration of a Hugging Face model: it has no model_type. {way_out}"
+        )
+    return values
+
+
+def _config_class(transformers: ModuleType, kind: str, text: str, values: Mapping[str, Any] | None) -> Any:
+    """Return the class of a type's configuration; `values` are what its file says, where it is out of one."""
+    known = sorted(transformers.CONFIG_MAPPING.keys())
+    spelled = {plain(name.replace("-", "_")): name for name in known}
+    name = kind if kind in known or values is not None else spelled.get(plain(kind.replace("-", "_")))
+    if name in known:
+        return transformers.CONFIG_MAPPING[name]
+    if values is not None and "auto_map" in values:
+        raise UnsafeFileError(
+            f"{shown(text)} is of type {shown(kind)}, which transformers does not have: its configuration names code "
+            "of its own, and that is not run. Import the class yourself: path/to/file.py:Name."
+        )
+    if values is not None:
+        raise InputError(
+            f"{shown(text)} is of type {shown(kind)}, which transformers {transformers.__version__} does not have."
+            f"{did_you_mean(kind, known)}"
+        )
+    if kind.startswith((".", "/", "~")):
+        raise InputError(
+            f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, as hf:bert."
+        )
+    started = [name for name in known if kind.casefold().startswith((f"{name}-", f"{name}_"))]
+    if "/" in kind or started:
+        guess = f" Its shapes with random weights: hf:{max(started, key=len)}." if started else ""
+        raise NetworkNeededError(
+            f"{shown(kind)} is not a folder here, and nothing is downloaded. Download it first "
+            f"(hf download {shown(kind)} --local-dir DIR) and give hf:DIR.{guess}"
+        )
+    near = did_you_mean(kind, known) or f" There are {len(known)}, among them bert, gpt2, llama, t5 and vit."
+    raise InputError(f"{shown(kind)} is neither a folder nor a type of model that transformers has.{near}")
+
+
+def _setting_names(config_class: Any) -> list[str]:
+    """Return every name that --set could give a configuration, those that every configuration has last."""
+    every = [f.name for f in dataclasses.fields(config_class)] if dataclasses.is_dataclass(config_class) else []
+    special = [name for name in every if name in vars(config_class).get("__annotations__", {})]
+    names = dict.fromkeys((*special, *getattr(config_class, "attribute_map", {}), *every))
+    return [name for name in names if not name.startswith("_")]
+
+
+def _changes(
+    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], spec: TargetSpec
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return what --set and our flags change in a configuration; what is left of --set; and which flags went where."""
+    changes: dict[str, Any] = {}
+    left: dict[str, str] = {}
+    parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
+    known = {part: _setting_names(kind) if hasattr(kind, "model_type") else [] for part, kind in parts.items()}
+    names = _setting_names(config_class)
+    for key, text in settings.items():
+        head, _, tail = key.partition(".")
+        if head not in parts:
+            tail = ""
+        if tail and tail not in known[head]:
+            raise SpecError(unknown_setting(key, [f"{head}.{name}" for name in known[head]], head))
+        if key in names:
+            changes |= _converted(config_class, key, text)
+            continue
+        owners = [head] if tail else [part for part in parts if key in known[part]]
+        for part in owners:
+            inner = changes.setdefault(part, dict(values.get(part) or {}))
+            inner |= _converted(parts[part], tail or key, text)
+        if not owners:
+            left[key] = text
+    flags = []
+    for flag in sorted(spec.flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
+        name = next(iter(named_for(flag, names)), None)
+        if name is None and flag in spec.flags.typed:
+            raise SpecError(
+                f"the configuration {config_class.__name__} has nothing that {dashed(flag)} could be. Name it: "
+                "--set NAME=VALUE."
+            )
+        if name is not None and _mapped(config_class, name) not in changes:
+            changes[_mapped(config_class, name)] = spec.flags.value(flag)
+            flags.append(f"{name}={spec.flags.value(flag)} ({dashed(flag)})")
+    with suppress(Exception):  # a configuration may have no default at all
+        default = config_class()
+        if default.vocab_size is None and values.get("vocab_size", changes.get("vocab_size")) is None:
+            opened_up = {"vocab_size": 32} | ({"pad_token_id": 0} if default.pad_token_id is None else {})
+            changes |= opened_up
+            flags += [f"{name}={value} (it says none)" for name, value in opened_up.items()]
+    return changes, left, flags
+
+
+def _mapped(config_class: Any, name: str) -> str:
+    return str(getattr(config_class, "attribute_map", {}).get(name, name))
+
+
+def _converted(config_class: Any, key: str, text: str) -> dict[str, Any]:
+    name = _mapped(config_class, key)
+    return {name: convert(key, text, Any, getattr(config_class, name, Parameter.empty), {})}
+
+
+def _config(config_class: Any, values: dict[str, Any], text: str) -> Any:
+    """Return the configuration with these values. Raises `InputError` where its own checks refuse them."""
+    try:
+        return config_class.from_dict(values) if values else config_class()
+    except Exception as error:
+        with suppress(Exception):  # the first refusal is told
+            # Fewer layers leave the rest of what is listed layer by layer.
+            count = next(name for name in _COUNTS if name in values)
+            config = config_class.from_dict({name: value for name, value in values.items() if name != count})
+            every, fewer = getattr(config, count), values[count]
+            lists = [n for n, v in vars(config).items() if isinstance(v, list) and len(v) == every > fewer]
+            for name in lists:
+                setattr(config, name, getattr(config, name)[:fewer])
+            setattr(config, count, fewer)
+            if lists:
+                return config
+        raise InputError(f"{shown(text)} cannot be configured so: {_one_line(error)}") from None
+
+
+def _small(
+    transformers: ModuleType, config_class: Any, values: Mapping[str, Any], text: str
+) -> tuple[dict[str, Any], str]:
+    """Return the first small configuration that can be built, or a smaller one where that is still large.
+
+    Also returns how it was made smaller, in words.
+    """
+    before = torch.get_default_dtype()
+    ways = [*small_values(_config(config_class, dict(values), text).to_dict())]
+    built: list[tuple[int, int]] = []
+    for at, (smaller, _) in enumerate(ways):
+        with suppress(Exception), torch.device("meta"):
+            config = _config(config_class, smaller, text)
+            module = _model_class(transformers, config, text)._from_config(config)
+            built.append((sum(parameter.numel() for parameter in module.parameters()), at))
+            if built[-1][0] <= _LARGE:
+                return ways[at]
+        torch.set_default_dtype(before)
+    return ways[min(built)[1] if built else -1]  # why it cannot be built is told where it is
+
+
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -154,29 +307,8 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
             f"transformers has no plain model for type {shown(kind)}: it is a part of another one. "
             "Give the class: transformers:NAME, or another type."
         )
-    found = mapping[type(config)]
-    return found[0] if isinstance(found, (tuple, list)) else found
-
-
-def _small(
-    transformers: ModuleType, config_class: Any, held: Mapping[str, Any], text: str
-) -> tuple[dict[str, Any], str]:
-    """Return the first small configuration that can be built, or a smaller one where that is still large.
-
-    Also returns how it was made smaller, in words.
-    """
-    before = torch.get_default_dtype()
-    ways = [*small_values(config_class, held, text)]
-    built: list[tuple[int, int]] = []
-    for at, (values, _) in enumerate(ways):
-        with suppress(Exception), torch.device("meta"):
-            config = make_config(config_class, values, text)
-            module = _model_class(transformers, config, text)._from_config(config)
-            built.append((sum(parameter.numel() for parameter in module.parameters()), at))
-            if built[-1][0] <= _LARGE:
-                return ways[at]
-        torch.set_default_dtype(before)
-    return ways[min(built)[1] if built else -1]  # why it cannot be built is told where it is
+    kind_of_model = mapping[type(config)]
+    return kind_of_model[0] if isinstance(kind_of_model, (tuple, list)) else kind_of_model
 
 
 def _build(
@@ -223,7 +355,7 @@ def _build(
             raise NetworkNeededError(
                 f"{shown(text)} would have to download a part of it, and nothing is downloaded: {in_one_line(error)}"
             ) from None
-        raise InputError(f"{shown(text)} cannot be built: {one_line(error)}") from None
+        raise InputError(f"{shown(text)} cannot be built: {_one_line(error)}") from None
     finally:
         torch.set_default_dtype(before)
 
@@ -236,3 +368,11 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error in one line. The library's checks of a configuration say what matters in the second one."""
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return in_one_line(error)

@@ -135,93 +135,17 @@ SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "
 @pytest.mark.parametrize(
     ("text", "settings", "shapes"),
     [
-        (
-            "hf:time_series_transformer",
-            {"num_time_features": "3", "context_length": "11"},
-            {
-                "past_values": (3, 18),
-                "past_time_features": (3, 18, 3),
-                "past_observed_mask": (3, 18),
-                "future_values": (3, 12),
-                "future_time_features": (3, 12, 3),
-            },
-        ),
-        (
-            "hf:clap",
-            {
-                "audio_config.spec_size": "64",
-                "audio_config.num_mel_bins": "16",
-                "audio_config.window_size": "2",
-                "audio_config.patch_embeds_hidden_size": "16",
-                "audio_config.depths": "1,1",
-                "audio_config.num_attention_heads": "2,2",
-                "audio_config.hidden_size": "32",
-                "text_config.num_hidden_layers": "1",
-            },
-            {"input_ids": (3, 5), "input_features": (3, 1, 256, 16)},
-        ),
         ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
-        (
-            "hf:speecht5",
-            {"encoder_layers": "1", "decoder_layers": "1", "hidden_size": "24", "encoder_ffn_dim": "17"},
-            {"input_values": (3, 5, 24), "decoder_input_values": (3, 5, 24)},
-        ),
-        (
-            "hf:qwen2_5_vl_vision",
-            {
-                "depth": "1",
-                "hidden_size": "24",
-                "num_heads": "3",
-                "intermediate_size": "17",
-                "fullatt_block_indexes": "[0]",
-            },
-            {"hidden_states": (48, 1176), "grid_thw": (3, 3)},
-        ),
-        ("hf:patchtst", {"context_length": "31", "num_input_channels": "7"}, {"past_values": (3, 31, 7)}),
-        (
-            "hf:decision_transformer",
-            {"n_layer": "1", "state_dim": "7", "act_dim": "2"},
-            {
-                "states": (3, 5, 7),
-                "actions": (3, 5, 2),
-                "rewards": (3, 5, 1),
-                "returns_to_go": (3, 5, 1),
-                "timesteps": (3, 5),
-                "attention_mask": (3, 5),
-            },
-        ),
         ("hf:esm", SMALL, {"input_ids": (3, 5)}),
-        ("hf:bros", {**SMALL, "hidden_size": "64"}, {"input_ids": (3, 5), "bbox": (3, 5, 4)}),
-        (
-            "hf:lxmert",
-            {
-                **{name: value for name, value in SMALL.items() if name != "num_hidden_layers"},
-                **dict.fromkeys(("l_layers", "r_layers", "x_layers"), "1"),
-                "visual_feat_dim": "7",
-            },
-            {"input_ids": (3, 5), "visual_feats": (3, 5, 7), "visual_pos": (3, 5, 4)},
-        ),
-        (
-            "hf:siglip2",
-            {**SMALL, "vision_config.patch_size": "2"},
-            {
-                "input_ids": (3, 5),
-                "pixel_values": (3, 16, 12),
-                "pixel_attention_mask": (3, 16),
-                "spatial_shapes": (3, 2),
-            },
-        ),
         ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
     ],
 )
-def test_sounds_series_games_and_boxes(text, settings, shapes):
+def test_raw_sound_and_ids_without_a_vocabulary(text, settings, shapes):
     target = load(text, settings)
     made = call(target)
     assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes
     with torch.no_grad():
         target.module(**made.kwargs)
-    masks = [tensor for name, tensor in made.kwargs.items() if "mask" in name]
-    assert all(bool((mask == 1).all()) for mask in masks)
 
 
 def test_what_a_configuration_leaves_open_is_said():
@@ -336,15 +260,13 @@ def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
         assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
 
 
-RUNS = ["blip_2_qformer", "parakeet_ctc", "voxtral_realtime_encoder", "jamba", "granite_speech5_encoder"]
-RUNS += ["laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
-RUNS += ["dia", "gemma4_vision", "qwen3_asr_encoder", "video_llama_3_vision", "timesfm2_5", "xmod", "ernie4_5_vl_moe"]
-RUNS += ["dpt", "sapiens2"]
+RUNS = ["jamba", "laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
+RUNS += ["ernie4_5_vl_moe", "dpt", "gemma4"]
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_what_a_model_takes_is_what_runs(kind):
-    """States to attend to, sounds in frames of bins or bins of frames, widths and lists that hang on each other."""
+    """Widths and lists that hang on each other."""
     target = load(f"hf:{kind}", {"small": "true"})
     made = call(target)
     with torch.no_grad():

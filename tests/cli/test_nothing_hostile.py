@@ -179,7 +179,7 @@ def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 9000, "\x00", ""])
 def test_a_configuration_that_is_none(tmp_path, content):
-    from mha_inspect.build.hugging_face_config import read_config
+    from mha_inspect.build.hugging_face import read_config
     from mha_inspect.errors import InputError
 
     (tmp_path / "config.json").write_text(content)

@@ -1,0 +1,248 @@
+"""A small configuration of a Hugging Face model: fewer layers and narrower ones, of every kind that it has.
+
+Its own configuration is taken, and its numbers are made smaller by what their names say they are. All widths are
+divided by one factor: what has to be as wide as something else still is. Heads, and keys that heads share, are as many
+as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..layers.spec import divisors
+from ..text import listed
+
+_LAYERS, _WORDS = 2, 128
+_SIDE = 64
+"""Pixels along a side of an image, where its patches allow it."""
+_KINDS = 4
+"""Of layers, at most: what is listed layer by layer and has more is not about kinds."""
+_FACTORS = (16, 8, 4, 2, 1)
+_EVEN = 64
+"""Features of a head that can be made fewer by any factor."""
+_LEAST = 8
+"""Features that a head has at least, of those that its rotation turns."""
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth", "encoder_layers")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "width", "emb_dim")
+_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_DEPTH = re.compile(r"(num|n)_(?!.*_per_)(\w+_)?(layers?|blocks)|(\w+_)?layers|(\w+_)?depths?")
+_MOST = (
+    (re.compile(r"\w*vocab(_size)?|vocab_size_per_layer_input"), _WORDS),
+    (re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|zero_expert_num"), 4),
+    (re.compile(r"\w*experts_per_tok(en)?|moe_(topk|k)|\w*top_k_experts|experts_top_k|num_selected_experts|top_k"), 2),
+    (re.compile(r"n_group|topk_group|num_expert_group|num_nextn_predict_layers|vision_feature_layers?"), 1),
+    (re.compile(r"num_kv_shared_layers|merge_index"), 0),
+    (re.compile(r"num_queries"), 8),
+    (re.compile(r"max_source_positions|max_length"), 64),
+    (re.compile(r"attn_layer_period|num_self_attends_per_block"), _LAYERS),
+    (re.compile(r"attn_layer_offset"), _LAYERS - 1),
+    (_DEPTH, _LAYERS),
+)
+"""What a number is at most, by its name: the first that fits."""
+_WORD = re.compile(r"\w*(token_ids?|token_index|_idx|word_id)")
+_MARKS = re.compile(r"\w*(indices|indexes|idxs|_index|layers|layer_ids)")
+_IMAGE = re.compile(r"(pretrain_)?(image|img)_size|crop_size")
+_WIDTH = re.compile(
+    r"d_\w+|n_(embd|inner)|width|kv_channels|upsample_groups|backbone_channel_list|embed_dim_per_stage"
+    r"|\w*(dim|dims|rank|dim_head|feedforward|pos_feats|linear_units|headdim|d_head|d_ssm)"
+    r"|(\w+_)?(hidden|embed|embedding|ffn|feedforward|inner|mlp|intermediate|latent|projection|projector|proj|head"
+    r"|output|hidden_per_head|fusion|neck|pooler|router|condition|codevector|query|value|key|bottleneck|coordinate"
+    r"|shape)_(size|sizes|width|channels|dimension|units)"
+)
+_NO_WIDTH = re.compile(
+    r"(?!.*hidden_size$).*(kernel|window|chunk|patch|image|vocab|conv|input|codebook(?!_dim$)|group|position_embedding)_.*|.*_kernel_dim"
+)
+
+
+def small_values(whole: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield what a configuration says once it is small, and how that was made of it, in words: the smallest first.
+
+    Last come those that also say what this one leaves open, and some models cannot be built without.
+    """
+    full = copy.deepcopy(whole)
+    open_names = list(dict.fromkeys(name for config in [*_configs(full)] for name in _fill(config)))
+    for values, names in ((whole, []), (full, open_names)):
+        for factor in _FACTORS:
+            if all(_divides(factor, config) for config in _configs(values)):
+                chosen = f", and {listed(names)} chosen so that it can be built" if names else ""
+                yield _made_small(copy.deepcopy(values), factor), f"its widths divided by {factor}{chosen}"
+
+
+def _configs(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration, and those in it."""
+    yield values
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from _configs(value)
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if type(config.get(name)) is int), None)
+
+
+def _fill(config: dict[str, Any]) -> Iterator[str]:
+    """Say what a configuration leaves open, in place; yield the names of it."""
+    hidden, heads, depth = (_first(config, names) for names in (_HIDDEN, _HEADS, _DEPTHS))
+    if hidden and heads and not config.get("head_dim") and (hidden % heads or hidden // heads % _EVEN):
+        name = next(name for name in _HEADS if config.get(name) == heads)
+        even = [count for count in divisors(hidden) if hidden // count % _EVEN == 0] or divisors(hidden)
+        config[name] = heads = min(even, key=lambda count: abs(count - (heads or 0)))
+        yield name
+    values: dict[str, Any] = {
+        "head_dim": hidden // heads if hidden and heads else None,
+        "num_key_value_heads": heads,
+        "layer_types": ["full_attention"] * (depth or 0) or None,
+        "mlp_layer_types": ["dense"] * (depth or 0) or None,
+        **dict.fromkeys(_EXPERTS, 4),
+        **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2),
+        **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1),
+        "moe_intermediate_size": hidden,
+    }
+    for name, value in values.items():
+        if name in config and config[name] is None and value is not None:
+            config[name] = value
+            yield name
+    if config.get("rope_parameters") == {} and isinstance(config.get("layer_types"), list):
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        config["rope_parameters"] = {kind: dict(rope) for kind in config["layer_types"]}
+        yield "rope_parameters"
+
+
+def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
+    """Return the values of a configuration, made smaller in place."""
+    words: dict[int, int] = {}
+    # What has no heads cannot be narrower by theirs: the convolutions that see an image before a decoder does.
+    heads = {id(config): any(_first(part, _HEADS) for part in _configs(config)) for config in _configs(values)}
+    parents = [values, *(config["backbone_config"] for config in _configs(values) if config.get("backbone_config"))]
+    wide = [id(config) for config in parents if not (heads.get(id(config), True) or "vocab_size" in config)]
+    configs = [(config, _image_side(config)) for config in _configs(values)]
+    for config, _ in configs:
+        if config.get("num_experts_per_tok", 1) is None and _first(config, _EXPERTS):
+            config["num_experts_per_tok"] = 2
+        if config.get("attn_layer_indices", 1) is None:
+            config["attn_layer_indices"] = [_LAYERS - 1]
+        if set(map(str, config.get("layer_types") or ())) == {"linear_attention"}:
+            config["layer_types"][_LAYERS - 1] = "full_attention"
+        for name in ("out_features", "num_layers_per_stack"):  # other numbers say it as well
+            config.pop(name, None)
+        _cut_layers(config)
+        config |= _smaller(config, 1 if id(config) in wide else factor, words)
+        head_dim = _head_dim(config)
+        for rope in _ropes(config) if head_dim else ():  # in time, height and width
+            half = (_turned(config, rope, head_dim or 0) + 1) // 2
+            rope["mrope_section"] = [half * 3 // 8, half * 3 // 8, half - 2 * (half * 3 // 8)]
+    for config, before in configs:
+        if "backbone_feature_sizes" in config and before and _image_side(config):
+            sizes = config["backbone_feature_sizes"]
+            config["backbone_feature_sizes"] = [[size * _image_side(config) // before for size in row] for row in sizes]
+    return values
+
+
+def _image_side(config: Mapping[str, Any]) -> int:
+    """Return the pixels along a side of what a backbone sees; 0 where nobody says."""
+    size = (config.get("backbone_config") or {}).get("image_size")
+    size = size[0] if isinstance(size, list) and size else size
+    return size if type(size) is int else 0
+
+
+def _cut_layers(config: dict[str, Any]) -> None:
+    """Keep two layers, or as many as have one of each kind, and what is listed for them."""
+    depth = _first(config, _DEPTHS)
+    if depth is None or depth <= _LAYERS or isinstance(config.get("depths"), list):
+        return
+    keep = _LAYERS
+    lists = {name: value for name, value in config.items() if isinstance(value, list) and value}
+    each = [value for value in lists.values() if len(value) == depth]
+    # The numbers of the layers of a kind go with the list of the kinds.
+    of_a_kind = [[at for at, kind in enumerate(kinds) if kind == chosen] for kinds in each for chosen in kinds]
+    for name, value in lists.items():
+        places = len(value) < depth and all(type(place) is int and 0 <= place <= depth for place in value)
+        if places and _MARKS.fullmatch(name) and value not in of_a_kind:
+            config[name] = [rank + (min(value) > 0) for rank in range(min(len(value), _KINDS))]
+            keep = max(keep, config[name][-1] + 1)
+        kinds = [str(kind) for kind in value]
+        if len({*kinds}) <= _KINDS and (len(value) == depth or name.endswith("_types")):
+            keep = max(keep, *(kinds.index(kind) + 1 for kind in kinds))
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == depth:
+            config[name] = value[:keep]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            config[name] = {layer: said for layer, said in value.items() if int(layer) < keep}
+        elif name in _DEPTHS and type(value) is int:
+            config[name] = min(value, keep)
+
+
+def _smaller(config: dict[str, Any], factor: int, words: dict[int, int]) -> dict[str, Any]:
+    """Return the numbers of a configuration, made smaller.
+
+    `words` are those that mean something, to their new numbers: configurations in one name the same.
+    """
+    smaller: dict[str, Any] = {}
+    for name, value in config.items():
+        numbers = value if isinstance(value, list) else [value]
+        if not isinstance(name, str) or not any(type(number) is int for number in numbers):
+            continue  # labels have numbers for names
+        change = _change(name, numbers, config, factor, words)
+        if change is not None:
+            changed = [change(number) if type(number) is int else number for number in numbers]
+            smaller[name] = changed if isinstance(value, list) else changed[0]
+    return smaller
+
+
+def _change(
+    name: str, numbers: list[Any], config: Mapping[str, Any], factor: int, words: dict[int, int]
+) -> Callable[[int], int] | None:
+    """Return what makes the numbers of this name smaller; None for those that stay."""
+    if _WORD.fullmatch(name):
+        # The last ones: what is drawn keeps clear of them.
+        return lambda value: value if value < _WORDS else words.setdefault(value, _WORDS - 1 - len(words))
+    most = next((most for pattern, most in _MOST if pattern.fullmatch(name)), None)
+    if most is not None:
+        # What is listed layer by layer is cut with the layers, and so is their number.
+        lengths = [len(value) for value in config.values() if isinstance(value, list)]
+        is_cut = name in _DEPTHS if type(config[name]) is int else len(numbers) == _first(config, _DEPTHS)
+        stays = (is_cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and config[name] in lengths)
+        return None if stays else lambda value: min(value, most)
+    if _IMAGE.fullmatch(name):
+        patch = config.get("patch_stride", config.get("patch_size"))
+        patch = next((size for size in (patch if isinstance(patch, list) else [patch]) if type(size) is int), 4)
+        windows = "depths" in config and "window_size" in config  # which want to be whole ones at each depth
+        return None if windows else lambda value: min(value, patch * max(2, _SIDE // patch))
+    widths = {v for n, v in config.items() if str(n).endswith(("hidden_size", "hidden_dim", "d_model"))}
+    as_wide = name.endswith("_channels") and all(number in widths for number in numbers)
+    if as_wide or (_WIDTH.fullmatch(name) and not _NO_WIDTH.fullmatch(name)):
+        # The rows of experts are multiplied in groups, whose rows begin at whole sixteen bytes.
+        step = 4 if name.startswith("moe_") else 1
+        return lambda value: max(step, value // factor // step * step) if value > 4 else value
+    return None
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    """Return the features of a head; None where there are no heads, or nobody says how wide all of them are."""
+    hidden, heads = _first(config, _HIDDEN), _first(config, _HEADS)
+    return _first(config, ("head_dim", "d_kv")) or (hidden // heads if hidden and heads else None)
+
+
+def _ropes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what is said of rotations, of which each kind of layer may have its own."""
+    said = config.get("rope_parameters")
+    return [rope for rope in _configs(said) if "rope_theta" in rope] if isinstance(said, dict) else []
+
+
+def _turned(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int) -> int:
+    """Return how many features of a head are turned by a rotation."""
+    return int(head_dim * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+
+
+def _divides(factor: int, config: dict[str, Any]) -> bool:
+    """Return whether each head is left with pairs of pairs, as a rotation in two directions takes them."""
+    hidden, head_dim = _first(config, _HIDDEN), _head_dim(config)
+    if factor == 1 or hidden is None or head_dim is None:
+        return True
+    least = min(_turned(config, rope, head_dim) for rope in (*_ropes(config), {}))
+    return hidden % factor == 0 and head_dim % (4 * factor) == 0 and least >= _LEAST * factor
