@@ -3,36 +3,60 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from math import log
 from time import perf_counter
 
 import torch
 from torch import nn
 
+from ..call.call import explaining
 from ..errors import SpecError
-from ..measure.stage_difference import compare_stage
 from ..measure.weights import carry as carry_by_head
 from ..measure.weights import weights_of
 from ..naming.canonical import is_by_turn
 from ..naming.stage_facts import StageFacts, unlike_dot
 from ..naming.stages import STAGES
-from ..naming.subject import Subject
-from ..record.rounding import distances, judge, size_of
+from ..naming.subject import Run, Subject
+from ..record.rounding import distances, judge
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
-from ..text import percent, plural, times
-from .equalities import Equalities, masked_note
-from .focus import compare_focus, focus_of_look
-from .head_runs import HeadRun, overall
-from .head_sentences import Carried, Walk, answer, reason
+from ..text import listed, percent, plural, times
+from .comparable_run import ComparableRun
+from .comparison import ComparedStage, Comparison, overall
+from .focus import compare_focus, focus_of_run
+from .head_sentences import Carried, Change, Walk, answer, reason
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
-from .look import Look
+from .masked_queries import fate_of, masked_sentence
 from .run_report import environment_of, layer_of
 
 _GIVEN = ("query", "key", "value")
+
+
+class HeadRun(ComparableRun):
+    """The run of one head count."""
+
+    def __init__(self, num_heads: int, subject: Subject) -> None:
+        super().__init__(subject)
+        self.num_heads = num_heads
+
+    @cached_property
+    def run(self) -> Run:
+        """The run. Raises what `ComparableRun.run` does; an error of a target says how the target was built."""
+        with explaining(self.subject, f" with num_heads {self.num_heads}"):
+            return super().run
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        return self.subject.module
+
+    @cached_property
+    def noise_floor(self) -> float:
+        """The rounding error of the output."""
+        return self.output_floor(self.masked_queries(0))
 
 
 def compare_heads(
@@ -42,7 +66,7 @@ def compare_heads(
     steps: int = 0,
     focus: bool = False,
     time: bool = False,
-    see: Callable[[int, Look], None] | None = None,
+    see: Callable[[int, ComparableRun], None] | None = None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
@@ -55,7 +79,7 @@ def compare_heads(
         steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
         focus: whether to measure what each head looks at, before training and after it.
         time: whether to measure how long each head count takes.
-        see: is called with each head count and a look at all of it, while its stages are there.
+        see: is called with each head count and its run, while its stages are there.
         tick: is told before each step of training how far it is.
 
     Raises:
@@ -63,72 +87,65 @@ def compare_heads(
         InputError: the baseline cannot be run in float64, which rounding is measured against; or there is no gradient.
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
     """
-    whole = focus or see is not None
-    baseline = HeadRun(*counted[0], whole=whole)
-    _require_comparable(baseline, baseline)
-    runs = [baseline, *(HeadRun(*one, baseline, whole=whole) for one in counted[1:])]
-    carried = [Carried(True), *(carry(baseline, run) for run in runs[1:])]
-    if baseline.layout is not None:
-        for run in runs:  # before any look: what is small and often used stays in the processor's caches after that
-            _ = run.output
-    equalities = Equalities(baseline)
-    size = size_of(baseline.output)
+    baseline = HeadRun(*counted[0])
     rows: list[HeadCount] = []
-    walks: list[Walk] = []
+    carried: list[Carried] = []
     learners: list[Learner] = []
-    seen: list[HeadsFocus] = []
+    focuses: list[HeadsFocus] = []
     learned: list[HeadsFocus] = []
-    for run, own in zip(runs, carried, strict=True):
+    flops: list[tuple[StageFlops, ...]] = []
+    fates: dict[str, None] = {}
+    all_nan = True
+    for num_heads, subject in counted:
+        run = HeadRun(num_heads, subject) if rows else baseline
+        carried.append(carry(baseline, run) if rows else Carried(True))
         _require_comparable(run, baseline)
-        rows.append(_row(run, baseline, own, size))
-        walks.append(_walk(baseline, run, rows[-1].verdict) if run is not baseline else Walk())
-        if gradients or steps:
-            learners.append(Learner.of(run))
-        if focus:
-            seen += focus_of_look(run.look(), run.label)
-        if see is not None:
-            see(run.num_heads, run.look())
-        _ = run.by_query
+        rows.append(_row(run, baseline, carried[-1]))
         if run is not baseline:
-            equalities.see(run)
+            walk = _walk(baseline, run, rows[-1].verdict)
+            why = reason(rows[0], rows[-1], walk, carried[-1])
+            rows[-1] = replace(rows[-1], first_differing_stage=walk.first, reason="".join(why), _pieces=why)
+        if gradients or steps:
+            learners.append(Learner.of(num_heads, run))
+        if focus:
+            focuses += focus_of_run(run)
+        if see is not None:
+            see(num_heads, run)
+        flops.append(flops_of(run.run) if time else ())
+        fates[fate_of(run.content(0, "weights"), run.masked_queries(0))] = None
+        all_nan = all_nan and bool(run.returned.isnan().all())
+        if run is not baseline:
             run.forget()
-    same_weights = all(one.same for one in carried)
     learners = in_the_same_parts(learners)
-    cause = equalities.cause if same_weights else ""
-    for place, walk in enumerate(walks[1:], start=1):
-        why = reason(rows[0], rows[place], walk, carried[place], cause)
-        rows[place] = replace(rows[place], first_differing_stage=walk.first, reason="".join(why), _pieces=why)
-    said = equalities.measured(runs, "" if baseline.is_known else baseline.label) if same_weights else ()
-    masked = masked_note(runs)
-    outputs = [(run.num_heads, run.output) for run in runs]
+    masked = baseline.masked_queries(0)
 
     def look_after(learner: Learner) -> None:
         if focus:
-            learned.extend(focus_of_look(Look(learner.own), baseline.label))
+            learned.extend(focus_of_run(ComparableRun(learner.subject)))
 
-    training = compare_training(learners, steps, cause, look_after, tick) if steps else None
+    training = compare_training(learners, steps, look_after, tick) if steps else None
     return CompareHeadsReport(
-        environment=environment_of(baseline.own),
-        layer=layer_of(baseline.own),
+        environment=environment_of(baseline.subject),
+        layer=layer_of(baseline.subject),
         baseline=baseline.num_heads,
         counts=tuple(rows),
         verdict=overall([row.verdict for row in rows[1:]]),
-        equalities=(*said, masked) if masked else said,
         answer=(
-            *answer(rows, carried, all_nan=all(bool(output.isnan().all()) for _, output in outputs)),
-            *unlike_dot(baseline.nearest.run),
+            *answer(rows, carried, all_nan=all_nan),
+            *((masked_sentence(masked, f"their weights are {listed(list(fates))}"),) if masked else ()),
+            *unlike_dot(baseline.run),
         ),
-        gradients=compare_gradients(learners, cause) if gradients else None,
+        gradients=compare_gradients(learners) if gradients else None,
         training=training,
-        focus=compare_focus(seen) if focus else None,
+        focus=compare_focus(focuses) if focus else None,
         focus_after=compare_focus(learned, f"after {plural(steps, 'step')}") if learned else None,
-        timing=compare_times(runs) if time else None,
-        measured_against=baseline.nearest.measured_against,
+        timing=compare_times(counted, flops) if time else None,
+        measured_against=baseline.measured_against,
     )
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
-    if run.nearest.drops:
+    if run.drops:
         raise SpecError(
             f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
             "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
@@ -136,45 +153,45 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
             else f"{run.label} draws random numbers in its forward: outputs would differ whatever the heads do. Leave "
             "them out, or draw them outside of it and give them as an argument."
         )
-    if not run.nearest.attentions:
+    if not run.attentions:
         raise SpecError(f"No attention was found in {run.label}: there are no heads to compare.")
-    if run.output.shape != base.output.shape:
+    if run.returned.shape != base.returned.shape:
         raise SpecError(
-            f"{run.label} returns {list(run.output.shape)} with num_heads {run.num_heads} and "
-            f"{list(base.output.shape)} with the baseline: outputs of one shape can be compared. Give it the sizes "
+            f"{run.label} returns {list(run.returned.shape)} with num_heads {run.num_heads} and "
+            f"{list(base.returned.shape)} with the baseline: outputs of one shape can be compared. Give it the sizes "
             "that do not follow from the number of heads: --set NAME=VALUE."
         )
-    found = run.nearest.attentions[0][1].num_heads
-    if found != run.num_heads:
+    num_heads = run.attentions[0][1].num_heads
+    if num_heads != run.num_heads:
         raise SpecError(
-            f"{run.label} was built with num_heads {run.num_heads}, and its attention has {found}: something else "
+            f"{run.label} was built with num_heads {run.num_heads}, and its attention has {num_heads}: something else "
             "sets it. `mha-inspect trace` shows what it takes."
         )
 
 
 def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
-    given, own = baseline.module.state_dict(), run.module.state_dict()
-    fitting = {name: tensor for name, tensor in given.items() if name in own and own[name].shape == tensor.shape}
+    given, taken = baseline.module.state_dict(), run.module.state_dict()
+    fitting = {name: tensor for name, tensor in given.items() if name in taken and taken[name].shape == tensor.shape}
     run.module.load_state_dict(fitting, strict=False)
-    if fitting.keys() == given.keys() == own.keys():
+    if fitting.keys() == given.keys() == taken.keys():
         return Carried(True)
-    pairs = list(zip(*(weights_of(one.nearest.run, one.module) for one in (baseline, run)), strict=False))
+    pairs = list(zip(*(weights_of(side.run, side.module) for side in (baseline, run)), strict=False))
     run.forget()  # what it was before the weights went into it
     carried = [carry_by_head(source, destination) for source, destination in pairs]
-    held = [projection for pair in pairs for one in pair for projection in one.projections.values()]
-    covered = {name for projection in held for name in projection.parameters}
-    went = [part for one in carried for part in one.went] + [name for name in fitting if name not in covered]
-    changes = [f"{out.part} {out.reason}" for one in carried for out in one.left_out]
+    projections = [part for pair in pairs for weights in pair for part in weights.projections.values()]
+    covered = {name for projection in projections for name in projection.parameters}
+    went = [part for each in carried for part in each.went] + [name for name in fitting if name not in covered]
+    changes = [Change(f"{out.part} {out.reason}", out.part) for each in carried for out in each.left_out]
     changes += [
-        f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new"
-        for name, tensor in own.items()
+        Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new")
+        for name, tensor in taken.items()
         if name not in fitting and name not in covered
     ]
-    changes += [f"{name} is gone" for name in given if name not in own and name not in covered]
+    changes += [Change(f"{name} is gone") for name in given if name not in taken and name not in covered]
     before, after = _numel(baseline.module), _numel(run.module)
     if not changes and before != after:
-        changes = [f"{before:,} parameters become {after:,}"]
+        changes = [Change(f"{before:,} parameters become {after:,}")]
     return Carried(not changes, tuple(went), tuple(changes))
 
 
@@ -182,19 +199,19 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _row(run: HeadRun, baseline: HeadRun, carried: Carried, size: float) -> HeadCount:
-    """The row of one head count, without the reason."""
-    largest, relative = distances(baseline.output, run.output, size)
-    times, verdict = judge(largest, baseline.output_floor)
+def _row(run: HeadRun, baseline: HeadRun, carried: Carried) -> HeadCount:
+    """Return the row of one head count, without the reason."""
+    largest, relative = distances(baseline.returned, run.returned)
+    times, verdict = judge(largest, baseline.noise_floor)
     return HeadCount(
         num_heads=run.num_heads,
-        head_dim=run.nearest.attentions[0][1].head_dim,
+        head_dim=run.attentions[0][1].head_dim,
         numel=_numel(run.module),
         same_parameters=carried.same,
-        output_shape=tuple(run.output.shape),
+        output_shape=tuple(run.returned.shape),
         max_abs_difference=largest,
         relative_difference=relative,
-        noise_floor=baseline.output_floor,
+        noise_floor=baseline.noise_floor,
         times_noise=times,
         verdict=verdict,
         first_differing_stage=None,
@@ -203,89 +220,88 @@ def _row(run: HeadRun, baseline: HeadRun, carried: Carried, size: float) -> Head
 
 
 def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
-    """Compare stage by stage, by content, to see where two head counts part and where they meet again.
-
-    Up to the scores, which are a number for each pair of a query and a key, a few positions show what all of them do.
-    Where nothing differs there, everything is looked at.
-    """
-    if baseline.layout is not None and verdict == "differs":
-        found = _walk_attention(0, baseline.nearest, run.nearest, STAGES[: STAGES.index("weights")])
-        if found.first is not None:
-            return found
-    mine, theirs = baseline.look(), run.look()
-    found = Walk()
-    for place in range(min(len(mine.attentions), len(theirs.attentions))):
-        found = _walk_attention(place, mine, theirs, STAGES)
-        if found.first is not None:
-            return found
-    unnamed = mine.unnamed | theirs.unnamed
-    return replace(found, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
+    """Compare stage by stage, by content, to see where two head counts part and where they meet again."""
+    comparison, walk = Comparison(baseline, run, (baseline,)), Walk()
+    for place in range(min(len(baseline.attentions), len(run.attentions))):
+        walk = _walk_attention(comparison.rows(place), verdict)
+        if walk.first is not None:
+            return replace(walk, turned=bool(run.subject.made_with.get("rope")))
+    unnamed = baseline.unnamed | run.unnamed
+    return replace(walk, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 
-def _walk_attention(place: int, mine: Look, theirs: Look, stages: Sequence[str]) -> Walk:
+def _walk_attention(rows: Iterable[ComparedStage], verdict: Verdict) -> Walk:
+    """Walk through one attention: to the first stage that differs where the outputs differ, or else to its end."""
     same: list[str] = []
     first, note, rejoined = None, "", None
-    for stage in stages:
-        left, right = mine.get(place, stage), theirs.get(place, stage)
-        if stage in _GIVEN or left is None or right is None:
+    for row in rows:
+        if row.difference is None or row.name in _GIVEN:
             continue
-        row = compare_stage(stage, left, right, partial(mine.floor, place, stage, right))
+        differs = row.difference.verdict == "differs"
         if first is not None:
-            rejoined = None if row.verdict == "differs" else rejoined or stage
-        elif row.verdict != "differs":
-            same.append(stage)
+            rejoined = None if differs else rejoined or row.name
+        elif not differs:
+            same.append(row.name)
         else:
-            first = stage
-            if row.max_abs_difference is None:
-                wider = left.shape[:-1] == right.shape[:-1]  # where few were looked at, the width alone is the whole's
-                note = f"{right.shape[-1]} features wide instead of {left.shape[-1]}" if wider else ""
-                note = note or f"{list(right.shape)} instead of {list(left.shape)}"
-    return Walk(tuple(same), first, note, rejoined, turned=bool(theirs.own.made_with.get("rope")))
+            first, note = row.name, _other_sizes(row)
+            if verdict == "differs":
+                break
+    return Walk(tuple(same), first, note, rejoined)
+
+
+def _other_sizes(row: ComparedStage) -> str:
+    """Return how the shapes differ; empty where the content was compared number by number."""
+    assert row.left is not None
+    assert row.right is not None
+    assert row.difference is not None
+    left, right = list(row.left.shape), list(row.right.shape)
+    if left == right or (row.difference.max_abs_difference is not None and len(left) > 3):
+        return ""
+    wider = left[:-1] == right[:-1]
+    return f"{right[-1]} features wide instead of {left[-1]}" if wider else f"{right} instead of {left}"
 
 
 _RUNS, _SECONDS = 11, 5.0
 """Runs of each head count, and the time after which fewer have to do: three at the least."""
 
 
-def flops_of(own: Subject) -> tuple[StageFlops, ...]:
+def flops_of(run: Run) -> tuple[StageFlops, ...]:
     """Return the floating-point operations of each stage that has products, of all attentions together."""
-    with torch.no_grad(), own.apart() as one:
-        run = one.recorded()
     total = dict.fromkeys(STAGES, 0)
-    for found, names in run.attentions:
-        facts = StageFacts(run.graph, found, {stage: names.of_stage(stage) for stage in found.stages})
-        for stage in found.stages:
-            turns = len(found.branches) if is_by_turn(found, names, stage) else 1
+    for attention, names in run.attentions:
+        facts = StageFacts(run.graph, attention, {stage: names.of_stage(stage) for stage in attention.stages})
+        for stage in attention.stages:
+            turns = len(attention.branches) if is_by_turn(attention, names, stage) else 1
             total[stage] += facts.flops(stage) * turns
     return tuple(StageFlops(stage, flops) for stage, flops in total.items() if flops)
 
 
-def compare_times(runs: Sequence[HeadRun]) -> Timing:
+def compare_times(counted: Sequence[tuple[int, Subject]], flops: Sequence[tuple[StageFlops, ...]]) -> Timing:
     """Run each head count several times, in turns, so that a machine whose speed drifts slows all alike."""
-    taken: list[list[float]] = [[] for _ in runs]
+    taken: list[list[float]] = [[] for _ in counted]
     start = perf_counter()
     for turn in range(_RUNS + 1):
-        for run, own in zip(runs, taken, strict=True):
-            taking = _milliseconds(run.own)
+        for (_, subject), durations in zip(counted, taken, strict=True):
+            duration = _milliseconds(subject)
             if turn:  # the first warms up
-                own.append(taking)
+                durations.append(duration)
         if turn >= 3 and perf_counter() - start > _SECONDS:
             break
     counts = []
-    for run, own in zip(runs, taken, strict=True):
-        low, median, high = statistics.quantiles(own, n=4)
-        counts.append(HeadTime(run.num_heads, median, low, high, len(own), flops_of(run.own)))
+    for (num_heads, _), durations, of_stages in zip(counted, taken, flops, strict=True):
+        low, median, high = statistics.quantiles(durations, n=4)
+        counts.append(HeadTime(num_heads, median, low, high, len(durations), of_stages))
     return Timing(tuple(counts), torch.get_num_threads(), _answer(counts))
 
 
-def _milliseconds(own: Subject) -> float:
-    """How long one run takes."""
-    on_gpu = any(parameter.is_cuda for parameter in own.module.parameters())
-    with torch.no_grad(), own.apart() as one, one.settings():
+def _milliseconds(subject: Subject) -> float:
+    """Return how long one run takes."""
+    on_gpu = any(parameter.is_cuda for parameter in subject.module.parameters())
+    with torch.no_grad(), subject.apart() as fresh, fresh.settings():
         if on_gpu:
             torch.cuda.synchronize()
         before = perf_counter()
-        one.module(*one.args, **one.kwargs)
+        fresh.module(*fresh.args, **fresh.kwargs)
         if on_gpu:
             torch.cuda.synchronize()
         return 1e3 * (perf_counter() - before)

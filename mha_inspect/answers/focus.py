@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import RecordingError
 from ..reports.compare_heads import Alike, Focus, HeadFocus, HeadsFocus, Strongest
-from .look import Look
+from .comparable_run import ComparableRun
 
 _STRONGEST = 3
 """Pairs of a query and a key that are told of each head."""
@@ -23,25 +23,25 @@ def compare_focus(counts: Sequence[HeadsFocus], weights: str = "as given") -> Fo
     return Focus(weights, tuple(counts), _answer(counts))
 
 
-def focus_of_look(look: Look, label: str) -> list[HeadsFocus]:
+def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
     """Return what the heads of every attention look at.
 
     Raises `RecordingError` where the axes of the weights of one cannot be named.
     """
-    several = len(look.attentions) > 1
+    several, label = len(run.attentions) > 1, run.label
     counts = []
-    for place, (found, _) in enumerate(look.attentions):
-        weights, given = look.get(place, "weights"), look.get(place, "key")
+    for place, (attention, _) in enumerate(run.attentions):
+        weights, given = run.content(place, "weights"), run.content(place, "key")
         if weights is None:
             raise RecordingError(
                 f"--focus: the weights of {label} are never formed, and cannot be looked at. Leave it out."
-                if found.divided is not None
+                if attention.divided is not None
                 else f"--focus: an axis of the weights of {label} has no name, and by head they cannot be "
                 "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
             )
         key_len = None if given is None else min(given.shape[1], weights.shape[-1])
-        own = focus_of(weights, key_len)
-        counts.append(replace(own, attention=place + 1, module=found.module) if several else own)
+        focus = focus_of(weights, key_len)
+        counts.append(replace(focus, attention=place + 1, module=attention.module) if several else focus)
     return counts
 
 

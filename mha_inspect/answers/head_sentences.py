@@ -14,6 +14,16 @@ _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
 @dataclass(frozen=True)
+class Change:
+    """A weight that cannot be the same."""
+
+    sentence: str
+    """`W_k [32, 64] becomes [16, 64]`."""
+    part: str = ""
+    """`W_k`; empty for a parameter that belongs to no projection."""
+
+
+@dataclass(frozen=True)
 class Carried:
     """What became of the baseline's weights in a module with another head count."""
 
@@ -21,8 +31,8 @@ class Carried:
     """Whether it holds the baseline's numbers, bit for bit, all of them and no others."""
     went: tuple[str, ...] = ()
     """`W_o`: those that are the same."""
-    changes: tuple[str, ...] = ()
-    """What cannot be the same: `W_k [32, 64] becomes [16, 64]`."""
+    changes: tuple[Change, ...] = ()
+    """What cannot be the same."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Walk:
     """Whether positions turn the features of each head (RoPE)."""
 
 
-def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, cause: str) -> tuple[str, str, str]:
+def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried) -> tuple[str, str, str]:
     """Return why this head count's output differs from the baseline's, or does not, in one sentence of three pieces.
 
     The second tells the sizes of this head count, where there is such a piece: the others may be those of all.
@@ -53,22 +63,20 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried, caus
         count: the row of this head count, its verdict in it.
         walk: what the stages have been found to hold.
         carried: what became of the baseline's weights.
-        cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
     """
     if walk.first is None and walk.unnamed:
         names = ", ".join(walk.unnamed)
         text = f"All that can be compared holds the same numbers; not compared, for an axis has no name: {names}."
-        same = f" The outputs are the same because {cause}." if cause and count.verdict == "same" else ""
-        return text + same, "", ""
+        return text, "", ""
     if walk.first is None:
         if count.verdict == "differs":
             return "No stage that can be compared differs before the output itself.", "", ""
-        return f"Every stage holds the same numbers{f': {cause}' if cause else ''}.", "", ""
+        return "Every stage holds the same numbers.", "", ""
     text = f"{_same(walk.same)}; " if walk.same else ""
     text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: "
     sizes, rest = _how(base, count, walk, carried)
     if count.verdict != "differs":
-        rest += f"; {_how_it_ends(walk, count, cause)}"
+        rest += f"; {_how_it_ends(walk, count)}"
     return text, sizes, f"{rest}."
 
 
@@ -89,8 +97,8 @@ def _how(base: HeadCount, own: HeadCount, walk: Walk, carried: Carried) -> tuple
     if not carried.same:
         # The change of the weights that the stage is made with, or the first that there is.
         letter = (walk.first or "")[:1]
-        change = next((change for change in carried.changes if change[2:3] == letter), carried.changes[0])
-        return "", f"{change}{f', so it is {walk.note}' if walk.note else ''}"
+        change = next((change for change in carried.changes if change.part[2:] == letter), carried.changes[0])
+        return "", f"{change.sentence}{f', so it is {walk.note}' if walk.note else ''}"
     split = f"{plural(own.num_heads, 'head')} of {plural(own.head_dim, 'feature')}"
     instead = f" instead of {base.num_heads} of {base.head_dim}"
     if walk.turned and walk.first in _HEADS:
@@ -103,13 +111,12 @@ def _sums(own: HeadCount) -> str:
     return f"{plural(own.num_heads, 'sum')} over {plural(own.head_dim, 'feature')}{each}"
 
 
-def _how_it_ends(walk: Walk, count: HeadCount, cause: str) -> str:
+def _how_it_ends(walk: Walk, count: HeadCount) -> str:
     if count.verdict == "inconclusive":
         return f"the outputs are {count.times_noise:.2g} times the rounding error apart, too close to tell"
-    because = f", because {cause}" if cause else ""
     if walk.rejoined is None:
-        return f"the output is the same all the same{because}"
-    return f"from {walk.rejoined} on the numbers are the same again{because}"
+        return "the output is the same all the same"
+    return f"from {walk.rejoined} on the numbers are the same again"
 
 
 def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: bool = False) -> tuple[str, str]:
@@ -162,7 +169,7 @@ def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) -
     same = f"; {listed(one.went)} {'are' if len(one.went) > 1 else 'is'} the same" if one.went else ""
     return (
         f"The weights cannot be the same, for the head count changes the parameters ({numbers}): with "
-        f"{plural(count.num_heads, 'head')} {', '.join(one.changes[:3])}{same}."
+        f"{plural(count.num_heads, 'head')} {', '.join(change.sentence for change in one.changes[:3])}{same}."
     )
 
 

@@ -20,8 +20,8 @@ from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import beside, distances, judge, max_difference, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..text import first_line, percent, plural
-from .head_runs import HeadRun, overall
-from .look import in_dtype, run_in_dtype
+from .comparable_run import ComparableRun, in_dtype, run_in_dtype
+from .comparison import overall
 from .run_report import environment_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
@@ -44,7 +44,7 @@ class Learner:
     """A subject of one head count, and what is needed to compare what it learns."""
 
     num_heads: int
-    own: Subject
+    subject: Subject
     weights: Weights | None = None
     """Where its matrices and biases are; None: its parts are its parameters."""
     nan: str = ""
@@ -53,38 +53,39 @@ class Learner:
     """` in float64`: what sets it apart, where it is a copy in another dtype."""
 
     @classmethod
-    def of(cls, run: HeadRun) -> Learner:
-        """Return what learns in a run, which must have been looked into."""
-        attentions = weights_of(run.nearest.run, run.module)
-        held = {name for own in attentions for part in own.projections.values() for name in part.parameters}
-        named = dict(run.module.named_parameters())
+    def of(cls, num_heads: int, run: ComparableRun) -> Learner:
+        """Return what learns in a run."""
+        module = run.subject.module
+        attentions = weights_of(run.run, module)
+        held = {name for weights in attentions for part in weights.projections.values() for name in part.parameters}
+        named = dict(module.named_parameters())
         learns = all(parameter.requires_grad for parameter in named.values())
         by_head = len(attentions) == 1 and not attentions[0].missing and held == named.keys() and learns
-        nan = int(run.output.isnan().sum())
-        said = f"{nan:,} of {run.output.numel():,} numbers of the output of {run.label} are NaN" if nan else ""
-        return cls(run.num_heads, run.own, attentions[0] if by_head else None, said)
+        nan = int(run.returned.isnan().sum())
+        why = f"{nan:,} of {run.returned.numel():,} numbers of the output of {run.label} are NaN" if nan else ""
+        return cls(num_heads, run.subject, attentions[0] if by_head else None, why)
 
     @property
     def beside(self) -> tuple[torch.dtype, float]:
         """The dtype that rounding is measured beside, and what an error that is measured so counts."""
-        return beside(getattr(torch, environment_of(self.own).dtype or "float32"))
+        return beside(getattr(torch, environment_of(self.subject).dtype or "float32"))
 
     def twice(self, measure: Callable[[Learner], T]) -> tuple[T, T]:
         """Return what is measured of it, and of the same in the dtype that rounding is measured beside.
 
         Raises `InputError` where it does not run in that.
         """
-        measured, dtype, label = measure(self), self.beside[0], self.own.name
+        measured, dtype, label = measure(self), self.beside[0], self.subject.name
         said = f" in {str(dtype).removeprefix('torch.')}"
-        other = replace(self, own=in_dtype(label, self.own.copied, dtype), said=said)
+        other = replace(self, subject=in_dtype(label, self.subject.copied, dtype), said=said)
         return measured, run_in_dtype(label, dtype, lambda: measure(other))
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return what it holds; with `numbers`, by the parameter's name, those stand for what the parameters hold."""
         if self.weights is None:
-            named = self.own.module.named_parameters() if numbers is None else numbers.items()
+            named = self.subject.module.named_parameters() if numbers is None else numbers.items()
             return {name: tensor.detach().clone() for name, tensor in named}
-        module = self.own.module
+        module = self.subject.module
         if numbers is not None:
             module = copy_module(module)
             with torch.no_grad():
@@ -104,8 +105,8 @@ class Learner:
 
         A backward pass belongs into it as well: it reads buffers, which must not have been put back before.
         """
-        with self.own.replaying(self.own.state()), torch.enable_grad():
-            torch.manual_seed((self.own.seed or 0) % 2**64)
+        with self.subject.replaying(self.subject.state()), torch.enable_grad():
+            torch.manual_seed((self.subject.seed or 0) % 2**64)
             yield
 
     @contextmanager
@@ -117,7 +118,7 @@ class Learner:
             if is_out_of_memory(error):
                 raise
             raise InputError(
-                f"There is no gradient of {self.own.name}: {first_line(error)} Leave out --gradients and "
+                f"There is no gradient of {self.subject.name}: {first_line(error)} Leave out --gradients and "
                 "--steps, or let its forward change nothing in place."
             ) from None
 
@@ -126,14 +127,14 @@ class Learner:
 
         Raises `InputError` where no gradient could come of it.
         """
-        own = self.own.fresh()
-        output = first_tensor(own.module(*own.args, **own.kwargs))
+        fresh = self.subject.fresh()
+        output = first_tensor(fresh.module(*fresh.args, **fresh.kwargs))
         if not output.requires_grad:
             raise InputError(
                 "There is no gradient: the output hangs on no parameter that learns (a forward under no_grad, whole "
                 "numbers, frozen parameters). Leave out --gradients and --steps."
             )
-        generator = torch.Generator("cpu").manual_seed(((self.own.seed or 0) + _TARGET_STREAM) % 2**64)
+        generator = torch.Generator("cpu").manual_seed(((self.subject.seed or 0) + _TARGET_STREAM) % 2**64)
         target = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu")
         return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
 
@@ -152,12 +153,11 @@ class Gradient:
     parts: Parts
 
 
-def compare_gradients(learners: Sequence[Learner], cause: str = "") -> Gradients:
+def compare_gradients(learners: Sequence[Learner]) -> Gradients:
     """Compare the gradients of modules that hold the same weights with those of the first.
 
     Args:
         learners: one a head count, the baseline first.
-        cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
 
     Raises:
         InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
@@ -168,12 +168,14 @@ def compare_gradients(learners: Sequence[Learner], cause: str = "") -> Gradients
         pair = learner.twice(gradient_of)
         base = base or pair
         counts.append(_gradient_row(learner, pair, base))
-    return Gradients(LOSS, tuple(counts), _gradient_answer(counts, cause))
+    return Gradients(LOSS, tuple(counts), _gradient_answer(counts))
 
 
 def gradient_of(learner: Learner) -> Gradient:
     """Return the gradient of the loss for every parameter that learns; the parameters' own `.grad` stays as it is."""
-    named = {name: parameter for name, parameter in learner.own.module.named_parameters() if parameter.requires_grad}
+    named = {
+        name: parameter for name, parameter in learner.subject.module.named_parameters() if parameter.requires_grad
+    }
     with learner.undisturbed():
         loss = learner.loss()
         with learner.backward():
@@ -211,17 +213,16 @@ def _larger_error(learner: Learner, part: str, *pairs: tuple[Gradient, Gradient]
     return max(rounding_error(own.parts[part], exact.parts[part]) for own, exact in pairs) * learner.beside[1]
 
 
-def _gradient_answer(counts: Sequence[HeadGradients], cause: str) -> str:
+def _gradient_answer(counts: Sequence[HeadGradients]) -> str:
     base, others = counts[0], counts[1:]
     differing = [count for count in others if count.verdict == "differs"]
     changed = any(part.verdict is None for count in others for part in count.parts)
     if not any(part.verdict for count in others for part in count.parts):
         return "The head count changes the shape of every parameter: losses can be compared, and gradients cannot."
     if not differing:
-        because = f", because {cause}" if cause else ""
         if any(count.verdict == "inconclusive" for count in others):
             return "The gradients are too close to tell apart from rounding."
-        return f"The gradient of every parameter is the same for every head count{because}: the same would be learned."
+        return "The gradient of every parameter is the same for every head count: the same would be learned."
     furthest = {part.part: part.relative_difference or 0.0 for part in differing[-1].parts if part.verdict == "differs"}
     finite = {part: relative for part, relative in furthest.items() if math.isfinite(relative)}
     most = max(finite or furthest, key=lambda part: furthest[part])
@@ -247,7 +248,6 @@ class Trained:
 def compare_training(
     learners: Sequence[Learner],
     steps: int,
-    cause: str = "",
     after: Callable[[Learner], None] = lambda learner: None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
@@ -256,7 +256,6 @@ def compare_training(
     Args:
         learners: one a head count, the baseline first, with the same weights.
         steps: of the optimiser.
-        cause: why all outputs must be equal, in a few words; empty where nothing says that they must.
         after: is called with each when it has learned.
         tick: is told before each step how far it is.
 
@@ -270,19 +269,17 @@ def compare_training(
     for learner in learners:
         pair = learner.twice(partial(train, steps=steps, tick=tick))
         base = base or pair
-        after(replace(learner, own=replace(learner.own, module=pair[0].module)))
+        after(replace(learner, subject=replace(learner.subject, module=pair[0].module)))
         counts.append(_training_row(learner, pair, base))
-    return Training(
-        steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, cause)
-    )
+    return Training(steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts))
 
 
 def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda words: None) -> Trained:
     """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
-    module = copy_module(learner.own.module)
-    copied = replace(learner, own=replace(learner.own, module=module))
+    module = copy_module(learner.subject.module)
+    copied = replace(learner, subject=replace(learner.subject, module=module))
     losses = []
-    with copied.undisturbed(), few_threads(copied.own):
+    with copied.undisturbed(), few_threads(copied.subject):
         for step in range(steps):
             tick(f"{plural(learner.num_heads, 'head')}, step {step + 1:,} of {steps:,}{learner.said}")
             module.zero_grad()
@@ -340,7 +337,7 @@ def _distance(left: Parts, right: Parts) -> float:
     return math.sqrt(sum(float((left[part].double() - right[part].double()).square().sum()) for part in left))
 
 
-def _training_answer(counts: Sequence[HeadTraining], cause: str) -> str:
+def _training_answer(counts: Sequence[HeadTraining]) -> str:
     base, others = counts[0], counts[1:]
     steps = "After the same steps from the same start"
     if any(count.verdict is None for count in others):
@@ -358,4 +355,4 @@ def _training_answer(counts: Sequence[HeadTraining], cause: str) -> str:
         )
     if any(count.verdict == "inconclusive" for count in others):
         return f"{steps} the weights are too close to tell apart from rounding."
-    return f"{steps} the weights are the same for every head count{f', because {cause}' if cause else ''}."
+    return f"{steps} the weights are the same for every head count."

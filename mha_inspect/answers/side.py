@@ -8,8 +8,6 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from einops import repeat
-from torch import Tensor
 
 from ..build.layer_sides import LayerSide, layer_side, require_same_input, written
 from ..call.call import Call
@@ -22,39 +20,37 @@ from ..layers.settings import spec_for
 from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..measure.weights import Weights, weights_of
 from ..naming.subject import Subject
+from ..naming.visibility import Rows
 from ..record.arguments import first_tensor
 from ..reports.diff import DiffSide, SideName, StageSide
-from .look import Look, Rows, WiderRun
+from .comparable_run import ComparableRun
 from .run_report import environment_of, is_hidden, layer_of, maker_of, path_of
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
 """Stages that a loop over heads does not make again in each turn."""
 
 
-class Side(Look):
+class Side(ComparableRun):
     """A subject as one side of a diff."""
 
     def __init__(
         self,
         name: SideName,
-        own: Subject,
+        subject: Subject,
         settings: dict[str, Any] | None = None,
         finer: Subject | None = None,
-        *,
-        wider: WiderRun | None = None,
     ) -> None:
         """Take a side.
 
         Args:
             name: left or right.
-            own: what is run.
+            subject: what is run.
             settings: what was set for this side alone.
             finer: the same with inputs, and weights that are drawn, in the dtype of the other side, where that is the
                 finer one.
-            wider: what its axes are named after, where that has been made.
         """
         self.name, self.settings, self.finer = name, settings or {}, finer
-        super().__init__(own, wider=wider, copied=self._copy)
+        super().__init__(subject)
 
     @classmethod
     def of_layer(cls, asked: LayerSide, *, dtype: DtypeName | None = None, given: Triple | None = None) -> Side:
@@ -72,8 +68,8 @@ class Side(Look):
             finer = replace(own, args=finer.args, kwargs=finer.kwargs)
         return cls(asked.name, own, asked.settings, finer)
 
-    def _copy(self, dtype: torch.dtype) -> Subject:
-        of = self.finer if self.finer is not None and dtype == torch.float64 else self.own
+    def _copied(self, dtype: torch.dtype) -> Subject:
+        of = self.finer if self.finer is not None and dtype == torch.float64 else self.subject
         return of.copied(dtype)
 
     @property
@@ -85,18 +81,14 @@ class Side(Look):
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided about it, as sentences that name its forward."""
-        return tuple(note.replace("The forward", f"{self.own.label}.forward", 1) for note in self.own.notes)
-
-    def with_module(self, module: torch.nn.Module) -> Side:
-        """Return the same side with another module, which is run as this one."""
-        return Side(self.name, replace(self.own, module=module), self.settings, self.finer, wider=self._wider)
+        return tuple(note.replace("The forward", f"{self.subject.label}.forward", 1) for note in self.subject.notes)
 
     @cached_property
     def weights(self) -> tuple[Weights, ...]:
         """Where the weights of each attention are; a layer shows that with little input."""
-        small = isinstance(self.own, Layer) and "run" not in vars(self)
-        seen = Look(self.own.small()) if small and isinstance(self.own, Layer) else self
-        return weights_of(seen.run, self.own.module)
+        small = isinstance(self.subject, Layer) and "run" not in vars(self)
+        seen = ComparableRun(self.subject.small()) if small and isinstance(self.subject, Layer) else self
+        return weights_of(seen.run, self.subject.module)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """Return how this side has a stage; None where it does not."""
@@ -113,25 +105,15 @@ class Side(Look):
             count=len(found.branches) if found.branches and stage not in _OF_ALL_HEADS else 1,
         )
 
-    def in_query_heads(self, place: int, content: Tensor) -> tuple[Tensor, int]:
-        """Return `batch key (heads head_dim)` with a key and value for every head, and how many each stands for."""
-        names = self.attentions[place][1]
-        count = names.num_kv_heads
-        each = names.num_heads // count if count and names.num_heads % count == 0 else 1
-        if each == 1 or content.shape[-1] != count * names.head_dim:
-            return content, 1
-        pattern = "batch key (kv_heads head_dim) -> batch key (kv_heads group head_dim)"
-        return repeat(content, pattern, kv_heads=count, group=each), each
-
     def report(self, rows: Rows) -> DiffSide:
         """Return this side as the report has it; rows whose every key is masked have no rounding error."""
         return DiffSide(
             label=self.label,
-            environment=replace(environment_of(self.own), dtype=self.dtype),
-            layer=layer_of(self.own),
+            environment=replace(environment_of(self.subject), dtype=self.dtype),
+            layer=layer_of(self.subject),
             settings={name: _plain(value) for name, value in self.settings.items()},
             path=path_of(self.run),
-            numel=sum(parameter.numel() for parameter in self.own.module.parameters()),
+            numel=sum(parameter.numel() for parameter in self.subject.module.parameters()),
             output_shape=tuple(first_tensor(self.run.returned).shape),
             rounding_error=None if self.dtype == "float64" or self.drops else self.output_floor(rows),
             measured_against=self.measured_against,
@@ -181,7 +163,7 @@ def layer_beside(
 
     Raises `SpecError` where a size contradicts the module, or the layer has no use for a setting.
     """
-    tensors = layer_inputs(beside.own.module, call)
+    tensors = layer_inputs(beside.subject.module, call)
     unbatched = tensors[0].dim() == 2
     if not unbatched and not call.batch_first:
         tensors = _turned(tensors)
@@ -214,7 +196,7 @@ def _spec(kind: LayerKind, beside: Side, tensors: Triple, given: Mapping[str, An
     """Return the sizes of the layer: those of the module beside it, but for those that somebody gave."""
     embed_dim, kdim, vdim = (tensor.shape[-1] for tensor in tensors)
     if given.get("embed_dim", embed_dim) != embed_dim:
-        module = beside.own.label
+        module = beside.subject.label
         raise SpecError(
             f"embed_dim {given['embed_dim']} contradicts {module}, which takes {embed_dim} features: diff gives both "
             f"the same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."

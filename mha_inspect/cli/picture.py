@@ -17,7 +17,7 @@ from ..text import shown
 from .options import Options, require_numbers
 
 if TYPE_CHECKING:
-    from ..answers.look import Look
+    from ..answers.comparable_run import ComparableRun
     from ..naming.subject import Run
     from ..pictures.grid import Picture
     from ..reports.trace import Trace
@@ -168,16 +168,16 @@ def draw(trace: Trace, run: Run, want: Wanted, export: Destination | None) -> Dr
     return Drawn(tuple(pictures), want.asked, viewed)
 
 
-def keep_weights(seen: list[tuple[int, list[Picture]]], count: int, look: Look) -> None:
-    """Note the weights of each attention of a look at a head count, averaged over the heads."""
+def keep_weights(seen: list[tuple[int, list[Picture]]], count: int, run: ComparableRun) -> None:
+    """Note the weights of each attention of the run of a head count, averaged over the heads."""
     from ..pictures.stages import Attended, averaged
 
-    several = len(look.attentions) > 1
+    several = len(run.attentions) > 1
     pictures = []
-    for place in range(len(look.attentions)):
-        found = {stage: look.get(place, stage) for stage in ("scores", "masked_scores", "weights")}
+    for place in range(len(run.attentions)):
+        found = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
         held = {stage: tensor for stage, tensor in found.items() if tensor is not None}
-        name = f"attention {place + 1} of {len(look.attentions)}" if several else ""
+        name = f"attention {place + 1} of {len(run.attentions)}" if several else ""
         pictures.append(averaged(Attended(name, count, count, partial(dict, held))))
     seen.append((count, pictures))
 

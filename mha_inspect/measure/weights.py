@@ -76,8 +76,8 @@ class LeftOut:
     part: str
     reason: str
     """`the heads of the destination share 2 keys, and those of the source differ`."""
-    partly: bool = False
-    """Whether some of its numbers were carried: those that have a place."""
+    sizes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of the whole matrix in the source and in the destination, where these do not fit."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,7 @@ def as_matrix(part: str, numbers: Tensor) -> Tensor:
     return flat.T if part == "W_o" else flat
 
 
-def carry(
-    source: Weights, destination: Weights, numbers: Mapping[str, Tensor] | None = None, *, partly: bool = True
-) -> Carried:
+def carry(source: Weights, destination: Weights, numbers: Mapping[str, Tensor] | None = None) -> Carried:
     """Write the weights of one attention into another, as far as it has a place for them; say what went and what not.
 
     Heads keep their number. Shared keys and values are repeated for an attention that has one for every head, and are
@@ -134,7 +132,6 @@ def carry(
         source: whose numbers are carried.
         destination: where they go.
         numbers: in the source's form, instead of those that its parameters hold now.
-        partly: whether to write those that have a place where others have none; else it is all or nothing.
     """
     given = dict(source.read() if numbers is None else numbers)
     fitting: Numbers = {}
@@ -142,24 +139,20 @@ def carry(
     for part in PARTS:
         if part in given:
             fitted, reason = _fitted(part, given, source, destination)
+            sizes = _sizes(part, given[part], destination)
         elif part in destination.projections:
             fitted, reason = _filling(part, destination.projections[part].shape, given)
+            sizes = None
         else:
             continue
         if fitted is not None:
             fitting[part] = fitted
         elif reason:
-            left_out.append(LeftOut(part, reason))
-    if left_out and not partly:
-        return Carried((), (), tuple(left_out))
-    before = destination.read()
+            left_out.append(LeftOut(part, reason, sizes))
     destination.write(fitting)
     after = destination.read()
     lost = [part for part, wanted in fitting.items() if not same_bits(after[part], wanted.to(after[part].dtype))]
-    left_out += [LeftOut(part, _why_not(part, destination), partly=True) for part in lost]
-    if left_out and not partly:
-        destination.write(before)
-        return Carried((), (), tuple(left_out))
+    left_out += [LeftOut(part, _why_not(part, destination)) for part in lost]
     went = tuple(part for part in fitting if part in given and part not in lost)
     filled = tuple(part for part in fitting if part not in given)
     return Carried(went, filled, tuple(sorted(left_out, key=lambda one: PARTS.index(one.part))))
@@ -178,7 +171,16 @@ def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) ->
         return _shared_anew(numbers, source.users(), destination.users(), wanted[0])
     mine, theirs = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, wanted)
     one_each = all(side.num_kv_heads == side.num_heads for side in (source, destination))
-    return (numbers.reshape(wanted), "") if mine == theirs and one_each else (None, f"{[*mine]} becomes {[*theirs]}")
+    fits = mine == theirs and (one_each or part not in _OF_KEYS)
+    return (numbers.reshape(wanted), "") if fits else (None, f"{[*mine]} becomes {[*theirs]}")
+
+
+def _sizes(part: str, numbers: Tensor, destination: Weights) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shapes of the whole matrix on both sides, where they differ."""
+    if part not in destination.projections:
+        return None
+    sizes = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, destination.projections[part].shape)
+    return None if sizes[0] == sizes[1] else sizes
 
 
 def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:

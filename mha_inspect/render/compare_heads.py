@@ -42,8 +42,6 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     reasons = _reasons([count for count in report.counts if count.num_heads != report.baseline])
     if reasons:
         yield section("why", facts(*reasons))
-    if report.equalities:
-        yield section("where outputs must be equal", *map(Paragraph, report.equalities))
     yield from _learning(report)
     yield answered(report.answer)
     ways = {

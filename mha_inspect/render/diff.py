@@ -8,15 +8,15 @@ from itertools import groupby
 from math import isinf
 
 from .. import text
-from ..reports.diff import DiffReport, DiffSide, ParameterPlace, RowContent, StageRow, StageSide
+from ..reports.diff import DiffReport, DiffSide, StageRow, StageSide
 from .page import Block, Cell, Column, Page, Section, Table, facts, section, table
-from .parts import MEASURED, answered, difference_columns, grouped, notes, shape_cell, sizes
+from .parts import MEASURED, answered, difference_columns, notes, shape_cell, sizes
 
 OPENED_MARK = "*"
 
 
 def page(report: DiffReport) -> Page:
-    """Return the page: how each side is run, a row a stage, where they part, the parameters, and the answer, last."""
+    """Return the page: how each side is run, a row a stage, where they part, and the answer, last."""
     left, right = report.left, report.right
     environments = [side.environment for side in (left, right)]
     made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
@@ -47,9 +47,6 @@ def _sections(report: DiffReport) -> Iterator[Section]:
     yield section("stages", *blocks, detail=f"in canonical axes; noise floor: {floor}, {against}")
     yield section("first stage that differs", facts(*_parting(report)))
     yield section("output of the plain forward", _outputs(report))
-    if report.masked_rows:
-        yield section("queries whose every key is masked", _masked_rows(report))
-    yield section("parameters", _parameters(report))
     yield section("", *notes(report.notes))
     yield answered(report.answer)
 
@@ -113,51 +110,11 @@ def _distance(row: StageRow) -> str:
 
 
 def _outputs(report: DiffReport) -> Table:
-    rows = [("all of it" if report.elsewhere else "output", report.output)]
-    if report.elsewhere is not None:
-        rows.append(("without those queries", report.elsewhere))
     sides = [shape_cell(side.output_shape, "") for side in (report.left, report.right)]
     return table(
-        rows,
-        (Column("output", tone="strong"), lambda row: row[0]),
+        [report.output],
+        (Column("output", tone="strong"), lambda _: "output"),
         (Column("left", tone="shape"), lambda _: sides[0]),
         (Column("right", tone="shape"), lambda _: sides[1]),
-        *difference_columns("relative", (2, 3), of=lambda row: row[1]),
+        *difference_columns("relative", (2, 3)),
     )
-
-
-def _masked_rows(report: DiffReport) -> Table:
-    kinds = {"nan": "NaN", "zero": "0", "uniform": "uniform", "finite": "finite"}
-
-    def content(what: RowContent) -> Cell:
-        return Cell(kinds[what], "bad" if what == "nan" else "")
-
-    return table(
-        grouped(report.masked_rows, lambda row: replace(row, query=0)),
-        (Column("attention", "right", optional=True), lambda rows: rows[0].attention or ""),
-        (Column("batch", "right"), lambda rows: rows[0].batch),
-        (Column("queries"), lambda rows: text.spans(row.query for row in rows)),
-        (Column("weights left"), lambda rows: content(rows[0].left_weights)),
-        (Column("weights right"), lambda rows: content(rows[0].right_weights)),
-        (Column("output left"), lambda rows: content(rows[0].left_output)),
-        (Column("output right"), lambda rows: content(rows[0].right_output)),
-    )
-
-
-def _parameters(report: DiffReport) -> Table:
-    left, right = report.left.numel, report.right.numel
-    return table(
-        report.parameters,
-        (Column("part", tone="strong"), lambda pair: pair.part),
-        (Column("left", wrap=16), lambda pair: _place(pair.left)),
-        (Column("right", wrap=16), lambda pair: _place(pair.right)),
-        (Column("how one maps onto the other", wrap=20), lambda pair: pair.mapping),
-        total=("total", text.count(left), text.count(right), "the same count" if left == right else ""),
-    )
-
-
-def _place(place: ParameterPlace | None) -> str:
-    if place is None:
-        return "none"
-    each = f"{len(place.names)} of " if len(place.names) > 1 else ""
-    return f"{place.where}: {each}{text.shape(place.shape)}"

@@ -222,10 +222,8 @@ class CompareHeadsReport(Report):
     counts: tuple[HeadCount, ...]
     verdict: Verdict
     """`differs` when any count differs from the baseline, `same` when all are the same."""
-    equalities: tuple[str, ...]
-    """Where outputs must be equal, and why: one key, the first position under a causal mask, keys all the same."""
     answer: tuple[str, ...]
-    """The answer in two plain sentences."""
+    """The answer in plain sentences: of the output, of the parameters, and of queries that see no key."""
     gradients: Gradients | None = None
     """The gradient of every parameter, when asked for."""
     training: Training | None = None

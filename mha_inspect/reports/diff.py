@@ -10,7 +10,6 @@ from .report import Report
 from .trace import OpRef, Path
 
 SideName = Literal["left", "right"]
-RowContent = Literal["nan", "zero", "uniform", "finite"]
 
 
 @dataclass(frozen=True)
@@ -96,18 +95,6 @@ class NoiseSource:
 
 
 @dataclass(frozen=True)
-class OtherWay:
-    """The weights of the side that has room for fewer, read out and loaded into the other one."""
-
-    source: SideName
-    max_abs_difference: float
-    """Between the outputs of both, now that they hold the same numbers."""
-    times_noise: float
-    verdict: Verdict
-    sentence: str
-
-
-@dataclass(frozen=True)
 class SharedWeights:
     """How both sides came to the same weights."""
 
@@ -116,48 +103,6 @@ class SharedWeights:
     sentence: str
     left_out: tuple[str, ...]
     """What a side has no place for, and why."""
-    other_way: OtherWay | None
-    """None where nothing was left out, or it cannot be carried that way either."""
-
-
-@dataclass(frozen=True)
-class ParameterPlace:
-    """Where one side keeps a matrix or a bias of all heads."""
-
-    names: tuple[str, ...]
-    """The parameters that hold it, in the order of the heads."""
-    shape: tuple[int, ...]
-    """Shape of the part that each of them holds."""
-    where: str
-    """`in_proj_weight rows 0–511`, `W_q.0.weight to W_q.7.weight`."""
-    numel: int
-
-
-@dataclass(frozen=True)
-class ParameterPair:
-    """A matrix or a bias on both sides."""
-
-    part: str
-    """`W_q`, `b_o`, `bias_k`."""
-    left: ParameterPlace | None
-    right: ParameterPlace | None
-    mapping: str
-    """How the one maps onto the other."""
-
-
-@dataclass(frozen=True)
-class MaskedRowPair:
-    """A query whose every key is masked, on either side."""
-
-    batch: int
-    query: int
-    left_weights: RowContent
-    right_weights: RowContent
-    left_output: RowContent
-    """Of the plain forward."""
-    right_output: RowContent
-    attention: int | None = None
-    """Which of several attentions, from 1; None where each side has one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,10 +121,6 @@ class DiffReport(Report):
     output: OutputDifference
     verdict: Verdict
     """That of the outputs of the plain forwards."""
-    parameters: tuple[ParameterPair, ...]
-    masked_rows: tuple[MaskedRowPair, ...]
-    elsewhere: OutputDifference | None
-    """The outputs without the fully masked rows; None where there are none."""
     notes: tuple[str, ...]
     """Sentences that a reader should not miss."""
     answer: tuple[str, ...]

@@ -84,7 +84,7 @@ def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
         if side.kind.name == "bert":
             fitting = replace(fitting, w_o=None, b_o=None)
         load_weights(expected, fitting)
-        assert all(map(torch.equal, run_of.own.module.parameters(), expected.parameters()))
+        assert all(map(torch.equal, run_of.subject.module.parameters(), expected.parameters()))
 
 
 def test_shapes_are_those_that_each_side_has():
@@ -117,63 +117,6 @@ def test_narrow_is_as_far_from_torch_as_torch_says():
     assert row.max_abs_difference == pytest.approx(float((projected[0] - projected[1]).abs().max()), rel=1e-5)
 
 
-def test_narrow_says_that_splitting_the_input_is_not_what_torch_does():
-    report = diff("torch", "narrow")
-    assert not report.weights.whole
-    assert "1/3 of each" in report.weights.left_out[0]
-    assert report.weights.other_way.verdict == "same"
-    assert any("Splitting the input is not what torch does" in s and "all 33 features" in s for s in report.answer)
-    assert any("Only with zeros outside of each head's own features" in s for s in report.answer)
-    swapped = diff("narrow", "torch")
-    assert swapped.weights.other_way.source == "left"
-    assert any("Splitting the input is not what torch does" in s for s in swapped.answer)
-
-
-def test_narrow_beside_one_matrix_a_head():
-    report = diff("per-head", "narrow")
-    mapping = next(pair.mapping for pair in report.parameters if pair.part == "W_v")
-    assert mapping == "of head h, columns 11h to 11h+10 are in both; the other columns are in one only"
-    said = next(sentence for sentence in report.answer if "Splitting the input is not what per-head does" in sentence)
-    assert "splits the result" not in said
-
-
-def test_other_way_is_measured_and_not_assumed(monkeypatch):
-    import mha_inspect.answers.diff as difference
-
-    in_the_fuller = difference.in_the_fuller
-
-    def spoiled(*sides):
-        poorer, fuller, again = in_the_fuller(*sides)
-        with torch.no_grad():
-            again.own.module.in_proj_weight[2 * EMBED :] += 1
-        return poorer, fuller, again
-
-    monkeypatch.setattr(difference, "in_the_fuller", spoiled)
-    report = diff("torch", "narrow")
-    assert report.weights.other_way.verdict == "differs"
-    assert not any("Only with" in sentence for sentence in report.answer)
-
-
-def test_per_head_shows_the_split_as_one_matrix_a_head():
-    report = diff("torch", "per-head")
-    pair = next(pair for pair in report.parameters if pair.part == "W_k")
-    assert (pair.left.where, pair.left.shape) == ("in_proj_weight rows 33–65", (EMBED, EMBED))
-    assert (pair.right.names, pair.right.shape) == (
-        ("W_k.0.weight", "W_k.1.weight", "W_k.2.weight"),
-        (HEAD_DIM, EMBED),
-    )
-    assert pair.mapping == "rows 11h to 11h+10 are all of W_k.h.weight"
-    assert any("logical one" in sentence and "rows 11h to 11h+10" in sentence for sentence in report.answer)
-    # What the sentence says, on the matrices themselves.
-    weights = canonical_weights(SPEC)
-    left, right = find_layer("torch").build(SPEC), find_layer("per-head").build(SPEC)
-    for module in (left, right):
-        load_weights(module, weights)
-    for head in range(HEADS):
-        rows = left.in_proj_weight[EMBED:][HEAD_DIM * head : HEAD_DIM * (head + 1)]
-        assert torch.equal(rows, right.get_parameter(f"W_k.{head}.weight"))
-
-
 def test_bert_has_no_output_projection_and_is_torch_with_the_identity_for_it():
     report = diff("torch", "bert")
     row = stage(report, "output")
@@ -184,9 +127,7 @@ def test_bert_has_no_output_projection_and_is_torch_with_the_identity_for_it():
     identity = torch.eye(EMBED).reshape(EMBED, HEADS, HEAD_DIM)
     concat = run("torch", replace(weights, w_o=identity, b_o=None))
     assert report.output.max_abs_difference == pytest.approx(float((run("torch") - concat).abs().max()), rel=1e-5)
-    assert report.weights.other_way.verdict == "same"
-    assert any("the identity for W_o" in sentence for sentence in report.answer)
-    assert next(pair for pair in report.parameters if pair.part == "W_o").right is None
+    assert report.weights.left_out[0] == "W_o does not fit into bert: it has no output projection."
 
 
 def test_a_mask_of_minus_1e9_and_one_of_minus_inf_give_the_same_zeros():
@@ -196,23 +137,12 @@ def test_a_mask_of_minus_1e9_and_one_of_minus_inf_give_the_same_zeros():
     # Torch adds the mask inside of the product, where it is opened.
     assert stage(report, "scores").left.opened
     assert stage(report, "scores").verdict == "same"
-    # 1 and 3 padded keys, for every head and query.
-    count = HEADS * QUERY * (1 + 3)
-    said = next(sentence for sentence in report.answer if "masked score" in sentence)
-    assert "−inf in torch" in said
-    assert "about −1e09 in split-heads" in said
-    assert "exactly 0 on both sides" in said
-    assert f"({count} weights)" in said
 
 
 @pytest.mark.parametrize("padding", [(QUERY, 2), (QUERY, QUERY)])
 def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     inputs = replace(INPUTS, padding=padding)
     report = diff("torch", "split-heads", inputs)
-    assert [(row.batch, row.query) for row in report.masked_rows[:QUERY]] == [(0, query) for query in range(QUERY)]
-    row = report.masked_rows[0]
-    assert (row.left_weights, row.left_output) == ("nan", "nan")
-    assert (row.right_weights, row.right_output) == ("uniform", "finite")
     # By hand: −1e9 swallows every score in float32, all weights are 1/7, and the context is the mean of the values.
     spec, weights = SPEC, canonical_weights(SPEC)
     value = load_layer(spec, inputs, RunSpec()).tensors[2][0]
@@ -224,24 +154,11 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     assert report.first_differing_stage == "weights"
     before = STAGES[: STAGES.index("weights")]
     assert {row.verdict for row in report.stages if row.name in before} <= {"same", "inconclusive"}
-    assert "torch returns NaN and split-heads the mean of all values" in report.answer[0]
-    if padding == (QUERY, 2):
-        assert report.elsewhere.verdict == "same"
-        assert stage(report, "weights").note == "without the fully masked queries: same"
-        assert any(f"({HEADS * QUERY * 2} weights)" in sentence for sentence in report.answer)
-        apart = (run("torch", inputs=inputs) - run("split-heads", inputs=inputs))[1].abs().max()
-        assert report.elsewhere.max_abs_difference == pytest.approx(float(apart))
-    else:
-        assert report.elsewhere is None
-        assert stage(report, "weights").note == ""
-
-
-def test_noise_of_a_fully_masked_row_is_not_noise_of_the_others():
-    # In float64 −1e9 swallows less of a score: the row's weights differ between the dtypes by more than rounding.
-    with_row = diff("torch", "split-heads", replace(INPUTS, padding=(QUERY, 2)))
-    assert 0 < with_row.elsewhere.noise_floor < 1e-5
-    assert with_row.right.rounding_error < 1e-5
-    assert 0 < stage(with_row, "context").noise_floor < 1e-5
+    number = sum(QUERY for length in padding if length == QUERY)
+    said = f"{number} queries have no key left to look at (the first: query 0 of batch row 0): "
+    assert report.answer[-1] == f"{said}their weights are NaN in torch and uniform in split-heads."
+    # In float64 −1e9 swallows less of a score: that is no rounding of the other rows.
+    assert report.right.rounding_error < 1e-5
 
 
 def test_a_dtype_costs_what_it_is_off_the_exact_result():
@@ -302,8 +219,6 @@ def test_shared_key_heads_stand_for_many():
     assert (row.left.shape[-1], row.right.shape[-1]) == (44, 22)
     assert (row.verdict, row.note) == ("same", "each key/value head on the right, of 2, stands for 2")
     assert report.verdict == "same"
-    mapping = next(pair.mapping for pair in report.parameters if pair.part == "W_k")
-    assert mapping == "2 key/value heads, each of them standing 2 times in the other"
 
 
 def test_head_counts_part_at_the_scores():
@@ -329,7 +244,6 @@ def test_appended_keys_leave_nothing_to_subtract_and_say_so():
     assert (row.verdict, row.max_abs_difference) == ("differs", None)
     assert "[2, 3, 8, 11] and [2, 3, 7, 11]" in row.note
     assert "appends no learned key and value" in report.weights.left_out[0]
-    assert report.weights.other_way is None
 
 
 def test_a_bias_that_one_side_lacks():
@@ -338,8 +252,6 @@ def test_a_bias_that_one_side_lacks():
     # Without b_q what is left of the difference is b_q itself.
     biggest = float(canonical_weights(SPEC).b_q.abs().max())
     assert stage(report, "q_proj").max_abs_difference == pytest.approx(biggest, rel=1e-5)
-    assert report.weights.other_way.verdict == "same"
-    assert any("zeros for the biases" in sentence for sentence in report.answer)
 
 
 def test_dropout_is_named_and_not_called_rounding():

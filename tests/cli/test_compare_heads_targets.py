@@ -163,8 +163,7 @@ def test_one_key_makes_all_the_same(invoke, mine):
     )
     data = json.loads(out)
     assert (code, data["verdict"]) == (1, "same")
-    assert data["counts"][1]["reason"].endswith("one key has weight 1.")
-    assert data["equalities"][0].endswith("measured: the same to the bit.")
+    assert data["counts"][1]["reason"].endswith("from weights on the numbers are the same again.")
 
 
 def test_what_is_learned_and_looked_at(invoke, mine):
@@ -193,20 +192,16 @@ def test_the_baselines_weights_are_carried(invoke, mine):
     assert data["counts"][1]["reason"].startswith("q_proj, k_proj, v_proj and ")
 
 
-@pytest.mark.parametrize("length", [5, 300])
-def test_each_head_count_runs_once_from_the_state_that_came_in(invoke, mine, length):
-    """Once to see what it takes, each head count once, and in float64; of long inputs a few positions beside that."""
-    asked = ["--embed-dim", "48", "--heads", "1,2,4,8,16", "--batch", "2", "--seq-len", str(length)]
+def test_each_head_count_runs_once_from_the_state_that_came_in(invoke, mine):
+    """Once to see what it takes, each head count once, and in float64."""
+    asked = ["--embed-dim", "48", "--heads", "1,2,4,8,16", "--batch", "2", "--seq-len", "5"]
     code, _, err = invoke("compare-heads", f"{mine}:Counting", *asked)
     assert code == 0, err
-    runs = Counter(Path(mine + ".runs").read_text().splitlines())
-    few = Counter({run: number for run, number in runs.items() if not run.endswith(f" {length}")})
-    assert runs - few == {
-        f"1 torch.float32 {length}": 2,
-        f"1 torch.float64 {length}": 1,
-        **{f"{count} torch.float32 {length}": 1 for count in (2, 4, 8, 16)},
+    assert Counter(Path(mine + ".runs").read_text().splitlines()) == {
+        "1 torch.float32 5": 2,
+        "1 torch.float64 5": 1,
+        **{f"{count} torch.float32 5": 1 for count in (2, 4, 8, 16)},
     }
-    assert few.total() == (6 if length > 100 else 0)
 
 
 @pytest.mark.parametrize("asked", ["--gradients", "--steps 3", "--focus", "--time", "--picture"])

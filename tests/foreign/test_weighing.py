@@ -118,26 +118,6 @@ def test_weights_need_no_softmax(weigh: Callable[[Tensor], Tensor]) -> None:
     )
 
 
-def test_one_key_has_a_weight_that_depends_on_the_heads_without_a_softmax() -> None:
-    """The first position sees itself alone: of a softmax its weight is 1, and its output the same for every count."""
-
-    class Sized(Weighed):
-        def __init__(self, heads: int) -> None:
-            super().__init__(causal_sigmoid)
-            self.size = 15 // heads
-
-        def split(self, x: Tensor) -> Tensor:
-            return x.unflatten(-1, (-1, self.size)).transpose(-3, -2)
-
-    def make(heads: int) -> nn.Module:
-        torch.manual_seed(0)
-        return Sized(heads).eval()
-
-    x = torch.randn(B, N, E)
-    assert float((make(1)(x) - make(5)(x))[:, 0].abs().max()) > 0.01
-    assert not mha_inspect.compare_heads((1, 5), make, x).equalities
-
-
 class AmongQueries(Base):
     """The weights of a query are set against those of others, and are none of a query alone."""
 

@@ -95,7 +95,7 @@ FULL = {
         training=LEARNING_COMPARE.training,
         focus=LEARNING_COMPARE.focus,
     ),
-    "diff": replace(DIFF, masked_rows=MASKED_DIFF.masked_rows, elsewhere=MASKED_DIFF.elsewhere),
+    "diff": DIFF,
     "layers": LAYERS,
     "diff-checkpoints": CHECKPOINT_DIFF,
 }
@@ -163,7 +163,6 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
         (DIFF, "stages.1.left.count", -1),
         (DIFF, "first_differing_stage", "nowhere"),
         (DIFF, "noise.sides", ["both"]),
-        (MASKED_DIFF, "masked_rows.0.left_output", "NaN"),
         (MASKED_DIFF, "output.times_noise", "inf"),
         (LAYERS, "layers.0.formula", 4),
         (CHECKPOINT_DIFF, "tensors.0.verdict", "same"),

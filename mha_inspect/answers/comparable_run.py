@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..errors import DeviceError, InputError, MhaInspectError, is_out_of_memory
 from ..graph.attention import Attention
-from ..measure.stage_difference import BLOCKED_BELOW, stage_noise
+from ..measure.stage_difference import stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
 from ..naming.stages import CANONICAL_AXES
 from ..naming.subject import Run, Subject
+from ..naming.visibility import Rows, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
@@ -26,50 +27,16 @@ from .run_report import drops_at_random, environment_of
 T = TypeVar("T")
 _OF_KEYS = ("key", "value", "k_proj", "v_proj", "k_heads", "v_heads")
 
-Rows = list[tuple[int, int]]
-"""(batch, query) of queries whose every key is masked."""
 
-
-class WiderRun:
-    """The run of a subject in which no size is one, which axes are named after: made once, however often it runs."""
-
-    def __init__(self, own: Subject) -> None:
-        self._own, self._made = own, False
-        self._run: Run | None = None
-
-    def beside(self, seen: Run) -> Run:
-        """Return a run with it."""
-        if not self._made:
-            with torch.no_grad():
-                self._run, self._made = self._own.wider_run(seen), True
-        return replace(seen, wider=self._run)
-
-
-class Look:
+class ComparableRun:
     """A subject, run with its tensors kept; and once more in float64 where its rounding is asked for.
 
     Every run begins with what the module keeps from run to run as it was at first, and leaves no trace.
     """
 
-    def __init__(
-        self,
-        own: Subject,
-        *,
-        wider: WiderRun | None = None,
-        copied: Callable[[torch.dtype], Subject] | None = None,
-        like: Look | None = None,
-    ) -> None:
-        """Take what is to be run.
-
-        Args:
-            own: the subject.
-            wider: what its axes are named after; a run of its own by default.
-            copied: makes the same in another dtype.
-            like: a look at the same in another dtype: the axes are called as there.
-        """
-        self.own, self._like = own, like
-        self._wider = wider or WiderRun(own)
-        self._copied = copied or own.copied
+    def __init__(self, subject: Subject, like: ComparableRun | None = None) -> None:
+        """Take a subject; `like` is a run of the same in another dtype, whose axes have the same names."""
+        self.subject, self._like = subject, like
         self._contents: dict[tuple[int, str], Tensor | None] = {}
         self.measured_against: MeasuredAgainst = "float64"
         """What rounding is measured against: known once it is."""
@@ -77,32 +44,35 @@ class Look:
     @property
     def label(self) -> str:
         """What sentences call it."""
-        return self.own.name
+        return self.subject.name
 
     @property
     def dtype(self) -> str:
         """The dtype of its numbers."""
-        return environment_of(self.own).dtype or "float32"
+        return environment_of(self.subject).dtype or "float32"
 
     @cached_property
     def run(self) -> Run:
         """The run, with every tensor kept. Raises `DeviceError` or `InputError` where there is no number to compare."""
-        with torch.no_grad(), self.own.apart() as own:
-            seen = own.recorded(keep=True)
-        returned = [dense(tensor) for _, tensor in tensors_in(seen.returned)]
-        if any(tensor.is_meta for tensor in returned):
-            raise DeviceError("device meta has shapes and no numbers to compare. Take a module and inputs on the CPU.")
-        if returned and not any(tensor.numel() for tensor in returned):
-            raise InputError(
-                f"{self.label} returns {list(returned[0].shape)}, in which there is no number to compare: give it "
-                "inputs without a dimension of zero."
-            )
-        return self._wider.beside(seen)
+        with torch.no_grad():
+            with self.subject.apart() as subject:
+                run = subject.recorded(keep=True)
+            returned = [dense(tensor) for _, tensor in tensors_in(run.returned)]
+            if any(tensor.is_meta for tensor in returned):
+                raise DeviceError(
+                    "device meta has shapes and no numbers to compare. Take a module and inputs on the CPU."
+                )
+            if returned and not any(tensor.numel() for tensor in returned):
+                raise InputError(
+                    f"{self.label} returns {list(returned[0].shape)}, in which there is no number to compare: give it "
+                    "inputs without a dimension of zero."
+                )
+            return replace(run, wider=self.subject.wider_run(run) if self._like is None else self._like.run.wider)
 
     def forget(self) -> None:
-        """Let go of what was run: the weights are others now."""
+        """Let go of what was run: the weights are others now, or nobody asks any more."""
         self._contents.clear()
-        for name in ("run", "output", "exact", "_measured", "_named"):
+        for name in ("run", "output", "_exact", "_measured", "_named"):
             vars(self).pop(name, None)
 
     @property
@@ -116,7 +86,7 @@ class Look:
         alike = self._like is not None and _steps(self._like.run) == _steps(self.run)
         return self._like._named if self._like is not None and alike else self.run
 
-    def get(self, place: int, stage: str) -> Tensor | None:
+    def content(self, place: int, stage: str) -> Tensor | None:
         """Return a stage of an attention in canonical axes; None where it has none, or an axis has no name."""
         if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
             return None
@@ -127,37 +97,24 @@ class Look:
     @property
     def unnamed(self) -> set[str]:
         """The stages that there are, and that cannot be brought into canonical axes."""
-        every = [(place, stage) for place, (found, _) in enumerate(self.attentions) for stage in found.stages]
-        return {stage for place, stage in every if self.get(place, stage) is None}
+        every = [(place, stage) for place, (attention, _) in enumerate(self.attentions) for stage in attention.stages]
+        return {stage for place, stage in every if self.content(place, stage) is None}
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention to which no key is left in at least one head."""
-        scores = self.get(place, "masked_scores")
-        if scores is None:
-            return []
-        rows = (scores < BLOCKED_BELOW).all(dim=-1).any(dim=1)
-        return [(int(batch), int(query)) for batch, query in rows.nonzero().tolist()]
+        known = visibility(self.run.graph, *self.attentions[place]) if place < len(self.attentions) else None
+        return () if known is None else known.blind
 
-    # -- what is returned ---------------------------------------------------------------------------------------------
+    @property
+    def returned(self) -> Tensor:
+        """What the forward returns first, as it lays that out."""
+        return first_tensor(self.run.returned).detach()
 
     @cached_property
     def output(self) -> Tensor:
         """What the forward returns first, in canonical axes where they are known."""
-        output = first_tensor(self.run.returned).detach()
-        content = returned_content(self._named, output)
-        return output if content is None else content
-
-    @property
-    def rows(self) -> tuple[int, int] | None:
-        """How many sequences and queries the output has; None where it is not `batch query` and one more."""
-        weights = self.get(len(self.attentions) - 1, "weights") if self.attentions else None
-        if weights is None or self.output.shape[:2] != (weights.shape[0], weights.shape[2]):
-            return None
-        return weights.shape[0], weights.shape[2]
-
-    def has_row(self, batch: int, query: int) -> bool:
-        """Return whether the output has a row for a query."""
-        return self.rows is not None and batch < self.rows[0] and query < self.rows[1]
+        content = returned_content(self._named, self.returned)
+        return self.returned if content is None else content
 
     # -- rounding -----------------------------------------------------------------------------------------------------
 
@@ -166,60 +123,64 @@ class Look:
         """Whether it draws random numbers, as a module in training does."""
         return drops_at_random(self.run)
 
-    @property
-    def _unit(self) -> float:
-        """What an error that was measured counts: half a digit is one of its own dtype."""
-        return 1.0 if self.measured_against == "half a digit" else beside(getattr(torch, self.dtype))[1]
-
     @cached_property
-    def exact(self) -> Look:
+    def _exact(self) -> ComparableRun:
         """The same in float64: itself where it is, and draws nothing."""
         return self if self.dtype == "float64" and not self.drops else self._in(torch.float64)
 
     @cached_property
-    def _measured(self) -> Look:
+    def _measured(self) -> ComparableRun:
         """The run whose rounding is measured: this one, but for float64, and where elements are drawn."""
         if self.dtype == "float64":
             return self._in(torch.float32)
         return self._in(getattr(torch, self.dtype)) if self.drops else self
 
-    def _in(self, dtype: torch.dtype) -> Look:
+    @property
+    def _unit(self) -> float:
+        """What an error that was measured counts: half a digit is one of its own dtype."""
+        return 1.0 if self.measured_against == "half a digit" else beside(getattr(torch, self.dtype))[1]
+
+    def _copied(self, dtype: torch.dtype) -> Subject:
+        return self.subject.copied(dtype)
+
+    def _in(self, dtype: torch.dtype) -> ComparableRun:
         """Run a copy in another dtype; in eval mode where it would draw other elements in it.
 
         Where there is none, or it does not run, itself with every number off by half a last digit.
         """
         try:
-            other = Look(in_dtype(self.label, self._copied, dtype), wider=self._wider, like=self)
+            copy = ComparableRun(in_dtype(self.label, self._copied, dtype), self)
             if self.drops:
-                other.own.module.eval()
-            run_in_dtype(self.label, dtype, lambda: other.run)
+                copy.subject.module.eval()
+            run_in_dtype(self.label, dtype, lambda: copy.run)
         except InputError:
             if self.drops:
                 raise
             self.measured_against = "half a digit"
-            other = Look(self.own.shaken(), wider=self._wider, like=self)
-        if other.drops:
+            copy = ComparableRun(self.subject.shaken(), self)
+        if copy.drops:
             raise InputError(
                 f"{self.label} draws random numbers in its forward, and others in another dtype: how much is rounded "
                 "cannot be measured. Leave them out, or draw them outside of it and give them as an argument."
             )
-        return other
+        return copy
 
-    def floor(self, place: int, stage: str, like: Tensor, rows: Rows | None = None) -> float:
+    def floor(self, place: int, stage: str, like: Tensor, rows: Rows) -> float:
         """Measure the rounding error of a stage without these queries, in the form in which it is compared with `like`.
 
         A query whose every key is masked has no result that rounding could be measured against.
         """
-        content, exact = self._measured.get(place, stage), self.exact.get(place, stage)
+        content, exact = self._measured.content(place, stage), self._exact.content(place, stage)
         if content is None or exact is None:
             return 0.0
-        content, exact = (without(stage, tensor, rows or []) for tensor in (content, exact))
+        content, exact = (without(stage, tensor, rows) for tensor in (content, exact))
         return stage_noise(stage, content, exact, like) * self._unit
 
-    def output_floor(self, rows: Rows | None = None) -> float:
-        """Measure the rounding error of the output without these queries."""
-        output, exact = self._measured.output, self.exact.output
-        if rows and self.rows is not None:
+    def output_floor(self, rows: Rows) -> float:
+        """Measure the rounding error of the output without these queries, where it is `batch query` and one more."""
+        output, exact = self._measured.output, self._exact.output
+        weights = self.content(len(self.attentions) - 1, "weights") if rows else None
+        if weights is not None and output.shape[:2] == (weights.shape[0], weights.shape[2]):
             output, exact = (without("output", tensor, rows) for tensor in (output, exact))
         return rounding_error(output, exact) * self._unit
 
