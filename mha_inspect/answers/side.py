@@ -12,7 +12,7 @@ import torch
 from ..build.layer_sides import LayerSide, layer_side, require_same_input, written
 from ..call.call import Call
 from ..call.load import Layer, load_layer
-from ..call.pairing import layer_inputs
+from ..call.part import layer_inputs
 from ..call.triple import Triple
 from ..errors import SpecError
 from ..layers.catalog import LayerKind

@@ -1,13 +1,14 @@
 """Build a module of the user's own from `package.module:Class`, `path/to/file.py:Class` or `hf:TYPE`.
 
-A target is a class, a function that returns a module, or a module. Loading one runs its code.
+A target is a class, a function that returns a module, or a module with the arguments of its forward, or a module.
+Loading one runs its code.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..naming.subject import seed_everything
+from ..record.arguments import cast_tensors
 from ..text import a_kind, shown
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of
 from .device import resolve
@@ -56,6 +58,7 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         if dtype is not None or spec.device != "cpu":
             target.module.to(device=torch.device(spec.device), dtype=dtype)
+            target = replace(target, call=cast_tensors(target.call, dtype, torch.device(spec.device)))
     except (RuntimeError, NotImplementedError, TypeError) as error:  # no such device, meta, or a dtype of another kind
         raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
     return target
@@ -82,6 +85,10 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
             module = _build(named, bound, name, spec)
         except MhaInspectError:
             raise error from None
+    call = None
+    if isinstance(module, tuple) and module and isinstance(module[0], nn.Module):
+        module, *returned = module
+        call = _returned_call(name, returned)
     if not isinstance(module, nn.Module):
         raise InputError(
             f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
@@ -104,7 +111,20 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         notes=(f"{name} was built with {ours}.",) if ours else (),
         arguments=_all_arguments(named, bound),
         forward_settings=forward_settings,
+        call=call,
     )
+
+
+def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a function returned beside its module. Raises `InputError` where they are none."""
+    args: Any = returned[0] if returned else ()
+    kwargs: Any = returned[1] if len(returned) > 1 else {}
+    if len(returned) > 2 or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"{name}() returned a module and {', '.join(map(a_kind, returned))}: beside a module come the arguments of "
+            "its forward, as (module, args) or (module, args, kwargs), a tuple and a dictionary."
+        )
+    return tuple(args), dict(kwargs)
 
 
 def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:

@@ -48,6 +48,8 @@ class Target:
     """Every argument of its constructor, defaults included."""
     forward_settings: dict[str, Any] = field(default_factory=dict)
     """What --set gave for arguments of the forward."""
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """The arguments of its forward, by place and by name, where the function that made it returns them as well."""
     spec: AttentionSpec | None = None
     """The sizes of a layer of the catalog, which are known before it runs."""
     masks: MaskStyle | None = None

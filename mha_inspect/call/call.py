@@ -25,7 +25,7 @@ class Call:
     described: str
     """`x float32 [2, 10, 512]`."""
     drawn: tuple[str, ...] = ()
-    """Names of those that nobody gave: another forward's may stand in their place."""
+    """Names of the tensors in whose place another forward's may stand: nobody gave them."""
     guessed: Mapping[str, str] = field(default_factory=dict)
     """Those among them of whose shape nobody said anything, with the shape that they got: `2x10x512:float32`."""
     origin: str = "drawn from the seed"
@@ -38,7 +38,7 @@ class Call:
     """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
 
     def of(self, module: nn.Module) -> Subject:
-        """The module with these arguments, ready to run."""
+        """Return the module with these arguments, ready to run."""
         make = self.without_ones
         small = None if make is None else lambda other: make(other).of(other)
         return Subject(module, self.args, self.kwargs, without_ones=small)
@@ -56,7 +56,9 @@ class Call:
     def hint(self) -> str:
         """How to call it with other inputs than those that were guessed; empty where none were."""
         ways = [f"--input-shape {name}={shape}" for name, shape in self.guessed.items()]
-        return f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+        hint = f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+        masks = [name for name, value in self.kwargs.items() if value is None and "mask" in name]
+        return f"{hint} No mask was given: {masks[0]} is made by --causal or --padding." if hint and masks else hint
 
 
 class TargetFailedError(MhaInspectError):
@@ -65,45 +67,44 @@ class TargetFailedError(MhaInspectError):
     exit_code = ExitCode.CONDITION
 
 
-def explained(error: Exception, own: Subject, how: str = "") -> BaseException:
+def explained(error: Exception, subject: Subject, how: str = "") -> BaseException:
     """Return what to raise for an exception of a subject's forward; any other is a fault of ours and stays as it is.
 
     That of a module which somebody made stays as well: who calls the library sees their own. `how` says how it was
     built.
     """
-    # Whether it came out of a module's forward, and not out of the program around it.
-    its_own = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
-    if not own.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not its_own:
+    of_forward = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
+    if not subject.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not of_forward:
         return error
-    hint = f" {way}" if (way := way_out(own)) else ""
+    called = subject.described or "a call without tensors"
     return TargetFailedError(
-        f"{own.label}{how} failed on {own.described or 'a call without tensors'}: {in_one_line(error)}.{hint}"
+        f"{subject.label}{how} failed on {called}: {in_one_line(error)}. {way_out(subject)}".rstrip()
     )
 
 
 @contextmanager
-def explaining(own: Subject, how: str = "") -> Iterator[None]:
+def explaining(subject: Subject, how: str = "") -> Iterator[None]:
     """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out."""
     try:
         yield
     except Exception as error:
-        told = explained(error, own, how)
-        if told is error:
+        explanation = explained(error, subject, how)
+        if explanation is error:
             raise
-        raise told from error
+        raise explanation from error
 
 
-def way_out(own: Subject) -> str:
+def way_out(subject: Subject) -> str:
     """Return how to call a forward that raised otherwise, as a sentence: in training mode, where it runs so.
 
     Empty where nothing was guessed.
     """
-    if own.module.training:
-        return own.hint
+    if subject.module.training:
+        return subject.hint
     try:
-        with torch.no_grad(), own.apart() as fresh:
+        with torch.no_grad(), subject.apart() as fresh:
             fresh.module.train()
             fresh.plain()
     except Exception:  # it has another reason
-        return own.hint
+        return subject.hint
     return "It runs in training mode: --train."

@@ -28,10 +28,17 @@ class Plan:
     """Token ids are drawn below this number."""
     avoid: tuple[int, ...] = ()
     """Token ids that mean something of their own, such as padding."""
-    rows: tuple[int | tuple[int, ...], ...] = ()
+    rows: tuple[int, ...] = ()
     """What each row holds, where that is known; empty: it is drawn."""
     sequence: bool = False
     """Whether it is `batch sequence ...`, and `sequence batch ...` for a forward that takes the sequence first."""
+
+    @property
+    def code(self) -> str:
+        """How to write it in Python."""
+        if self.kind == "ids":
+            return f"torch.randint({self.below}, {self.shape})"
+        return f"torch.randn{self.shape}"
 
 
 def generator_of(seed: int) -> torch.Generator:
@@ -39,9 +46,9 @@ def generator_of(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed((seed + INPUT_STREAM) % 2**64)
 
 
-def draw(plan: Plan, own: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Draw the tensor that a plan asks for: in `own` dtype where it asks for none, on meta without content."""
-    dtype = getattr(torch, plan.dtype) if plan.dtype else own
+def draw(plan: Plan, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Draw the tensor that a plan asks for: in `dtype` where it asks for none, on meta without content."""
+    dtype = getattr(torch, plan.dtype) if plan.dtype else dtype
     if device.type == "meta":
         return torch.empty(plan.shape, dtype=dtype, device="meta")
     size = prod(plan.shape) * dtype.itemsize

@@ -1,15 +1,13 @@
 """What a forward is called with: tensors that follow its signature, and what somebody said of them.
 
-A layer of the catalog says how wide they are. Of a target a name says what an argument is (`vocabulary`), and a small
-run says how wide it is and which axis is the batch (`probe`). --input-shape and --input say it outright, and come
-first.
+A layer of the catalog says how wide they are. Of a target a name says what an argument is (`vocabulary`), and one run
+says how wide it is (`guess`, `probe`). --input-shape and --input say it outright, and come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +15,29 @@ from torch import Tensor, nn
 
 from ..build.target import Target
 from ..build.values import InputShape
-from ..build.vocabulary import Flags, dashed
+from ..build.vocabulary import Flags, Kind, dashed
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers import torch_mha
-from ..layers.spec import InputSpec
+from ..layers.spec import AttentionSpec, InputSpec
+from ..naming.subject import Subject
 from ..text import printable, shown
 from .call import Call
-from .drawing import Plan
-from .finding import Finder, Guesses
-from .forward import Forward, ForwardMasks
-from .holders import Holder
-from .hugging_face_inputs import is_hugging_face, ways_of
-from .layout import MISTAKEN, TURN, Layout, batch_axes_in_words, batch_axis_in_words, layout_of
-from .learned_masks import Learned
-from .masks import Masks, is_torchs
-from .probe import Evidence
+from .drawing import Plan, draw, generator_of
+from .forward import Forward
+from .guess import Guess, Sizes, guessed, needed
+from .hugging_face import beside, is_hugging_face, plans_of
+from .layout import batch_first_of
+from .learn_masks import MaskForm, learn_masks
+from .masks import mask_arguments, masks_of, of_layer
+from .part import call_with
+from .probe import Probed, probe
 from .triple import Triple, require_fit
 
-
-@dataclass(frozen=True)
-class Known:
-    """What the first call of a forward showed, for another one with other sizes."""
-
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    """The arguments that are drawn without a configuration that tells what they are."""
-    way: int = 0
-    """Which of the ways that a configuration allows to call it was taken."""
-    layout: Layout | None = None
-    masks: tuple[Learned, ...] = ()
-    holders: Mapping[str, Holder] = field(default_factory=dict)
-    """Arguments that hold tensors, and how."""
+_ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
+"""Kinds that may be the tensor of an earlier one are drawn after it."""
+_OF_INPUTS = ("batch", "key_len", "unbatched", "input", "input_shape", "text", "attn_mask", "padding")
+"""Flags that make the inputs."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +53,7 @@ class Asked:
     given: Triple | None = None
     """Query, key and value of another forward, laid out as this one takes them."""
     blank: Tensor | None = None
-    """An attention mask of another size: one like it that bars nothing is taken."""
-    known: Known | None = None
+    """An attention mask of another size: one like it that masks nothing out is taken."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
@@ -75,272 +63,265 @@ def make_call(target: Target, asked: Asked) -> Call:
         InputError: an argument is needed that nothing tells, or a file does not fit.
         SpecError: a name is none of the forward's, or a flag is of no use to it.
     """
-    maker = _Maker(target, asked)
-    call, inputs = maker.call(), asked.inputs.without_ones()
-    if inputs is None or asked.shapes or asked.inputs.input is not None or asked.ids is not None:
+    if target.call is not None:
+        return _returned_call(target, asked)
+    recipe = _recipe(target, asked)
+    call = recipe.call(target.module, asked.inputs)
+    small = asked.inputs.without_ones()
+    if small is None or asked.shapes or asked.inputs.input is not None or asked.ids is not None:
         return call
-    other = replace(asked, inputs=inputs, known=maker.known)
-    return replace(call, without_ones=lambda module: make_call(replace(target, module=module), other))
+    return replace(call, without_ones=lambda module: recipe.call(module, small))
 
 
-class _Maker:
-    """Works out the arguments of one forward."""
-
-    def __init__(self, target: Target, asked: Asked) -> None:
-        self.target, self.module, self.asked = target, target.module, asked
-        self.known = asked.known or Known()
-        self.spec = target.spec
-        if self.spec is None and type(self.module) is nn.MultiheadAttention:
-            self.spec = torch_mha.spec_of(self.module)
-        self.forward = Forward(self.module, target.name)
-        self.forward.holders |= self.known.holders
-        self.forward.batch_first = self._told_layout()
-        self.guesses = Guesses(target, self.forward, asked.inputs, self.spec, asked.seed, asked.shapes)
-        self.said: list[str] = []
-
-    def call(self) -> Call:
-        """The arguments, worked out."""
-        forward = self.forward
-        shapes = forward.named(self.asked.shapes, "--input-shape")
-        given = {**self.target.forward_settings, **self._given(), **self._from_text()}
-        twice = [name for name in shapes if name in given]
-        if twice:
-            raise SpecError(f"--input-shape and --input (or --set) both give {twice[0]}. Drop one of the two.")
-        plans = {name: self.guesses.of_shape(name, said) for name, said in shapes.items()}
-        if not shapes and self.asked.inputs.input is None and self.asked.known is None:
-            self.said += self.guesses.of_lazy()
-        finder = Finder(self.guesses, given, plans)
-        plans = plans | self._planned(self._needed(given, shapes), finder)
-        self._lay_out(plans, given, runs=not finder.raises)
-        values = self.guesses.drawn(plans, given)
-        masks = ForwardMasks(forward, self._masks(), self.asked.seed)
-        values |= masks.asked(values)
-        self._switch(values)
-        values = self._learned(forward.with_none(values), masks)
-        drawn = tuple(name for name in forward.in_order(plans) if plans[name].kind != "lengths")
-        return replace(
-            forward.call(values),
-            drawn=drawn,
-            guessed={
-                name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
-                for name in drawn
-                if name not in shapes
-            },
-            said=(*(forward.holding(owner, values) for owner in forward.entered), *self.said),
+def _returned_call(target: Target, asked: Asked) -> Call:
+    """Return a call with the arguments that came with the module. Raises `SpecError` where others are asked for."""
+    assert target.call is not None
+    typed = next((flag for flag in _OF_INPUTS if flag in asked.flags.typed), None)
+    if typed is not None:
+        raise SpecError(
+            f"{shown(target.made_from)} returns what its forward is called with, and {dashed(typed)} would make "
+            "another input. Drop it."
         )
+    args, kwargs = target.call
+    call = call_with(target.module, args, {**kwargs, **target.forward_settings}, "returned with the module")
+    is_unheard = "causal" in asked.flags.typed and "causal" not in target.arguments
+    said = f"--causal made no mask: {shown(target.made_from)} returns what its forward is called with."
+    return replace(call, said=(said,) if is_unheard else ())
 
-    # -- what was said ------------------------------------------------------------------------------------------------
 
-    def _given(self) -> dict[str, Any]:
-        """Tensors out of a file, or of another forward."""
-        if self.asked.given is not None:
-            return self._in_roles(self.asked.given)
-        path = self.asked.inputs.input
-        if path is None:
-            return {}
-        content, file = read_tensors(Path(path)), printable(path)
-        held = {"": content} if isinstance(content, Tensor) else content
-        if len(held) == 1 and next(iter(held)) not in self.forward.parameters:
-            held = {"": next(iter(held.values()))}
-        if self.spec is None:
-            return {name: self._moved(own) for name, own in self.forward.named(held, shown(str(path))).items()}
-        names = {"query", "key", "value"} if self.target.spec is not None else set(self.forward.parameters)
-        held = {"query": held[""]} if "" in held else held
-        if "query" not in held or not set(held) <= names:
-            listed = ", ".join(map(repr, held)) or "nothing"
-            raise InputError(
-                f"{file} holds {listed}: the names query, key and value are meant, and query must be among them."
-            )
-        query = held["query"]
-        key = held.get("key", query)
-        triple = query, key, held.get("value", key)
-        unbatched = self.asked.inputs.unbatched if self.target.spec is not None else query.dim() == 2
-        require_fit(file, triple, self.spec, unbatched=unbatched)
-        rest = {name: self._moved(t) for name, t in held.items() if name not in ("query", "key", "value")}
-        return self._in_roles(triple) | rest
+@dataclass(frozen=True)
+class _Recipe:
+    """How to call a forward, with inputs of any size."""
 
-    def _in_roles(self, triple: Triple) -> dict[str, Any]:
-        """Query, key and value in the arguments that they are meant for; one tensor that serves as several stays one.
+    target: Target
+    asked: Asked
+    forward: Forward
+    plans: Callable[[InputSpec], dict[str, Plan]]
+    """What to draw for inputs, by name."""
+    given: Mapping[str, Any]
+    """Arguments that are there."""
+    forms: tuple[MaskForm, ...] = ()
+    """Masks whose meaning was learned."""
+    notes: tuple[str, ...] = ()
 
-        Raises `InputError` where key and value are two, and the forward takes one sequence for both.
+    def values(self, inputs: InputSpec) -> dict[str, Any]:
+        """Return the arguments by name, without masks: query, key and value are one where nothing tells them apart.
+
+        As often as it is called, they are the same.
         """
-        moved = {id(tensor): self._moved(tensor).contiguous() for tensor in triple}
-        query, key, value = (moved[id(tensor)] for tensor in triple)
-        if "value" not in self.forward.kinds.values() and key is not value:
-            raise InputError(
-                f"{self.target.made_from} makes keys and values from the same hidden states, and this input has a key "
-                "and a value. Give one of them, or take a layer that has both: torch, split-heads, fold-heads, "
-                "per-head, narrow or wide."
-            )
-        roles = {"query": query, "hidden": query, "key": key, "value": value, "other": None if key is query else key}
-        return {name: roles[kind] for name, kind in self.forward.kinds.items() if kind in roles}
+        forward, values, generator = self.forward, dict(self.given), generator_of(self.asked.seed)
+        for name, plan in sorted(self.plans(inputs).items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
+            like: Kind = "key" if plan.kind == "value" and "key" in forward.kinds else "query"
+            is_apart = name in self.asked.shapes or (inputs.key_len is not None and like == "query")
+            alike = [] if plan.kind not in ("key", "value") or is_apart else values.items()
+            tensors = [t for n, t in alike if forward.kind(n) == like and isinstance(t, Tensor)]
+            fitting = (t for t in tensors if t.dim() == len(plan.shape) and t.shape[-1] == plan.shape[-1])
+            tensor = next(fitting, None)
+            if tensor is None:
+                tensor = draw(plan, forward.dtype, forward.device, generator)
+                # Always drawn batch first: the content of a row does not hang on the layout.
+                if plan.sequence and not forward.batch_first:
+                    tensor = tensor.transpose(0, 1).contiguous()
+            values[name] = tensor
+        return values
 
-    def _from_text(self) -> dict[str, Any]:
-        names = self.forward.parameters
-        if self.asked.ids is not None and "input_ids" not in names:
-            raise InputError(f"--text gives input_ids, which {self.forward.label} does not take: {', '.join(names)}.")
-        return {} if self.asked.ids is None else {"input_ids": self._moved(self.asked.ids)}
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        forward = self.forward
-        return tensor.to(device=forward.device, dtype=forward.dtype if tensor.is_floating_point() else None)
-
-    # -- what is needed -----------------------------------------------------------------------------------------------
-
-    def _needed(self, given: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[str]:
-        """Names of the tensors to draw."""
-        forward = self.forward
-        kinds, said = forward.kinds, {*given, *shapes, *(name.partition(".")[0] for name in shapes)}
-        required = [n for n, p in forward.parameters.items() if p.default is Parameter.empty and n not in said]
-        unsaid = [n for n in required if kinds[n] == "setting"]
-        if unsaid:
-            raise InputError(
-                f"{forward.label} needs {unsaid[0]}, which is no tensor. Give it: --set {unsaid[0]}=VALUE."
-            )
-        needed = [n for n in required if kinds[n] != "mask"]
-        if not needed and not said:
-            main = getattr(self.module, "main_input_name", None)
-            needed = [main] if main in forward.parameters else forward.tensors[:1]
-        if self.asked.inputs.key_len is not None and not forward.encodes_and_decodes:
-            second = [n for n, kind in kinds.items() if kind in ("key", "value", "other")]
-            if not second:
-                listed = ", ".join(forward.parameters)
-                raise SpecError(f"--key-len has nothing to set: {forward.label} takes one sequence ({listed}).")
-            others = [n for n in second if kinds[n] == "other"][:1] or second
-            needed += [n for n in others if n not in needed and n not in said]
-        return needed
-
-    def _planned(self, names: list[str], finder: Finder) -> dict[str, Plan]:
-        """Plans for the tensors that nobody said anything of."""
-        forward, guesses = self.forward, self.guesses
-        known: dict[str, Plan] = {}
-        if is_hugging_face(self.module):
-            free = set(forward.parameters) - set(finder.given) - set(finder.said)
-            ways = [*ways_of(self.module, names, free, self.asked.inputs)]
-            way, evidence = self.known.way, self.known.evidence
-            drawn = any(not plan.dtype for plan in ways[0].values())  # of which the width may be another
-            if self.asked.known is None and (drawn or len(ways) > 1):
-                probed = ((at, finder.probe(own, whole=True)) for at, own in enumerate(ways))
-                runs = ((at, one.evidence) for at, one in probed if one.error is None)
-                way, evidence = next(runs, (0 if ways[-1] else len(ways) - 1, {}))
-                self.known = replace(self.known, way=way, evidence=evidence)
-            known = {n: _as_wide(plan, evidence.get(n)) for n, plan in ways[way].items()}
-            names = list(dict.fromkeys((*names, *ways[0], *known)))
-        guesses_of = {name: guesses.of(name) for name in names if name not in known}
-        if self.spec is not None:
-            return guesses_of
-        if self.asked.known is not None:
-            evidence = self.known.evidence
-            return known | {n: guesses.corrected(n, guesses.of(n), evidence.get(n)) for n in self.known.names}
-        if guesses_of or (forward.open_ended and not (forward.parameters or finder.said or finder.given)):
-            finder.said = {**finder.said, **known}
-            plans = finder.find(guesses_of)
-            self.known = replace(self.known, names=tuple(plans), evidence=finder.evidence)
-            return known | plans
-        return known
-
-    # -- layout and masks ---------------------------------------------------------------------------------------------
-
-    def _told_layout(self) -> bool | None:
-        """Whether the batch comes first, as was said or as the module says of itself.
-
-        None where what it does has to tell.
-        """
-        if "batch_first" in self.asked.flags.given:
-            return bool(self.asked.flags.values.get("batch_first", True))
-        if self.known.layout is not None:
-            return self.known.layout.batch_first
-        if self.spec is not None:
-            return self.spec.batch_first
-        inside = self.module.modules() if is_torchs(self.module) else [self.module]
-        own = next((one for part in inside if isinstance(one := getattr(part, "batch_first", None), bool)), None)
-        return True if own is None and is_hugging_face(self.module) else own
-
-    def _lay_out(self, plans: Mapping[str, Plan], given: Mapping[str, Any], *, runs: bool) -> None:
-        """Find whether the batch comes first, where nobody said so: by the words of the forward, or by what it does."""
-        forward = self.forward
-        if forward.batch_first is not None:
-            return
-        values = self.guesses.drawn(plans, given)
-        names = [name for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1]
-        names = [name for name in names if forward.kind(name) not in ("image", "mask", "lengths")]
-        told = batch_axis_in_words(self.module, names)
-        # Another inside that takes the sequence first says nothing of what goes into the whole.
-        doubtful = any(getattr(module, "batch_first", None) is False for module in self.module.modules())
-
-        def run(changed: Mapping[str, Tensor]) -> Any:
-            call = forward.call(forward.with_none({**values, **changed}))
-            with replace(call.of(self.module), seed=0, grad=False).apart() as own:
-                return own.plain()
-
-        layout = None
-        untold = told is None and batch_axes_in_words(self.module) != {0}
-        if (
-            (untold or doubtful)
-            and names
-            and not self.asked.inputs.unbatched
-            and runs
-            and forward.device.type != "meta"
-        ):
-            layout = layout_of(run, {name: values[name] for name in names})
-        if told is not None:
-            first, others_meet = told[0] == 0, layout is not None and not layout.batch_first
-            layout = Layout(first, f"{told[1]}." + ((MISTAKEN if others_meet else "") if first else f" {TURN}"))
-        if layout is None:
-            return
-        self.known, forward.batch_first = replace(self.known, layout=layout), layout.batch_first
-        if layout.batch_first and not (doubtful or layout.why.endswith(MISTAKEN)):
-            return
-        axes = "batch seq" if layout.batch_first else "seq batch"
-        embed = " embed" if any(values[name].is_floating_point() for name in names) else ""
-        self.said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}{embed}`: {layout.why}")
-
-    def _masks(self) -> Masks:
-        """The masks that were asked for, and how the forward may take them."""
-        inputs = self.asked.inputs
+    def masks(self, inputs: InputSpec, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return masks by name, and the flags of which nothing tells how the forward takes their masks."""
+        if self.target.masks is not None:
+            return of_layer(self.forward, self.target, inputs, values, self.asked.blank), ()
         # Where its constructor took --causal, it has a mask of its own.
-        built_causal = any(bool(getattr(self.module, name, False)) for name in ("causal", "is_causal", "masked"))
-        causal = inputs.causal and "causal" in self.asked.flags.typed and not built_causal
-        # Of the first of torch's attentions in it, which masks for each head have.
-        heads = next((part.num_heads for part in self.module.modules() if isinstance(part, nn.MultiheadAttention)), 1)
-        return Masks(
-            self.module,
-            self.target.masks,
-            replace(inputs, causal=causal),
-            self.forward.dtype,
-            self.forward.device,
-            self.forward.batch_first is not False,
-            heads=heads if self.spec is None else self.spec.num_heads,
-            blank=self.asked.blank,
-            owner=self.target.made_from,
+        module, is_typed = self.forward.module, "causal" in self.asked.flags.typed
+        is_built = any(bool(getattr(module, name, False)) for name in ("causal", "is_causal", "masked"))
+        inputs = replace(inputs, causal=inputs.causal and is_typed and not is_built)
+        return masks_of(self.forward, inputs, values, self.free_masks(values))
+
+    def free_masks(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the arguments that may take a mask, and that nobody gave one."""
+        return [name for name in mask_arguments(self.forward.parameters) if values.get(name) is None]
+
+    def call(self, module: nn.Module, inputs: InputSpec) -> Call:
+        """Return a call of the module, or of a copy of it, with inputs."""
+        recipe = replace(self, forward=replace(self.forward, module=module))
+        forward, plans, values = recipe.forward, self.plans(inputs), recipe.values(inputs)
+        values |= recipe.masks(inputs, values)[0]
+        values |= {form.argument: form.mask(inputs, forward.device) for form in self.forms}
+        values = {**_switches(forward, self.asked.flags), **values}
+        drawn = tuple(name for name in forward.in_order(plans) if plans[name].kind != "lengths")
+        shaped = forward.named(self.asked.shapes, "--input-shape")
+        shapes = {
+            name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
+            for name in drawn
+            if name not in shaped
+        }
+        return replace(forward.call(values), drawn=drawn, guessed=shapes, said=self.notes)
+
+    def probe(self, about: Collection[str], *, whole: bool) -> Probed:
+        """Run the forward once, and say what it does with these of its arguments."""
+        values = self.values(self.asked.inputs)
+        call = self.forward.call(values)
+        return probe(self.forward.module, call.args, call.kwargs, {name: values[name] for name in about}, whole=whole)
+
+
+def _recipe(target: Target, asked: Asked) -> _Recipe:
+    """Find out how to call a forward. Raises as `make_call`."""
+    module, inputs = target.module, asked.inputs
+    spec = target.spec or (torch_mha.spec_of(module) if type(module) is nn.MultiheadAttention else None)
+    forward = Forward.of(module, target.name)
+    sizes = Sizes(target, forward, spec)
+    shapes = forward.named(asked.shapes, "--input-shape")
+    given = {**target.forward_settings, **_of_file(target, forward, asked, spec), **_of_text(forward, asked)}
+    twice = next((name for name in shapes if name in given), None)
+    if twice is not None:
+        raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
+    shaped = {name: sizes.of_shape(name, shape) for name, shape in shapes.items()}
+    notes = () if shapes or inputs.input is not None else sizes.of_lazy()
+    recipe = _Recipe(target, asked, forward, lambda at: shaped, given, notes=notes)
+    names = needed(forward, target, inputs, {*given, *shaped})
+    if is_hugging_face(module):
+        recipe = _as_configured(recipe, names)
+        names = [name for name in names if name not in recipe.plans(inputs)]
+    recipe = _with_guesses(recipe, sizes, names)
+    recipe = _laid_out(recipe, spec)
+    values = recipe.values(inputs)
+    masks, flags = recipe.masks(inputs, values)
+    if not flags:
+        return recipe
+
+    def run(learned: Mapping[str, Tensor]) -> Subject:
+        call = recipe.forward.call({**values, **masks, **learned})
+        return replace(call.of(module), seed=asked.seed, grad=False)
+
+    forms, said = learn_masks(recipe.forward, inputs, flags, recipe.free_masks(values), run)
+    return replace(recipe, forms=forms, notes=(*recipe.notes, *said, *(form.words for form in forms)))
+
+
+def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:
+    """Return the recipe with what the configuration of a model says of these arguments, and of those beside them."""
+    module, inputs, shaped = recipe.forward.module, recipe.asked.inputs, recipe.plans
+    free = set(recipe.forward.parameters) - {*recipe.given, *shaped(inputs)}
+
+    def of(names: list[str]) -> _Recipe:
+        return replace(recipe, plans=lambda at: {**plans_of(module, names, free, at), **shaped(at)})
+
+    others = beside(of(names).plans(inputs), free)
+    if not others or of(names).probe((), whole=True).error is None:
+        return of(names)
+    both = of([*names, *others])
+    return both if both.probe((), whole=True).error is None else of(names)
+
+
+def _with_guesses(recipe: _Recipe, sizes: Sizes, names: list[str]) -> _Recipe:
+    """Return the recipe with guesses of these arguments."""
+    known = recipe.plans
+
+    def having(guesses: Mapping[str, Guess]) -> _Recipe:
+        return replace(
+            recipe, plans=lambda at: {**known(at), **{n: sizes.plan(n, guess, at) for n, guess in guesses.items()}}
         )
 
-    def _learned(self, values: dict[str, Any], masks: ForwardMasks) -> dict[str, Any]:
-        """The arguments with the masks whose meaning has to be learned by running the forward."""
-        if self.asked.known is not None:
-            learned = tuple(one.at(masks.masks) for one in self.known.masks)
-        else:
-            learned = masks.learned(values)
-            self.said += [one.words for one in learned]
-        self.known = replace(self.known, masks=learned, holders=self.forward.holders)
-        return {**values, **{one.argument: one.mask for one in learned if one.mask is not None}}
+    if not names or sizes.spec is not None:
+        return having({name: sizes.guess(name) for name in names})
 
-    def _switch(self, values: dict[str, Any]) -> None:
-        """The switches of our own that torch's layer has, and some of the others."""
-        flags = self.asked.flags
-        of_flags = {"need_weights": ["need_weights", "output_attentions"], "average_weights": ["average_attn_weights"]}
-        for flag, names in of_flags.items():
-            name = next((name for name in names if name in self.forward.parameters), None)
-            if flag in flags.given and name is not None:
-                values.setdefault(name, bool(flags.values[flag]))
-            elif flag in flags.given & flags.typed:
-                raise SpecError(
-                    f"{self.forward.label} has no argument {names[0]}: {dashed(flag)} is of no use to it. Drop it."
-                )
+    def run(guesses: Mapping[str, Guess], whole: bool) -> Probed:
+        return having(guesses).probe([n for n, g in guesses.items() if g.kind != "lengths"], whole=whole)
+
+    others = {*recipe.given, *known(recipe.asked.inputs)}
+    return having(guessed(sizes, names, others, run))
 
 
-def _as_wide(plan: Plan, evidence: Evidence | None) -> Plan:
-    """The plan that a configuration tells, with the width that the forward takes."""
-    if evidence is None or plan.dtype or evidence.kind != "width":
-        return plan
-    return replace(plan, shape=(*plan.shape[:-1], evidence.size))
+def _laid_out(recipe: _Recipe, spec: AttentionSpec | None) -> _Recipe:
+    """Return the recipe with the batch first or not, and a sentence on that where it is not plain."""
+    forward, asked = recipe.forward, recipe.asked
+    plans = recipe.plans(asked.inputs)
+    names = [n for n, plan in plans.items() if len(plan.shape) > 1 and plan.kind not in ("image", "mask", "lengths")]
+    names += [n for n, value in recipe.given.items() if isinstance(value, Tensor) and value.dim() > 1]
+    why = ""
+    if "batch_first" in asked.flags.given:
+        first = bool(asked.flags.values.get("batch_first", True))
+    elif spec is not None:
+        first = spec.batch_first
+    else:
+        first, why = (True, "") if is_hugging_face(forward.module) else batch_first_of(forward.module, names)
+    recipe = replace(recipe, forward=replace(forward, batch_first=first))
+    if not why or not names or asked.inputs.unbatched:
+        return recipe
+    embed = "" if all(plans[name].kind == "ids" for name in names if name in plans) else " embed"
+    axes = f"batch seq{embed}" if first else f"seq batch{embed}"
+    return replace(
+        recipe, notes=(*recipe.notes, f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}`: {why}")
+    )
+
+
+# -- what was said -----------------------------------------------------------------------------------------------------
+
+
+def _of_file(target: Target, forward: Forward, asked: Asked, spec: AttentionSpec | None) -> dict[str, Any]:
+    """Return tensors out of a file, or of another forward, by the names of the forward."""
+    if asked.given is not None:
+        return _in_roles(target, forward, asked.given)
+    path = asked.inputs.input
+    if path is None:
+        return {}
+    content, file = read_tensors(Path(path)), printable(path)
+    tensors = {"": content} if isinstance(content, Tensor) else content
+    if len(tensors) == 1 and next(iter(tensors)) not in forward.parameters:
+        tensors = {"": next(iter(tensors.values()))}
+    if spec is None:
+        return {name: _moved(forward, tensor) for name, tensor in forward.named(tensors, shown(str(path))).items()}
+    names = {"query", "key", "value"} if target.spec is not None else set(forward.parameters)
+    tensors = {"query": tensors[""]} if "" in tensors else tensors
+    if "query" not in tensors or not set(tensors) <= names:
+        listed = ", ".join(map(repr, tensors)) or "nothing"
+        raise InputError(
+            f"{file} holds {listed}: the names query, key and value are meant, and query must be among them."
+        )
+    query = tensors["query"]
+    key = tensors.get("key", query)
+    triple = query, key, tensors.get("value", key)
+    unbatched = asked.inputs.unbatched if target.spec is not None else query.dim() == 2
+    require_fit(file, triple, spec, unbatched=unbatched)
+    rest = {name: _moved(forward, t) for name, t in tensors.items() if name not in ("query", "key", "value")}
+    return _in_roles(target, forward, triple) | rest
+
+
+def _in_roles(target: Target, forward: Forward, triple: Triple) -> dict[str, Any]:
+    """Return query, key and value by the names of the forward; one tensor that serves as several stays one.
+
+    Raises `InputError` where key and value are two, and the forward takes one sequence for both.
+    """
+    moved = {id(tensor): _moved(forward, tensor).contiguous() for tensor in triple}
+    query, key, value = (moved[id(tensor)] for tensor in triple)
+    if "value" not in forward.kinds and key is not value:
+        raise InputError(
+            f"{target.made_from} makes keys and values from the same hidden states, and this input has a key "
+            "and a value. Give one of them, or take a layer that has both: torch, split-heads, fold-heads, "
+            "per-head, narrow or wide."
+        )
+    roles = {"query": query, "hidden": query, "key": key, "value": value, "other": None if key is query else key}
+    return {name: roles[forward.kind(name)] for name in forward.parameters if forward.kind(name) in roles}
+
+
+def _of_text(forward: Forward, asked: Asked) -> dict[str, Any]:
+    if asked.ids is None:
+        return {}
+    if "input_ids" not in forward.parameters:
+        listed = ", ".join(forward.parameters)
+        raise InputError(f"--text gives input_ids, which {forward.label} does not take: {listed}.")
+    return {"input_ids": _moved(forward, asked.ids)}
+
+
+def _moved(forward: Forward, tensor: Tensor) -> Tensor:
+    return tensor.to(device=forward.device, dtype=forward.dtype if tensor.is_floating_point() else None)
+
+
+def _switches(forward: Forward, flags: Flags) -> dict[str, bool]:
+    """Return the switches that torch's layer has, and some of the others. Raises `SpecError` for one of no use."""
+    of_flags = {"need_weights": ["need_weights", "output_attentions"], "average_weights": ["average_attn_weights"]}
+    switches = {}
+    for flag, names in of_flags.items():
+        name = next((name for name in names if name in forward.parameters), None)
+        if flag in flags.given and name is not None:
+            switches[name] = bool(flags.values[flag])
+        elif flag in flags.given & flags.typed:
+            raise SpecError(f"{forward.label} has no argument {names[0]}: {dashed(flag)} is of no use to it. Drop it.")
+    return switches

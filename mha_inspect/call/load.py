@@ -21,7 +21,7 @@ from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec,
 from ..naming.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .inputs import Asked, make_call
-from .pairing import layer_inputs
+from .part import layer_inputs
 from .triple import Triple
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,18 +12,21 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..build.target import Target
 from ..build.vocabulary import kind_of, plain
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
 from ..text import printable
-from .hugging_face_inputs import is_hugging_face
+from .forward import Forward
+from .hugging_face import is_hugging_face
 
 if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
 
 _OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
 """Names of masks of scores, the most telling first."""
+_OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
 _CAUSAL = ("iscausal", "causal")
 
 
@@ -39,6 +42,13 @@ class MaskSizes(NamedTuple):
 # -- what is masked ----------------------------------------------------------------------------------------------------
 
 
+def causal_mask(query: int, key: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return `query key`, True where a key comes after the query: both sequences start together, as in torch."""
+    if torch.device(device).type == "meta":
+        return torch.empty(query, key, dtype=torch.bool, device=device)
+    return torch.ones(query, key, dtype=torch.bool, device="cpu").triu_(diagonal=1).to(device)
+
+
 def attention_mask(inputs: InputSpec, sizes: MaskSizes, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return the causal mask, the one in the file, or both together; an additive one in `dtype`.
 
@@ -46,22 +56,17 @@ def attention_mask(inputs: InputSpec, sizes: MaskSizes, dtype: torch.dtype, devi
 
     Raises `InputError` where the file does not fit.
     """
-    mask = None if inputs.attn_mask is None else read_attn_mask(inputs.attn_mask, sizes)
+    mask = None if inputs.attn_mask is None else read_attn_mask(inputs.attn_mask, sizes).to(device)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)
-    if inputs.causal and device.type == "meta" and mask is None:
-        return torch.empty(sizes.query, sizes.key, dtype=torch.bool, device=device)
-    if inputs.causal:
-        # Both sequences start together, as in torch: query i sees keys 0 to i, also where the lengths differ.
-        mask = _both(mask, torch.ones(sizes.query, sizes.key, dtype=torch.bool, device="cpu").triu_(diagonal=1))
-    return None if mask is None else mask.to(device)
+    return _both(mask, causal_mask(sizes.query, sizes.key, device)) if inputs.causal else mask
 
 
-def _both(mask: Tensor | None, barred: Tensor) -> Tensor:
-    """Return a mask that bars these as well."""
+def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
+    """Return a mask that masks these keys out as well."""
     if mask is None:
-        return barred
-    return mask | barred if mask.dtype == torch.bool else mask.masked_fill(barred, float("-inf"))
+        return masked
+    return mask | masked if mask.dtype == torch.bool else mask.masked_fill(masked, float("-inf"))
 
 
 def padding_mask(inputs: InputSpec, batch: int, key_len: int, device: torch.device) -> Tensor | None:
@@ -165,100 +170,96 @@ def in_style(mask: Tensor | None, style: MaskStyle, dtype: torch.dtype, layer: s
     return mask.to(dtype).clamp(min=blocked)
 
 
-@dataclass(frozen=True)
-class Masks:
-    """The masks that were asked for, and the forward that is to take them."""
+def of_pair(
+    forward: Forward,
+    inputs: InputSpec,
+    query: Tensor,
+    key: Tensor,
+    padded: Tensor,
+    heads: int,
+    blank: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask of scores between query and key, and that of the padded keys; None for what nobody asked for.
 
-    module: nn.Module
-    style: MaskStyle | None
-    """How a layer of the catalog takes them; None for any other module."""
-    inputs: InputSpec
-    dtype: torch.dtype
-    device: torch.device
-    batch_first: bool
-    heads: int = 1
-    blank: Tensor | None = None
-    """A mask of another size, in the place of which one that bars nothing is taken."""
-    owner: str = ""
-    """What messages call the module."""
+    In the place of a `blank` mask of another size comes one like it that masks nothing out.
+    """
+    unbatched = query.dim() == 2
+    length = 0 if unbatched or not forward.batch_first else 1
+    batch = 1 if unbatched else query.shape[1 - length]
+    inputs = replace(inputs, unbatched=True, batch=1) if unbatched else inputs
+    sizes = MaskSizes(batch, heads, query.shape[length], key.shape[length])
+    if blank is None:
+        scores = attention_mask(inputs, sizes, forward.dtype, forward.device)
+    else:
+        shape = (batch * heads, sizes.query, sizes.key)[3 - blank.dim() :]
+        dtype = torch.bool if blank.dtype == torch.bool else forward.dtype
+        scores = torch.zeros(shape, dtype=dtype, device=forward.device)
+    return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
 
-    @property
-    def forward(self) -> str:
-        """What messages call the forward."""
-        return f"{type(self.module).__qualname__}.forward"
 
-    def pair(self, query: Tensor, key: Tensor, padded: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask of scores between query and key, and that of padded keys; each None where none is asked."""
-        unbatched = query.dim() == 2
-        length = 0 if unbatched or not self.batch_first else 1
-        batch = 1 if unbatched else query.shape[1 - length]
-        inputs = replace(self.inputs, unbatched=True, batch=1) if unbatched else self.inputs
-        sizes = MaskSizes(batch, self.heads, query.shape[length], key.shape[length])
-        if self.blank is None:
-            scores = attention_mask(inputs, sizes, self.dtype, self.device)
-        else:
-            shape = (batch * self.heads, sizes.query, sizes.key)[3 - self.blank.dim() :]
-            dtype = torch.bool if self.blank.dtype == torch.bool else self.dtype
-            scores = torch.zeros(shape, dtype=dtype, device=self.device)
-        return scores, padding_mask(inputs, batch, padded.shape[length], self.device)
+def of_layer(
+    forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], blank: Tensor | None
+) -> dict[str, Any]:
+    """Return the masks of a layer of the catalog, in its style."""
+    assert target.spec is not None
+    assert target.masks is not None
+    tensors = {name: values[name] for name in forward.parameters if isinstance(values.get(name), Tensor)}
+    query = next(iter(tensors.values()))
+    key = next((tensor for name, tensor in tensors.items() if forward.kind(name) in ("key", "other")), query)
+    pair = of_pair(forward, inputs, query, key, key, target.spec.num_heads, blank)
+    if target.masks == "apart":
+        return dict(zip(("attn_mask", "key_padding_mask"), apart(*pair), strict=True))
+    mask = merged(*pair, None if inputs.unbatched else query.shape[0])
+    argument = next(name for name in forward.parameters if forward.kind(name) == "mask")
+    return {argument: in_style(mask, target.masks, query.dtype, target.made_from)}
 
 
 def masks_of(
-    asked: Masks, parameters: Mapping[str, Parameter], values: Mapping[str, Any], free: Collection[str]
+    forward: Forward, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the masks by the names of a forward's arguments, and the flags for which nothing tells how it takes them.
 
-    `free` has the places for masks that nobody gave one, also those inside of arguments.
+    `free` has the arguments that may take a mask, and that nobody gave one.
 
     Raises:
         SpecError: the forward takes no such mask.
         InputError: a file does not fit.
     """
-    inputs, names = asked.inputs, {plain(name): name for name in parameters}
-    tensors = {name: values[name] for name in parameters if isinstance(values.get(name), Tensor)}
-    if asked.style is not None:
-        query = next(iter(tensors.values()))
-        other = next((t for n, t in tensors.items() if kind_of(parameters[n]) in ("key", "other")), query)
-        pair = asked.pair(query, other, other)
-        if asked.style == "apart":
-            return dict(zip(("attn_mask", "key_padding_mask"), apart(*pair), strict=True)), ()
-        mask = merged(*pair, None if inputs.unbatched else query.shape[0])
-        own = next(name for name, parameter in parameters.items() if kind_of(parameter) == "mask")
-        return {own: in_style(mask, asked.style, query.dtype, asked.owner)}, ()
+    names = {plain(name): name for name in forward.parameters}
     of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
-    taken = [*mask_arguments(parameters), *free, *(name for word, name in names.items() if word in _CAUSAL)]
-    for flag, is_asked, is_taken in (
-        ("--attn-mask", inputs.attn_mask is not None, of_scores is not None),
-        ("--causal", inputs.causal, bool(taken)),
-        ("--padding", bool(inputs.padding), bool(taken)),
-    ):
-        if is_asked and not is_taken:
-            listed = f"its arguments are {', '.join(parameters)}" if parameters else "it names no arguments"
-            raise SpecError(f"{asked.forward} takes no mask: {listed}. Drop {flag}.")
-    if inputs.attn_mask is None and not inputs.causal and not inputs.padding:
+    switches = [name for word, name in names.items() if word in _CAUSAL]
+    is_taken = bool(free or switches or mask_arguments(forward.parameters))
+    asked = {"--attn-mask": inputs.attn_mask is not None, "--causal": inputs.causal, "--padding": bool(inputs.padding)}
+    flags = [flag for flag, is_asked in asked.items() if is_asked]
+    for flag in flags:
+        if not (is_taken if flag != "--attn-mask" else of_scores):
+            listed = ", ".join(forward.parameters)
+            arguments = f"its arguments are {listed}" if listed else "it names no arguments"
+            raise SpecError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
+    tensors = {name: value for name in forward.parameters if isinstance(value := values.get(name), Tensor)}
+    if not flags:
         return {}, ()
-    if is_torchs(asked.module) and tensors:
-        return _of_torchs(asked, names, tensors)
+    if is_torchs(forward.module) and tensors:
+        return _of_torchs(forward, inputs, tensors, names), ()
     made: dict[str, Any] = {}
     if inputs.attn_mask is not None and of_scores is not None:
-        mask = read_tensor(inputs.attn_mask).to(asked.device)
-        made[of_scores] = mask.to(asked.dtype) if mask.is_floating_point() else mask
-    switches = [names[word] for word in _CAUSAL if word in names] if inputs.causal else []
-    made |= dict.fromkeys(switches[:1], True)
-    is_open = inputs.causal and not switches
+        mask = read_tensor(inputs.attn_mask).to(forward.device)
+        made[of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
+        flags.remove("--attn-mask")
+    if inputs.causal and switches:
+        made[switches[0]] = True
+        flags.remove("--causal")
     # Where the causal mask is to be learned too, both may have to go into one argument.
-    is_padded = bool(inputs.padding) and is_hugging_face(asked.module) and "attentionmask" in names and not is_open
-    if is_padded:
-        padded = padding_mask(inputs, inputs.batch, inputs.keys, asked.device)
+    if flags == ["--padding"] and is_hugging_face(forward.module) and "attentionmask" in names:
+        padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
         assert padded is not None
-        made[names["attentionmask"]] = (~padded).long()
-    left = {"--causal": is_open, "--padding": bool(inputs.padding) and not is_padded}
-    return made, tuple(flag for flag, is_left in left.items() if is_left)
+        return {**made, names["attentionmask"]: (~padded).long()}, ()
+    return made, tuple(flags)
 
 
 def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
     """Return the arguments that may take a mask: by their names, or, where none has such a one, which may be None."""
-    named = [n for n, p in parameters.items() if kind_of(p) in ("mask", "lengths") or "bias" in plain(n)]
+    named = [n for n, p in parameters.items() if kind_of(p) == "mask" or "bias" in plain(n)]
     return named or [n for n, p in parameters.items() if p.default is None and kind_of(p) == "unknown"]
 
 
@@ -268,17 +269,18 @@ def is_torchs(module: nn.Module) -> bool:
 
 
 def _of_torchs(
-    asked: Masks, names: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The masks of one of torch's own modules, which mean what `nn.MultiheadAttention` says.
+    forward: Forward, inputs: InputSpec, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the masks of one of torch's own modules, which mean what `nn.MultiheadAttention` says.
 
     Of a decoder they are those of its attention to itself; what an encoder gave is what has padding.
     """
     query = tensors.get("tgt", next(iter(tensors.values())))
     key = query if "tgt" in tensors else tensors.get("key", query)
     source = tensors.get("src", tensors.get("memory", key))
-    scores, padded = apart(*asked.pair(query, key, source))
+    # Masks for each head have those of the first attention in it.
+    heads = next((m.num_heads for m in forward.module.modules() if isinstance(m, nn.MultiheadAttention)), 1)
+    scores, padded = apart(*of_pair(forward, inputs, query, key, source, heads))
     of_scores = next((names[word] for word in _OF_SCORES if word in names), "")
-    of_keys = [word for word in ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask") if word in names]
-    made = {of_scores: scores, **{names[word]: padded for word in of_keys}}
-    return {name: mask for name, mask in made.items() if mask is not None}, ()
+    made = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
+    return {name: mask for name, mask in made.items() if mask is not None}

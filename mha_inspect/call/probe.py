@@ -6,7 +6,6 @@ an image. Where the width is not what was tried, the run goes on with one that f
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import is_out_of_memory
 from ..naming.subject import Subject
 from ..record.arguments import changed
-from .holders import Holder, WantedError, unpacked_into
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,12 @@ class Probed:
     evidence: Mapping[str, Evidence]
     error: Exception | None
     """What ended the run, where it did not end by itself."""
-    holder: str | None = None
-    """The argument that was used as something that holds tensors."""
-    maybe: str | None = None
-    """One of which places were asked for, as of a tuple: a tensor has them too."""
-    wanted: Holder | None = None
-    """What was asked of an argument that does not hold it."""
+    holder: str | None
+    """An argument that was used as a dictionary or an object that holds tensors."""
 
 
 class _EnoughError(BaseException):
-    """Every argument is known: the rest of the run tells nothing more."""
+    """The rest of the run tells nothing more."""
 
 
 _ELEMENTWISE = frozenset(
@@ -65,12 +59,7 @@ _PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
 
 
 def probe(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    named: Mapping[str, Any],
-    *,
-    whole: bool = False,
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], named: Mapping[str, Any], *, whole: bool
 ) -> Probed:
     """Run the module once, and say what its arguments turned out to be.
 
@@ -83,15 +72,12 @@ def probe(
     """
     watch = _Watch(named, whole=whole)
     error: Exception | None = None
-    wanted: Holder | None = None
     try:
-        with torch.no_grad(), warnings.catch_warnings(), Subject(module, (), {}).apart() as own, watch:
+        with torch.no_grad(), warnings.catch_warnings(), Subject(module, (), {}).apart() as copied, watch:
             warnings.simplefilter("ignore")  # what it warns of here is of a call that nobody asked for
-            own.module(*args, **kwargs)
+            copied.module(*args, **kwargs)
     except _EnoughError:
         pass
-    except WantedError as asked:
-        wanted = asked.holder
     except Exception as raised:
         if is_out_of_memory(raised):
             raise
@@ -99,7 +85,7 @@ def probe(
     holder = watch.holder
     if isinstance(error, AttributeError) and isinstance(error.obj, Tensor) and not hasattr(Tensor, error.name or ""):
         holder = next((name for name, tensor in named.items() if tensor is error.obj), None)
-    return Probed(watch.evidence, error, holder, watch.maybe, wanted)
+    return Probed(watch.evidence, error, holder)
 
 
 class _Watch(TorchFunctionMode):
@@ -109,7 +95,6 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.evidence: dict[str, Evidence] = {}
         self.holder: str | None = None
-        self.maybe: str | None = None
         self._open, self._whole = set(named), whole
         self._alive: list[Tensor] = list(named.values())
         # Each tensor that is an argument, or one only moved: its names, and the dimension that holds its width.
@@ -124,102 +109,93 @@ class _Watch(TorchFunctionMode):
         """Take the evidence of one call, and make the call with arguments that fit."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        flat = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        ours = next((value for value in flat if id(value) in self._known), None)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        ours = next((value for value in tensors if id(value) in self._known), None)
         if ours is None:
             return func(*args, **kwargs)
-        if id(ours) in self._given:
-            self._hold(name, self._known[id(ours)][0][-1], args)
+        is_keyed = name in ("__getitem__", "__contains__") and isinstance(args[1], str)
+        if is_keyed and id(ours) in self._given:
+            self.holder = self._known[id(ours)][0][-1]
+            raise _EnoughError
         if name == "multi_head_attention_forward":
-            return func(*self._whole_attention(args, kwargs), **kwargs)
-        fitting = self._look(name, args, kwargs, ours)
-        if fitting is not None:
+            return func(*self._fitting_attention(args, kwargs), **kwargs)
+        evidence = self._evidence(name, args, kwargs, ours)
+        if evidence is not None:
+            self._tell(ours, evidence)
+            fitting = self._fitting(ours, evidence)
             args, kwargs = changed((args, kwargs), lambda part: fitting if part is ours else part)
         result = func(*args, **kwargs)
         if name in _MOVES:
             self._follow(ours, result)
         return result
 
-    def _hold(self, func: str, name: str, args: tuple[Any, ...]) -> None:
-        """See whether an argument is used as something that holds tensors."""
-        key = args[1] if func in ("__getitem__", "__contains__") and len(args) > 1 else None
-        caller = sys._getframe(2)  # what called torch's function
-        is_loop = func == "unbind" and caller.f_code is getattr(Tensor.__iter__, "__code__", None)
-        if is_loop and caller.f_back is not None:
-            # A loop may go over the rows of a batch, or over a list: there the name tells.
-            key = "" if unpacked_into(caller.f_back) else 0 if name.endswith("s") or "list" in name else None
-        if isinstance(key, str):
-            self.holder = name
-            raise _EnoughError
-        if type(key) is int:
-            self.maybe = name
-
     def _follow(self, source: Tensor, result: Any) -> None:
-        known, place = self._known[id(source)]
+        """Know what a function made of a known tensor, where one of its dimensions is still the width."""
+        names, place = self._known[id(source)]
         width = source.shape[place]
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and id(tensor) not in self._known:
                 places = [at for at, size in enumerate(tensor.shape) if size == width]
                 if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
-                    self._known[id(tensor)] = (known, places[-1])
+                    self._known[id(tensor)] = (names, places[-1])
                     self._alive.append(tensor)
 
-    def _look(self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor) -> Tensor | None:
-        """Take the evidence; return what fits in the place of ours, where that does not."""
-        names, place = self._known[id(ours)]
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        others = [value for value in tensors if value is not ours]
+    def _evidence(self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor) -> Evidence | None:
+        """Return what a function says of a known tensor that it is called with; None where it says nothing."""
+        place = self._known[id(ours)][1]
         last = place == ours.dim() - 1
-        wanted: int | None = None
-        if func == "embedding" and others:
-            table = others[0] if others[0].dim() == 2 else None
-            if table is not None:
-                self._tell(names, Evidence("ids", table.shape[0]))
-                return torch.zeros(ours.shape[: 2 if ours.dim() > 2 else None], dtype=torch.long, device=ours.device)
-        elif func == "linear" and others and last:
-            wanted = others[0].shape[-1]
-        elif func in ("layer_norm", "rms_norm") and last:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        other = next((value for value in tensors if value is not ours), None)
+        width: int | None = None
+        if func in ("layer_norm", "rms_norm") and last:
             shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
-            wanted = shape[-1] if shape else None
-        elif func in _PRODUCTS and others and last and args and args[0] is ours:
-            wanted = others[0].shape[-2] if others[0].dim() > 1 else others[0].shape[-1]
-        elif func == "einsum":
-            wanted = _einsum_width(args, ours) if last else None
-        elif func in ("conv1d", "conv2d", "conv3d") and others:
-            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-            channels = others[0].shape[1] * int(groups)
-            if func == "conv1d" and ours.dim() == 3 and place == 1:
-                wanted = channels
-            else:
-                self._tell(names, Evidence("image", channels))
-        elif func in _ELEMENTWISE and others and last and others[0].dim() > 0:
-            size = others[0].shape[-1]
-            wanted = size if size != 1 and id(others[0]) not in self._known else None
-        if wanted is None:
+            width = shape[-1] if shape else None
+        elif func == "einsum" and last:
+            width = _einsum_width(args, ours)
+        elif other is None:
             return None
-        self._tell(names, Evidence("width", wanted, firm=func not in _ELEMENTWISE))
-        if wanted == ours.shape[place]:
-            return None
-        fitting = ours.new_zeros((*ours.shape[:place], wanted, *ours.shape[place + 1 :]))
+        elif func == "embedding":
+            return Evidence("ids", other.shape[0]) if other.dim() == 2 else None
+        elif func in ("conv1d", "conv2d", "conv3d"):
+            channels = other.shape[1] * int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
+            if func != "conv1d" or ours.dim() != 3 or place != 1:
+                return Evidence("image", channels)
+            width = channels
+        elif func == "linear" and last:
+            width = other.shape[-1]
+        elif func in _PRODUCTS and last and args and args[0] is ours:
+            width = other.shape[-2] if other.dim() > 1 else other.shape[-1]
+        elif func in _ELEMENTWISE and last and other.dim() > 0 and id(other) not in self._known:
+            width = other.shape[-1] if other.shape[-1] != 1 else None
+        return None if width is None else Evidence("width", width, firm=func not in _ELEMENTWISE)
+
+    def _fitting(self, ours: Tensor, evidence: Evidence) -> Tensor:
+        """Return the tensor, or zeros in its place of the kind and width that it should have been."""
+        names, place = self._known[id(ours)]
+        if evidence.kind == "ids":
+            return torch.zeros(ours.shape[: 2 if ours.dim() > 2 else None], dtype=torch.long, device=ours.device)
+        if evidence.kind == "image" or evidence.size == ours.shape[place]:
+            return ours
+        fitting = ours.new_zeros((*ours.shape[:place], evidence.size, *ours.shape[place + 1 :]))
         self._known[id(fitting)] = (names, place)
         self._alive.append(fitting)
         return fitting
 
-    def _whole_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """torch.nn.MultiheadAttention: its weights say all three widths. Return its arguments as they fit."""
+    def _fitting_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Take the three widths that the weights of torch.nn.MultiheadAttention say; return its arguments to fit."""
         widths, fitting = [args[3]] * 3, list(args)
         if kwargs.get("use_separate_proj_weight", False):
             widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
         for at, width in enumerate(widths):
             tensor = args[at]
             if id(tensor) in self._known:
-                self._tell(self._known[id(tensor)][0], Evidence("width", width))
+                self._tell(tensor, Evidence("width", width))
             if tensor.shape[-1] != width:
                 fitting[at] = tensor.new_zeros((*tensor.shape[:-1], width))
         return fitting
 
-    def _tell(self, names: list[str], evidence: Evidence) -> None:
-        for name in names:
+    def _tell(self, ours: Tensor, evidence: Evidence) -> None:
+        for name in self._known[id(ours)][0]:
             self.evidence.setdefault(name, evidence)
             self._open.discard(name)
         if not self._open and not self._whole:
@@ -227,13 +203,13 @@ class _Watch(TorchFunctionMode):
 
 
 def _einsum_width(args: tuple[Any, ...], ours: Tensor) -> int | None:
-    """The size that the other operands give to the letter of our last dimension."""
+    """Return the size that the other operands give to the letter of our last dimension; None where they give none."""
     if not args or not isinstance(args[0], str):
         return None
     operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
     terms = args[0].replace(" ", "").partition("->")[0].split(",")
-    own = next((term for term, operand in zip(terms, operands, strict=False) if operand is ours), "")
-    for term, operand in zip(terms, operands, strict=False):
-        if own and operand is not ours and own[-1] in term:
-            return int(operand.shape[term.index(own[-1]) - len(term)])
+    term = next((term for term, operand in zip(terms, operands, strict=False) if operand is ours), "")
+    for other, operand in zip(terms, operands, strict=False):
+        if term and operand is not ours and term[-1] in other:
+            return int(operand.shape[other.index(term[-1]) - len(other)])
     return None

@@ -219,7 +219,7 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
     target, call = _called(options, first, second)
     run = _target_run(options, first, target, call)
     if is_target(second.text):
-        from ..call.pairing import with_the_same
+        from ..call.part import with_the_same
 
         other, other_call = _called(options, second, first, (call, run))
         same, exact = (
@@ -236,7 +236,7 @@ def _called(
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..answers.side import sizes_of
-    from ..call.pairing import part_of, with_arguments_of
+    from ..call.part import part_of, with_arguments_of
 
     beside = beside if other.path is not None and one.path is None else None
     target, options = _loaded(options, one, other, None if beside is None else sizes_of(beside[1]))

@@ -123,8 +123,11 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return walk(value)
 
 
-def cast_tensors(value: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """Return what holds tensors with those detached, and those of floating-point numbers in `dtype`."""
+def cast_tensors(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
+    """Return what holds tensors with those detached, and those of floating-point numbers in `dtype`, if one is given.
+
+    With `device` they are there.
+    """
 
     def own(part: Any) -> Any:
         if not isinstance(part, Tensor):

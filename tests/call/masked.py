@@ -112,40 +112,6 @@ class Deaf(Attention):
         return self.attended(x, lambda s: s)
 
 
-class Turns(nn.Module):
-    """Batch first, around an attention that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.attention = nn.Embedding(29, 12), nn.MultiheadAttention(12, 3)
-
-    def forward(self, ids):
-        x = self.embedding(ids).transpose(0, 1)
-        return self.attention(x, x, x)[0].transpose(0, 1)
-
-
-class Forgets(Turns):
-    """Meant to be batch first: batch_first=True is missing."""
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        return self.attention(x, x, x)[0]
-
-
-class Places(nn.Module):
-    """As it, and the positions say so."""
-
-    def __init__(self, axis: int = 1) -> None:
-        super().__init__()
-        self.axis = axis
-        self.places, self.attention = nn.Embedding(64, 12), nn.MultiheadAttention(12, 3)
-
-    def forward(self, x):
-        places = self.places(torch.arange(x.shape[self.axis]))
-        x = x + (places if self.axis == 1 else places[:, None])
-        return self.attention(x, x, x)[0]
-
-
 class Words(nn.Module):
     """Says by its own words which axis is which, and attends along the first."""
 
@@ -159,39 +125,6 @@ class Words(nn.Module):
         return output.view(length, bsz, 12)
 
 
-class Mixed(Words):
-    """Says that the batch comes first, and attends along it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bsz, length, _ = x.shape
-        output: torch.Tensor = self.attention(x, x, x)[0]
-        return output.view(bsz, length, 12)
-
-
-class Silent(nn.Module):
-    """Attends along one axis, and has no word for it."""
-
-    def __init__(self, axis: int = 0) -> None:
-        super().__init__()
-        self.axis, self.linear = axis, nn.Linear(12, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = self.linear(x).transpose(0, self.axis).transpose(0, 1)
-        mixed = (turned @ turned.mT).softmax(-1) @ turned
-        return mixed.transpose(0, 1).transpose(0, self.axis)
-
-
-class Pools(nn.Module):
-    """Keeps one axis of two."""
-
-    def __init__(self, axis: int) -> None:
-        super().__init__()
-        self.axis, self.layer = axis, nn.TransformerEncoderLayer(12, 3, 24)
-
-    def forward(self, x):
-        return self.layer(x).mean(self.axis)
-
-
 class Wraps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -199,17 +132,6 @@ class Wraps(nn.Module):
 
     def forward(self, x):
         return self.attention(x, x, x)[0]
-
-
-class Dictionary(Attention):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(29, 12)
-
-    def forward(self, batch):
-        x = self.embedding(batch["input_ids"]) + batch.get("extra_embeds")
-        mask = batch.get("attention_mask")
-        return self.attended(x, lambda s: s if mask is None else s.masked_fill(mask[:, None, None] == 0, -1e9))
 
 
 class Calls(Attention):
@@ -241,6 +163,27 @@ class LazyImage(nn.Module):
         return self.first(x)
 
 
+class Trains(Attention):
+    def forward(self, x):
+        assert self.training, "in training mode alone"
+        return self.attended(x, lambda s: s)
+
+
+class Dictionary(Attention):
+    """Takes its tensors in a dictionary."""
+
+    def forward(self, batch):
+        return self.attended(batch["x"], lambda s: s)
+
+
+class Annotated(Attention):
+    """Says that its tensors come as a pair."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]):
+        x, other = pair
+        return self.attended(x + other, lambda s: s)
+
+
 class Named(Attention):
     """Takes all of its arguments by name."""
 
@@ -248,95 +191,25 @@ class Named(Attention):
         return self.attended(given["x"], lambda s: s)
 
 
-class Trains(Attention):
-    def forward(self, x):
-        assert self.training, "in training mode alone"
-        return self.attended(x, lambda s: s)
+class Scaled(Attention):
+    """Takes what nothing tells, behind what a name tells."""
+
+    def forward(self, x, freqs_cis):
+        return self.attended(x * freqs_cis, lambda s: s)
 
 
-class NeedsTurned(Attention):
-    """Takes `key query`."""
-
-    def forward(self, x, mask):
-        return self.attended(x, lambda s: s.masked_fill(~mask.t(), -1e9))
+def scaled(width: int = 12, num_heads: int = 3):
+    torch.manual_seed(width)
+    return Scaled(), (torch.randn(2, 5, 12), torch.ones(5, 12))
 
 
-class NeedsBytes(Attention):
-    """Takes no mask but one of uint8, of its keys."""
-
-    def forward(self, x, mask):
-        assert mask.dtype == torch.uint8
-        return self.attended(x, lambda s: s.masked_fill(mask[:, None, None, :] == 1, -1e9))
+def in_dictionary():
+    return Dictionary(), (), {"batch": {"x": torch.randn(2, 5, 12)}}
 
 
-class NeedsColumns(Attention):
-    """Takes `key batch`."""
-
-    def forward(self, x, pad_mask):
-        return self.attended(x, lambda s: s.masked_fill(pad_mask.t()[:, None, None, :] == 0, -1e9))
+def both(num_heads: int = 3):
+    return nn.MultiheadAttention(12, num_heads), [torch.randn(5, 2, 12)] * 3, {"need_weights": False}
 
 
-class NeedsHeld(Attention):
-    """Takes its mask in a dictionary."""
-
-    def forward(self, x, masks):
-        return self.attended(x, lambda s: s.masked_fill(masks["keys"][:, None, None, :] == 0, -1e9))
-
-
-class NeedsNamed(Attention):
-    """Asks its arguments by name for a mask."""
-
-    def forward(self, x, **rest):
-        return self.attended(x, lambda s: s + rest["attention_mask"][:, None, None, :])
-
-
-class NeedsInside(Attention):
-    """Takes all that it takes in a dictionary in a dictionary."""
-
-    def forward(self, batch):
-        inside = batch["inputs"]
-        return self.attended(inside["x"], lambda s: s.masked_fill(inside["mask"][:, None, None, :] == 0, -1e9))
-
-
-class NeedsTwo(Attention):
-    def forward(self, x, src_mask, tgt_mask):
-        half = self.attended(x, lambda s: s.masked_fill(src_mask.unsqueeze(1) == 0, -1e9))
-        return half + self.attended(x, lambda s: s.masked_fill(tgt_mask.unsqueeze(1) == 0, -1e9))
-
-
-class MayHold(Attention):
-    """May be given a dictionary of two masks."""
-
-    def forward(self, x, masks=None):
-        look, pad = (None, None) if masks is None else (masks["look"], masks["pad"])
-        return self.attended(x, lambda s: joined(s, look, pad))
-
-
-class MayUnpack(Attention):
-    """May be given a pair of masks."""
-
-    def forward(self, x, masks=None):
-        look, pad = masks if masks is not None else (None, None)
-        return self.attended(x, lambda s: joined(s, look, pad))
-
-
-def joined(scores, look, pad):
-    scores = scores if look is None else scores.masked_fill(look, float("-inf"))
-    return scores if pad is None else scores.masked_fill(pad[:, None, None], float("-inf"))
-
-
-class Batched(Attention):
-    """Takes a dictionary, in which a mask may be."""
-
-    def forward(self, batch):
-        mask = batch.get("attention_mask")
-        keep = None if mask is None else mask[:, None, None] == 1
-        return self.attended(batch["x"], lambda s: s if keep is None else s.masked_fill(~keep, -1e9))
-
-
-class BatchedIfThere(Batched):
-    def forward(self, batch):
-        mask = None
-        if "pad_mask" in batch:
-            mask = batch["pad_mask"].clone()
-        return super().forward({"x": batch["x"], "attention_mask": mask})
+def without_arguments():
+    return Dictionary(), {"batch": 3}

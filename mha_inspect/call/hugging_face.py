@@ -1,0 +1,110 @@
+"""What the models of Hugging Face transformers are called with, as their configurations tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..layers.spec import InputSpec
+from .drawing import Plan
+
+_OF_DECODERS = ("decoder_input_ids", "decoder_input_values")
+"""What a decoder beside an encoder cannot do without."""
+_HELD_AGAINST = ("pixel_values", "input_features", "input_values")
+"""What a text is held against, where both get a place in one space."""
+_BESIDE = {"input_ids": "pixel_values", "pixel_values": "input_ids"}
+"""What some models of texts, or of images, need as well."""
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Return whether a module is a whole model of transformers, which says itself what it takes."""
+    return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
+
+
+def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
+    """Return plans for the arguments that a model's configuration tells about.
+
+    Args:
+        module: of transformers.
+        names: arguments that are needed; what has to come with them is planned as well.
+        free: arguments that nobody has given.
+        inputs: for batch and lengths.
+    """
+    config: Any = module.config
+    wanted = [*names]
+    if getattr(config, "is_encoder_decoder", False):
+        wanted += [name for name in _OF_DECODERS if name in free]
+    if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
+        wanted += [name for name in _HELD_AGAINST if name in free][:1]
+    decodes = "decoder_input_ids" in wanted
+    plans = {name: _plan(config, name, inputs, decodes=decodes) for name in dict.fromkeys(wanted)}
+    return {name: plan for name, plan in plans.items() if plan is not None}
+
+
+def beside(plans: Mapping[str, Plan], free: set[str]) -> list[str]:
+    """Return what a model of texts may need beside them: images; or the other way round."""
+    return [other for name in plans if (other := _BESIDE.get(name)) in free and other not in plans]
+
+
+def _plan(config: Any, name: str, inputs: InputSpec, *, decodes: bool) -> Plan | None:
+    match name:
+        case "input_ids" | "decoder_input_ids":
+            words = config.get_text_config(decoder=name == "decoder_input_ids")
+            words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
+            known = getattr(words, "vocab_size", None)
+            length = inputs.keys if decodes and name == "input_ids" else inputs.seq_len
+            if not isinstance(known, int):
+                return None
+            return Plan("ids", (inputs.batch, length), "int64", known, _special(words))
+        case "pixel_values" | "pixel_values_videos":
+            return _image(_of_images(config), inputs)
+        case "input_values" | "input_features":
+            return _sound(name, getattr(config, "audio_config", config), inputs)
+        case "encoder_hidden_states":
+            width = _held(config, "encoder_hidden_size", "hidden_size")
+            return None if width is None else Plan("other", (inputs.batch, inputs.keys, width))
+    return None
+
+
+def _held(config: Any, *names: str) -> Any:
+    """Return what a configuration, or one in it, says by the first of these names; None where none says it."""
+    inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
+    values = (getattr(part, name, None) for part in (config, *inner) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _of_images(config: Any) -> Any:
+    """Return the part of a configuration that is for images: the innermost one that tells their size."""
+    vision = getattr(config, "vision_config", getattr(config, "image_config", config))
+    inner = getattr(vision, "backbone_config", None)
+    return inner if hasattr(inner, "image_size") and not hasattr(vision, "image_size") else vision
+
+
+def _image(config: Any, inputs: InputSpec) -> Plan:
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
+    if isinstance(size, Mapping):
+        size = (size["height"], size["width"])
+    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
+    frames = [config.num_frames] if hasattr(config, "num_frames") else [8] * hasattr(config, "tubelet_size")
+    names = ("num_channels", "in_channels", "in_chans")
+    channels = next((int(getattr(config, name)) for name in names if hasattr(config, name)), 3)
+    return Plan("image", (inputs.batch, *frames, channels, height, width))
+
+
+def _sound(name: str, config: Any, inputs: InputSpec) -> Plan | None:
+    """Return a waveform of as many frames as there are positions, or the spectrogram that whisper takes."""
+    bins, longest = _held(config, "num_mel_bins"), getattr(config, "max_source_positions", None)
+    if name == "input_values" and bins is None:
+        return Plan("other", (inputs.batch, 400 + 320 * (inputs.seq_len - 1)))
+    if name == "input_features" and bins is not None and longest is not None:
+        return Plan("other", (inputs.batch, bins, 2 * longest))
+    return None
+
+
+def _special(config: Any) -> tuple[int, ...]:
+    """Return tokens that mean something of their own: padding would be left out, and its positions counted anew."""
+    values = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    numbers = [number for value in values for number in (value if isinstance(value, (list, tuple)) else [value])]
+    return tuple(dict.fromkeys(number for number in numbers if isinstance(number, int) and number >= 0))

@@ -1,0 +1,214 @@
+"""One module's arguments for another: the same tensors into two forwards, or what a whole gives a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..build.arguments import signature_of
+from ..build.target import Target
+from ..build.vocabulary import Kind, kind_of
+from ..errors import InputError, SpecError
+from ..naming.subject import Subject
+from ..record.arguments import described, parts_of, tensors_in, with_copies, with_parts
+from ..text import did_you_mean, first_few, shown
+from .call import Call
+
+_STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
+    "query": ("query", "hidden", "unknown"),
+    "hidden": ("hidden", "query", "unknown"),
+    "unknown": ("unknown", "hidden", "query"),
+    "key": ("key", "other", "query", "hidden", "unknown"),
+    "value": ("value", "key", "other", "query", "hidden", "unknown"),
+    "other": ("other", "key", "value", "query", "hidden", "unknown"),
+    "ids": ("ids", "hidden", "unknown"),
+    "image": ("image", "hidden", "unknown"),
+}
+"""For an argument of a kind, those of the other forward that it may be, the nearest first."""
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, Tensor)
+
+
+class _CaughtError(BaseException):
+    """The module has been called: the rest of the run tells nothing more."""
+
+
+# -- the arguments of a call by name -----------------------------------------------------------------------------------
+
+
+def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
+    """Return the arguments of a call by the names of the forward, `x` for one that has none."""
+    parameters = signature_of(module.forward)
+    nameless = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
+    return {**dict(zip(nameless, call.args, strict=False)), **call.kwargs}
+
+
+def tensors_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]]:
+    """Return the tensors of a call by path, with what each is by its name: arguments, then what those hold."""
+    parameters = signature_of(module.forward)
+    tensors = tensors_in(named_arguments(module, call))
+    kinds = {}
+    for path, tensor in sorted(tensors, key=lambda pair: "." in pair[0]):
+        name = path.rpartition(".")[2]
+        unknown = Parameter(name if name.isidentifier() else "x", Parameter.KEYWORD_ONLY)
+        kinds[path] = kind_of(parameters.get(path, unknown)), tensor
+    return kinds
+
+
+def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str) -> Call:
+    """Return a call with these arguments, by the names of the forward as far as it can be given them by name."""
+    parameters = signature_of(module.forward)
+    names = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    # What stands behind a place without a name can be given by its place alone.
+    by_place = len(args) > len(names) or any(p.kind is Parameter.POSITIONAL_ONLY for p in parameters.values())
+    named = {**({} if by_place else dict(zip(names, args, strict=False))), **kwargs}
+    first = next((b for m in module.modules() if isinstance(b := getattr(m, "batch_first", None), bool)), True)
+    call = Call(args if by_place else (), named, "", origin=origin, batch_first=first)
+    values = {name: value for name, value in named_arguments(module, call).items() if value is not None}
+    drawn = tuple(path for path, (kind, _) in tensors_of(module, call).items() if kind not in ("mask", "setting"))
+    return replace(call, described=described(values), drawn=drawn)
+
+
+# -- the same tensors into two forwards --------------------------------------------------------------------------------
+
+
+def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
+    """Return the tensor of another call that an argument of this name and kind gets; None where there is none for it.
+
+    `whole`: whether it is to hold whole numbers.
+    """
+    fitting = {n: pair for n, pair in given.items() if pair[1].is_floating_point() != whole}
+    if name in fitting:
+        return fitting[name][1]
+    alike = (tensor for like in _STANDS_FOR.get(kind, ()) for other, tensor in fitting.values() if other == like)
+    return next(alike, None)
+
+
+def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.Module, *, rounded: bool = True) -> Call:
+    """Return the call with the tensors of another one in the place of those that were drawn for it, in their dtype.
+
+    Where they are not `rounded` to that, they are as the other one has them.
+
+    Raises `InputError` where one takes what the other has no tensor for, or one of another shape.
+    """
+    given, tensors = tensors_of(other_module, other), tensors_of(module, call)
+    names, others = type(module).__name__, type(other_module).__name__
+    instead: dict[str, Tensor] = {}
+    for path in call.drawn:
+        kind, tensor = tensors[path]
+        if kind == "mask":
+            continue
+        match = tensor_for(path, kind, given, whole=not tensor.is_floating_point())
+        fits = match is not None and _fits(match, tensor, kind, any_length=other.origin != call.origin)
+        if "." in path and not (fits and path in given):
+            continue
+        if match is None or not fits:
+            takes = f"{path} {list(tensor.shape)}"
+            has = ", ".join(f"{n} {list(t.shape)}" for n, (_, t) in given.items()) or "no tensor"
+            raise InputError(
+                f"{names}.forward takes {takes} and {others}.forward takes {has}: diff gives both the same input. "
+                "Give both the same sizes: --left-set, --right-set, or --input-shape."
+            )
+        dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
+        instead[path] = match.to(device=tensor.device, dtype=dtype)
+
+    def exchanged(path: str, value: Any) -> Any:
+        parts = parts_of(value)
+        if not parts:
+            return instead.get(path, value)
+        return with_parts(value, [exchanged(f"{path}.{key}", part) for key, part in parts])
+
+    arguments = {name: exchanged(name, value) for name, value in named_arguments(module, call).items()}
+    kwargs = {name: arguments.pop(name) for name in call.kwargs}
+    origin = call.origin if not instead or other.origin == call.origin else f"what {others} gets"
+    args = (*arguments.values(), *call.args[len(arguments) :])
+    return replace(call, args=args, kwargs=kwargs, origin=origin)
+
+
+def _fits(tensor: Tensor, drawn: Tensor, kind: Kind, *, any_length: bool) -> bool:
+    """Return whether a tensor may stand in the place of a drawn one: what a model gives has lengths of its own."""
+    if not any_length or kind == "image" or not tensor.dim():
+        return tensor.shape == drawn.shape
+    return tensor.dim() == drawn.dim() and (tensor.shape[-1] == drawn.shape[-1] or not tensor.is_floating_point())
+
+
+def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value for a layer, from the arguments of a forward.
+
+    Raises `InputError` where the forward takes no sequence of vectors.
+    """
+    given = tensors_of(module, call)
+    query, key, value = (tensor_for("", kind, given) for kind in ("query", "key", "value"))
+    if query is None or key is None or value is None or query.dim() not in (2, 3):
+        takes = ", ".join(f"{name} {list(tensor.shape)}" for name, (_, tensor) in given.items()) or "no tensor"
+        raise InputError(
+            f"{type(module).__name__}.forward takes {takes}, and a layer takes a query, batch query embed: diff gives "
+            "both the same input. Compare its attention: --left-module or --right-module PATH, as trace lists them."
+        )
+    return query, key, value
+
+
+# -- a part of a whole -------------------------------------------------------------------------------------------------
+
+
+def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
+    """Return the module at `path` as a target of its own, with the arguments that its first call in the whole gets.
+
+    The whole is left as it was.
+
+    Raises:
+        SpecError: there is no such module; its message has the nearest path.
+        InputError: the whole does not call it.
+    """
+    paths = {name: module for name, module in target.module.named_modules() if name}
+    if path not in paths:
+        listed = first_few(list(paths), 4) or "none"  # of a long list these say how paths are written
+        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{did_you_mean(path, paths)}")
+    module = paths[path]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+        raise _CaughtError
+
+    whole = Subject(target.module, call.args, call.kwargs)
+    handle = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
+    try:
+        with torch.no_grad(), whole.replaying(whole.state()):
+            target.module(*call.args, **call.kwargs)
+    except _CaughtError:
+        pass
+    finally:
+        handle.remove()
+    if not calls:
+        raise InputError(
+            f"{target.name} does not call its module {shown(path)} in this forward, so nothing tells what it takes. "
+            "Name one that it calls."
+        )
+    part = Target(module, f"{target.made_from} {path}", target.passed, target.notes, target.arguments)
+    caught = call_with(module, *with_copies(calls[0]), f"what {target.name} gives it")
+    parameters = signature_of(module.forward)
+    may_go = {name for name in caught.kwargs if name in parameters and parameters[name].default is None}
+    kwargs = {name: value for name, value in caught.kwargs.items() if name not in may_go or _is_plain(value)}
+    return part, call_with(module, caught.args, kwargs, caught.origin)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is data that a run leaves as it is; a cache of keys, for one, is filled by every run."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(_is_plain(part) for _, part in parts_of(value))
+    return isinstance(value, _PLAIN)
+
+
+def with_arguments_of(target: Target, call: Call) -> Target:
+    """Return a target whose forward gets the arguments of this call that it has by the same name, or what --set says.
+
+    A port of a module has the names of what it is a port of: rotary positions, a mask.
+    """
+    parameters = signature_of(target.module.forward)
+    same = {n: v for n, v in call.kwargs.items() if n in parameters and v is not None}
+    return replace(target, forward_settings={**same, **target.forward_settings})

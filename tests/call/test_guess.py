@@ -1,0 +1,184 @@
+"""What is found out about a forward: which axis is the batch, what nobody can guess, and what a function returns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mha_inspect.__main__ import run
+from mha_inspect.build.build import load_target
+from mha_inspect.build.target import TargetSpec
+from mha_inspect.build.values import parse_shapes
+from mha_inspect.build.vocabulary import Flags
+from mha_inspect.call.call import explained
+from mha_inspect.call.inputs import Asked, make_call
+from mha_inspect.call.load import subject_of
+from mha_inspect.call.part import with_the_same
+from mha_inspect.errors import InputError, SpecError
+from mha_inspect.layers.spec import InputSpec
+
+FILE = str(Path(__file__).parent / "masked.py")
+
+
+def made(name: str, settings: dict[str, str] | None = None, shapes: tuple[str, ...] = (), **inputs: Any):
+    target = load_target(f"{FILE}:{name}", settings or {}, TargetSpec())
+    given = frozenset({"batch_first"} & set(inputs))
+    flags = Flags({"batch_first": inputs.pop("batch_first", True)}, given, frozenset(inputs))
+    asked = Asked(InputSpec(**{"batch": 2, "seq_len": 5, **inputs}), flags, parse_shapes(shapes))
+    return target, make_call(target, asked)
+
+
+# -- which axis is the batch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("Keeps", (2, 5, 12), None),
+        ("Words", (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. --batch-first"),
+        ("Wraps", (2, 5, 12), "x is `batch seq embed`: the forward does not say, .*MultiheadAttention.* --seq-first"),
+    ],
+)
+def test_the_layout_is_what_the_forward_says(name: str, shape: tuple[int, ...], said: str | None) -> None:
+    _, call = made(name)
+    assert tuple(call.kwargs["x"].shape) == shape
+    assert len(call.said) == (said is not None)
+    assert said is None or re.match(said, call.said[0])
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Wraps", "Words"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layout_that_is_given_is_taken(name: str, first: bool) -> None:
+    _, call = made(name, batch_first=first)
+    assert tuple(call.kwargs["x"].shape) == ((2, 5, 12) if first else (5, 2, 12))
+    assert call.said == ()
+
+
+# -- how often it is run -----------------------------------------------------------------------------------------------
+
+
+def test_a_forward_is_run_once_to_know_its_inputs_and_once_to_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    target, call = made("Calls", batch=1)
+    kind = type(target.module)
+    assert kind.calls == 1
+    assert call.without_ones is not None
+    assert tuple(call.without_ones(target.module).kwargs["x"].shape) == (2, 5, 12)
+    assert kind.calls == 1
+    assert run(["trace", f"{FILE}:Calls", "--batch", "2", "--seq-len", "5"]) == 0
+    assert "weights " in capsys.readouterr().out
+    assert kind.calls == 3
+
+
+# -- what nobody can guess ---------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_those_of_the_sequences() -> None:
+    _, call = made("Lengths")
+    assert call.kwargs["seq_lens"].tolist() == [5, 5]
+    assert call.drawn == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "arguments"),
+    [
+        ("Scaled", "Scaled.forward needs freqs_cis, .*--input-shape freqs", "x=torch.randn(2, 12, 12), freqs_cis=..."),
+        ("Dictionary", "Dictionary.forward takes several tensors in batch", "batch=..."),
+        ("Annotated", "Annotated.forward takes several tensors in pair", "pair=..."),
+        ("Named", r"Named.forward takes several tensors in \*\*kwargs", "kwargs=..."),
+    ],
+)
+def test_what_nobody_can_guess_is_refused_with_the_function_to_write(name: str, said: str, arguments: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        made(name)
+    code = f"def attention():\n    module = {name}()\n    return module, (), dict({arguments})"
+    assert str(refused.value).endswith(f"as a function that returns it with the module:\n{code}")
+    compile(code, "", "exec")
+
+
+def test_what_runs_in_training_mode_alone_says_so() -> None:
+    target, call = made("Trains")
+    subject = subject_of(target, call, 0)
+    with pytest.raises(AssertionError) as raised:
+        subject.plain()
+    assert str(explained(raised.value, subject)).endswith("It runs in training mode: --train.")
+    assert not target.module.training
+    target.module.train()
+    subject.plain()
+
+
+def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
+    target, call = made("Lazy")
+    assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
+    assert call.said == ("Its lazy layers take any width, and were given 12: --input-shape gives another.",)
+    # What was found out by running a copy leaves the module itself as it was.
+    assert isinstance(target.module.first.weight, torch.nn.UninitializedParameter)
+    with pytest.raises(InputError, match=r"LazyImage has lazy layers \(LazyConv1d\).*--input-shape x="):
+        made("LazyImage")
+    _, call = made("LazyImage", shapes=("x=2x5x12",))
+    assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
+
+
+# -- a function that returns a module and its arguments ----------------------------------------------------------------
+
+
+def test_a_function_returns_what_the_forward_is_called_with() -> None:
+    target, call = made("scaled")
+    assert target.name == "Scaled"
+    assert torch.equal(call.kwargs["freqs_cis"], torch.ones(5, 12))
+    assert call.told == (
+        "The forward was called with x float32 [2, 5, 12], freqs_cis float32 [5, 12]. x, freqs_cis were returned with "
+        "the module.",
+    )
+    target, call = made("in_dictionary")
+    assert call.drawn == ("batch.x",)
+    target.module(**call.kwargs)
+    target, call = made("both")
+    assert call.kwargs["need_weights"] is False
+    assert not call.batch_first
+
+
+def test_returned_arguments_are_moved_with_the_module() -> None:
+    target = load_target(f"{FILE}:scaled", {}, TargetSpec(dtype="float64", device="meta"))
+    call = make_call(target, Asked(InputSpec()))
+    assert {(tensor.dtype, tensor.device.type) for tensor in call.kwargs.values()} == {(torch.float64, "meta")}
+
+
+def test_two_that_return_their_arguments_get_the_same() -> None:
+    (target, call), (other, again) = made("scaled"), made("scaled", {"width": "13"})
+    same = with_the_same(again, other.module, call, target.module)
+    assert not torch.equal(again.kwargs["x"], call.kwargs["x"])
+    assert all(torch.equal(same.kwargs[name], call.kwargs[name]) for name in ("x", "freqs_cis"))
+    (target, call), (other, again) = made("in_dictionary"), made("in_dictionary")
+    same = with_the_same(again, other.module, call, target.module)
+    assert torch.equal(same.kwargs["batch"]["x"], call.kwargs["batch"]["x"])
+
+
+def test_what_is_returned_must_be_arguments() -> None:
+    with pytest.raises(InputError, match=r"without_arguments\(\) returned a module and .*\(module, args, kwargs\)"):
+        made("without_arguments")
+    with pytest.raises(SpecError, match=r"scaled returns what its forward is called with, and --padding would make"):
+        made("scaled", padding=(1,))
+    assert made("scaled", causal=True)[1].said[0].startswith("--causal made no mask")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("trace", "weights "),
+        ("params", "qkv.weight"),
+        ("check", "check: "),
+        (f"diff {FILE}:scaled", "same"),
+        ("compare-heads --heads 2,3", "differs"),
+    ],
+)
+def test_every_command_takes_such_a_function(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *rest = line.split()
+    name = "both" if command == "compare-heads" else "scaled"
+    code = run([command, f"{FILE}:{name}", *rest])
+    output = capsys.readouterr()
+    assert code in (0, 1), output.err
+    assert says in output.out

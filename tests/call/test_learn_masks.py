@@ -1,0 +1,116 @@
+"""The masks of --causal and --padding, made in the form that a forward takes, which is learned by running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mha_inspect.build.build import load_target
+from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.vocabulary import Flags
+from mha_inspect.call.call import Call
+from mha_inspect.call.inputs import Asked, make_call
+from mha_inspect.errors import SpecError
+from mha_inspect.layers.spec import InputSpec
+
+FILE = str(Path(__file__).parent / "masked.py")
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+
+
+def made(name: str, settings: dict[str, str] | None = None, **inputs: Any):
+    target = load_target(name if ":" in name else f"{FILE}:{name}", settings or {}, TargetSpec())
+    flags = Flags(typed=frozenset(inputs))
+    return target, make_call(target, Asked(InputSpec(**{"batch": 2, "seq_len": 5, **inputs}), flags))
+
+
+def moved(target: Target, call: Call, token: int) -> torch.Tensor:
+    """`batch query`: the outputs that move with one token of the first row, by a run that nothing else looks at."""
+    module = target.module.eval()
+    with torch.no_grad():
+        before = module(**call.kwargs)
+        x = call.kwargs["x"].clone()
+        x[0, token] += 1.0
+        after = module(**{**call.kwargs, "x": x})
+    return ((before - after).abs() > 1e-5).any(-1)
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Subtracts", "Multiplies", "Visible", "Needed", "Both"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) -> None:
+    target, call = made(name, batch=batch, causal=True)
+    for token in range(5):
+        assert moved(target, call, token)[0].tolist() == [False] * token + [True] * (5 - token)
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "Needed", "KeepsKeys", "BarsKeys", "Both"])
+def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
+    target, call = made(name, padding=(2, 1))
+    assert moved(target, call, 2)[0].all()
+    for token in (3, 4):
+        seen = moved(target, call, token)[0]
+        assert seen.nonzero().flatten().tolist() == [token]  # it moves what it asks itself, and no other
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("Both", 2), ("Needed", 1), ("Adds", 1)])
+def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> None:
+    target, call = made(name, causal=True, padding=(2, 1))
+    assert len([value for key, value in call.kwargs.items() if key != "x" and value is not None]) == arguments
+    assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
+    assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
+    assert len(call.said) == arguments
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "KeepsKeys"])
+@pytest.mark.parametrize(
+    ("flag", "inputs"), [("causal", {"causal": True, "seq_len": 1}), ("padding", {"padding": (0,)})], ids=str
+)
+def test_a_mask_that_would_bar_nothing_is_none(name: str, flag: str, inputs: dict[str, Any]) -> None:
+    _, call = made(name, **inputs)
+    assert {key for key, value in call.kwargs.items() if value is not None} == {"x"}
+    assert call.said == (f"What --{flag} asks for bars no key here: no mask was given.",)
+
+
+def test_what_was_learned_is_said_and_holds_at_other_sizes() -> None:
+    _, call = made("Bars", causal=True)
+    assert torch.equal(call.kwargs["attn_mask"], CAUSAL)
+    assert call.said == ("--causal made attn_mask, bool `query key`: True bars a key, as is learned from the weights.",)
+    target, call = made("Needed", batch=1, causal=True)
+    assert call.without_ones is not None
+    wider = call.without_ones(target.module)
+    assert tuple(wider.kwargs["mask"].shape) == (2, 5, 5)
+    assert torch.equal(wider.kwargs["mask"], ~CAUSAL.expand(2, 5, 5))
+
+
+def test_what_is_causal_by_itself_gets_no_mask() -> None:
+    _, call = made("Own", causal=True)
+    assert call.kwargs.get("mask") is None
+    assert call.said == ("The forward does by itself what --causal asks for: no mask was given.",)
+
+
+@pytest.mark.parametrize(("flag", "asked"), [("--causal", {"causal": True}), ("--padding", {"padding": (1,)})])
+def test_what_cannot_be_learned_is_not_made(flag: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"Deaf.forward does not show what mask means, so {flag} .*--input FILE"):
+        made("Deaf", **asked)
+
+
+def test_torchs_transformer_masks_its_decoder() -> None:
+    settings = {"d_model": "12", "nhead": "3", "num_encoder_layers": "1", "num_decoder_layers": "1"}
+    _, call = made("torch.nn:Transformer", settings, causal=True, padding=(2,), key_len=7)
+    masks = {name: value for name, value in call.kwargs.items() if "mask" in name and value is not None}
+    assert set(masks) == {"tgt_mask", "src_key_padding_mask", "memory_key_padding_mask"}
+    assert torch.equal(masks["tgt_mask"], CAUSAL)
+    assert masks["memory_key_padding_mask"].tolist() == [[False] * 5 + [True] * 2] * 2
+
+
+def test_a_mask_for_each_head_fits_the_heads_of_torchs_attention(tmp_path: Path) -> None:
+    mask = torch.randn(8, 5, 5)
+    torch.save(mask, tmp_path / "mask.pt")
+    settings = {"d_model": "16", "nhead": "4", "dim_feedforward": "20", "batch_first": "true"}
+    target, call = made("torch.nn:TransformerEncoderLayer", settings, attn_mask=tmp_path / "mask.pt")
+    assert torch.equal(call.kwargs["src_mask"], mask)
+    layer, x = target.module.eval(), call.kwargs["src"]  # with gradients: its fast path takes no such mask
+    assert torch.equal(layer(**call.kwargs), layer(x, src_mask=mask))
+    assert not torch.equal(layer(**call.kwargs), layer(x))
