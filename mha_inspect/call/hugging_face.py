@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -96,6 +97,8 @@ def _image(config: Any, inputs: InputSpec) -> Plan:
 def _sound(name: str, config: Any, inputs: InputSpec) -> Plan | None:
     """Return a waveform of as many frames as there are positions, or the spectrogram that whisper takes."""
     bins, longest = _held(config, "num_mel_bins"), getattr(config, "max_source_positions", None)
+    if name == "input_values" and hasattr(config, "audio_channels"):
+        return Plan("other", (inputs.batch, config.audio_channels, prod(config.upsampling_ratios) * inputs.seq_len))
     if name == "input_values" and bins is None:
         return Plan("other", (inputs.batch, 400 + 320 * (inputs.seq_len - 1)))
     if name == "input_features" and bins is not None and longest is not None:

@@ -194,7 +194,8 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
     parameters = signature_of(module.forward)
     may_go = {name for name in caught.kwargs if name in parameters and parameters[name].default is None}
     kwargs = {name: value for name, value in caught.kwargs.items() if name not in may_go or _is_plain(value)}
-    return part, call_with(module, caught.args, kwargs, caught.origin)
+    call = call_with(module, caught.args, kwargs, caught.origin)
+    return part, replace(call, drawn=tuple(path for path in call.drawn if "." not in path))
 
 
 def _is_plain(value: Any) -> bool:

@@ -95,6 +95,9 @@ def test_a_directory_gives_its_own_weights(saved):
     assert load(f"hf:{saved / 'config.json'}").module.config.hidden_size == 14
 
 
+SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "intermediate_size": "17"}
+
+
 @pytest.mark.parametrize(
     ("text", "settings", "shapes"),
     [
@@ -114,6 +117,9 @@ def test_a_directory_gives_its_own_weights(saved):
             {"num_hidden_layers": "1", "vision_config.image_size": "32", "vision_config.patch_size": "16"},
             {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)},
         ),
+        ("hf:esm", SMALL, {"input_ids": (3, 5)}),
+        ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
+        ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
         (
             "hf:vilt",
             {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "image_size": "32"},
@@ -129,23 +135,12 @@ def test_inputs_are_what_the_model_takes(text, settings, shapes):
         target.module(**made.kwargs)
 
 
-SMALL = {"num_hidden_layers": "1", "hidden_size": "14", "num_attention_heads": "2", "intermediate_size": "17"}
-
-
-@pytest.mark.parametrize(
-    ("text", "settings", "shapes"),
-    [
-        ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
-        ("hf:esm", SMALL, {"input_ids": (3, 5)}),
-        ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
-    ],
-)
-def test_raw_sound_and_ids_without_a_vocabulary(text, settings, shapes):
-    target = load(text, settings)
-    made = call(target)
-    assert {name: tuple(tensor.shape) for name, tensor in made.kwargs.items()} == shapes
-    with torch.no_grad():
-        target.module(**made.kwargs)
+@pytest.mark.parametrize("kind", ["time_series_transformer", "qwen2_5_vl_vision", "gemma4_vision"])
+def test_what_a_configuration_does_not_tell_is_refused_with_the_function_to_write(kind):
+    with pytest.raises(
+        InputError, match=r"needs \w+, and nothing tells .*--input-shape(?s:.*)return module, \(\), dict"
+    ):
+        call(load(f"hf:{kind}", {"small": "true"}))
 
 
 def test_what_a_configuration_leaves_open_is_said():
