@@ -68,6 +68,8 @@ def _bold(text: str, ctx: Any) -> str:
 class GroupedCommand(_Grouped, TyperCommand):
     """A command with its options in groups."""
 
+    allow_extra_args = True  # said by the options, which know what people mean by a word more
+
 
 class GroupedGroup(_Grouped, TyperGroup):
     """A group of commands, which stand before its options."""

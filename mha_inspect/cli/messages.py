@@ -81,40 +81,26 @@ def _allocation(error: BaseException) -> str:
 
 def usage_message(error: ClickException) -> str:
     """Return the message for a command line that cannot be understood."""
-    from .options import is_target, numbers_go_by_name
-
     ctx: Any = getattr(error, "ctx", None)
-    if ctx is None:
-        return shown(" ".join(error.format_message().split()), MESSAGE)
-    path: str = ctx.command_path
-    command = path.removeprefix("mha-inspect ")
-    if isinstance(error, NoSuchOption):
-        return _no_such_option(error, ctx, command)
-    if isinstance(error, BadOptionUsage):
+    if isinstance(error, NoSuchOption) and ctx is not None:
+        return _no_such_option(error, ctx, ctx.command_path.removeprefix("mha-inspect "))
+    if isinstance(error, BadOptionUsage) and ctx is not None:
         name = shown(error.option_name)
-        own = next((one for one in ctx.command.params if name in (*one.opts, *one.secondary_opts)), None)
-        if "does not take" in error.message:
-            others = [] if own is None else own.opts if name in own.secondary_opts else own.secondary_opts
+        option = next((option for option in ctx.command.params if name in (*option.opts, *option.secondary_opts)), None)
+        if option is not None and option.is_flag:
+            others = option.opts if name in option.secondary_opts else option.secondary_opts
             return f"{name} takes no value: write {name} alone" + (f", or {others[0]}." if others else ".")
-        value = "VALUE" if own is None else own.make_metavar(ctx)
-        return f"{name} was given without a value: write {name} {value}. What it takes: {path} --help"
-    if isinstance(error, BadParameter) and error.param is not None:
-        message = shown(" ".join(error.message.split()), MESSAGE)
-        if " is not a valid boolean" in message:  # a flag: only a variable can say anything but yes or no
-            value = message.partition(" is not a valid boolean")[0]
-            message = f"{value} is neither true nor false: write one of the two."
-        source = ctx.get_parameter_source(error.param.name)
-        names: list[str] = error.param.opts
-        flag = next((name for name in names if name.startswith("--")), names[0])
-        by_variable = source is not None and source.name == "ENVIRONMENT"
-        return f"{error.param.envvar if by_variable else flag} {message}"
-    if error.message.startswith("Got unexpected extra argument"):
-        extra = shown(error.message.partition(" (")[2].removesuffix(")"))
-        if is_target(extra):
-            return f"{command} has no use for {extra} beside another target. Two: mha-inspect diff LEFT RIGHT"
-        if any(option.name == "embed_dim" for option in ctx.command.params):
-            return f"{command} has no use for {extra}: {numbers_go_by_name(command)}."
-        return f"{command} has no use for {extra}. What it takes: {path} --help"
+        value = "VALUE" if option is None else option.make_metavar(ctx)
+        return f"{name} was given without a value: write {name} {value}. What it takes: {ctx.command_path} --help"
+    if isinstance(error, BadParameter) and error.param is not None and ctx is not None:
+        parameter, message = error.param, shown(" ".join(error.message.split()), MESSAGE)
+        source = ctx.get_parameter_source(parameter.name)
+        if source is not None and source.name == "ENVIRONMENT":
+            if getattr(parameter, "is_flag", False):
+                typed = shown(repr(os.environ.get(str(parameter.envvar))))
+                message = f"{typed} is neither true nor false: write one of the two."
+            return f"{parameter.envvar} {message}"
+        return f"{next((name for name in parameter.opts if name.startswith('--')), parameter.opts[0])} {message}"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 
 

@@ -272,6 +272,7 @@ class Options:
     def parsed(cls, values: dict[str, Any]) -> "Options":
         """Return the options as parsed, with who has set them. Raises `SpecError` where two contradict each other."""
         options, context = cls(**values), get_current_context()
+        require_no_more(context)
         sources = {name: context.get_parameter_source(name) for name in values}
         named = {name: source.name for name, source in sources.items() if source is not None}
         options.given = frozenset(name for name, source in named.items() if source not in ("DEFAULT", "DEFAULT_MAP"))
@@ -318,6 +319,20 @@ def require_numbers(device: str, use: str, way_out: str = "") -> None:
 def is_target(text: str) -> bool:
     """Return whether a text has the form of a target, and not that of a layer's name."""
     return ":" in text or text.endswith(".py")
+
+
+def require_no_more(ctx: Any) -> None:
+    """Let it pass where the command line has no word that the command has no use for. Raises `SpecError` otherwise."""
+    if not ctx.args:
+        return
+    command, extra = ctx.info_name, shown(" ".join(ctx.args))
+    if is_target(extra):
+        way_out = " beside another target. Two: mha-inspect diff LEFT RIGHT"
+    elif any(option.name == "embed_dim" for option in ctx.command.params):
+        way_out = f": {numbers_go_by_name(command)}."
+    else:
+        way_out = f". What it takes: {ctx.command_path} --help"
+    raise SpecError(f"{command} has no use for {extra}{way_out}")
 
 
 _EXPORT_OF_NO_PICTURE = option(
