@@ -121,7 +121,7 @@ def _of_turn(graph: Graph, turn: Attention, found: Attention, names: AxisNames) 
         seen = None if seen is None else _by_position(seen.T, axes[pair[1]], "key", sizes)
         seen = None if seen is None else seen.T
     blind: Rows = ()
-    if sight.blind is not None:
+    if sight.blind is not None and sight.blind.shape[pair[1]] == 1:  # else the softmax is over another axis
         shape = [1 if place == pair[1] else size for place, size in enumerate(weights.shape)]
         rows = canonical(sight.blind.expand(shape), "weights", names.of_stage("weights"), sizes)
         if rows is not None:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
-from .bench import Bench, NotPossibleError, RaisedError, difference
+from .bench import Bench
 from .facts import scale_words
+from .outputs import NotPossibleError, difference
+from .reach import other_tokens, reach_in_bits, reach_of_others, reach_of_tokens
+from .runner import RaisedError
 from .sources import Source, batch_axis_of
 
 _OTHER_KERNELS = 20.0
@@ -21,16 +24,15 @@ _OTHER_KERNELS = 20.0
 
 def inputs(bench: Bench) -> Iterator[Finding]:
     """Yield arguments that the forward wrote into."""
-    _ = bench.seen
     before = dict(tensors_in(argument_names(bench.module, *bench.given.of_call({}))))
     told = set()
-    for known, tensor in tensors_in(argument_names(bench.module, *bench.after)):
+    for known, tensor in tensors_in(argument_names(bench.module, *bench.base.after)):
         if tensor.shape != before[known].shape or torch.equal(tensor.nan_to_num(), before[known].nan_to_num()):
             continue
         if id(tensor) in told or known.split(".")[0] == bench.intent.cache:
             continue
         told.add(id(tensor))
-        recording = bench.seen.recording
+        recording = bench.recorded.recording
         storages = {named.tensor.storage for named in recording.inputs if named.name == known}
         yield Finding(
             "inputs",
@@ -43,7 +45,7 @@ def inputs(bench: Bench) -> Iterator[Finding]:
 
 
 def _writes(bench: Bench) -> Iterator[Op]:
-    return (op for op in bench.seen.recording.ops if op.kind == "write" and op.inputs)
+    return (op for op in bench.recorded.recording.ops if op.kind == "write" and op.inputs)
 
 
 def batch(bench: Bench) -> Iterator[Finding]:
@@ -58,9 +60,9 @@ def batch(bench: Bench) -> Iterator[Finding]:
     if source.rows < 2:
         yield from _leaks(bench, {0: _moved_of_two(bench, source.batch)}, source)
         return
-    found = list(_leaks(bench, bench.reach, source))
+    found = list(_leaks(bench, reach_of_tokens(bench), source))
     yield from found
-    for place, moved in bench.reach_of_others.items() if not found else ():
+    for place, moved in reach_of_others(bench).items() if not found else ():
         other = bench.sources[place]
         yield from _leaks(bench, {other.length // 2: moved}, other)
 
@@ -75,16 +77,14 @@ def _moved_of_two(bench: Bench, axis: int) -> Tensor:
         for name, value in bench.values.items()
         if isinstance(value, Tensor) and value.dim() > max(axis, 1) and value.shape[axis] == 1
     }
-    wider = bench.other(changes, bench.intent)
     try:
-        wider.output = wider.run()  # it need not be recorded
+        doubled = bench.with_arguments(changes)
+        source = doubled.sources[0]
+        _ = doubled.output
     except (RaisedError, NotPossibleError):
         why = "there is one row, and the module does not run with two: give a batch of 2"
         raise NotPossibleError(why) from None
-    first = wider.sources[0]
-    made = wider.run(wider.other_tokens(first, first.at(0, 0)))
-    bench.runs += wider.runs
-    return wider.moved(made)
+    return doubled.moved(doubled.run(other_tokens(doubled, source, source.at(0, 0))))
 
 
 def _leaks(bench: Bench, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _moves_beside(moved: Tensor, place: int) -> bool:
 
 
 def _line(bench: Bench) -> str:
-    found = bench.seen.attentions
+    found = bench.recorded.attentions
     return found[0][0].score_product.op.source if found else ""
 
 
@@ -138,11 +138,11 @@ def mixing(bench: Bench) -> Iterator[Finding]:
     """Yield where tokens never meet although nothing keeps them apart."""
     if not bench.follows or bench.sources[0].length < 2:
         raise NotPossibleError("the output has no place for each token")
-    source, reach = bench.sources[0], bench.bits_moved
+    source, reach = bench.sources[0], reach_in_bits(bench)
     if not any(_moves_beside(moved[:1], place) for place, moved in reach.items()):
         if any(bool((moved[1:] > 0).any()) for moved in reach.values()):
             return  # the check of the batch tells that
-        if any(bool((moved[0] > 0).any()) for moved in bench.reach_of_others.values()):
+        if any(bool((moved[0] > 0).any()) for moved in reach_of_others(bench).values()):
             return  # the keys are of another source
         yield Finding(
             "mixing",
@@ -175,15 +175,14 @@ def mixing(bench: Bench) -> Iterator[Finding]:
 
 def repeat(bench: Bench) -> Iterator[Finding]:
     """Yield where two runs give something else."""
-    if bench.raised_again is not None:
-        raise bench.raised_again
-    again = bench.evidence.again
-    if again is not None and _apart(bench, bench.output_of(again)) <= bench.limit:
+    if isinstance(bench.base.again, RaisedError):
+        raise bench.base.again
+    if _apart(bench, bench.output_of(bench.base.again)) <= bench.limit:
         return
-    apart = _apart(bench, bench.run(seed=bench.seed + 1))
+    apart = _apart(bench, bench.run(seed=bench.runner.seed + 1))
     same = _apart(bench, bench.output_of(bench.returned(first=False)))
     if same > bench.limit:
-        buffers = {named.tensor.storage for named in bench.seen.recording.buffers}
+        buffers = {named.tensor.storage for named in bench.recorded.recording.buffers}
         yield Finding(
             "repeat",
             "A run changes what the next one gives: the module keeps something between calls.",
@@ -192,7 +191,7 @@ def repeat(bench: Bench) -> Iterator[Finding]:
         )
     elif apart > bench.limit:
         kept = "native_dropout", (False,)  # drops nothing
-        drawn = [op for op in bench.seen.recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != kept]
+        drawn = [op for op in bench.recorded.recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != kept]
         dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
         where = next(iter(dropout or drawn), None)
         cause, fix = "Random numbers are drawn in eval, and two runs give different outputs.", ""
@@ -220,14 +219,14 @@ def training(bench: Bench) -> Iterator[Finding]:
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in bench.module.modules()):
         raise NotPossibleError("batch norm takes other statistics in train")
     enough = _OTHER_KERNELS * bench.limit
-    with bench.changed_by(_train_without_dropout):
+    with bench.runner.changed_by(_train_without_dropout):
         row = bench.first_row()
         if row and _apart_from_eval(bench, row)[1] <= enough:
             return
         made, apart = _apart_from_eval(bench, {})  # where rows move each other, one alone gives something else
         if apart <= enough:
             return
-        other = bench.run(seed=bench.seed + 1)
+        other = bench.run(seed=bench.runner.seed + 1)
         if float(difference(made, other).max()) > bench.limit:
             raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
     yield Finding(
@@ -268,7 +267,8 @@ def causal(bench: Bench) -> Iterator[Finding]:
     if finding is not None:
         yield finding
         return
-    for place, moved in bench.reach.items() if bench.follows and not bench.found & {"heads", "masking"} else ():
+    reach = reach_of_tokens(bench) if bench.follows and not bench.failed & {"heads", "masking"} else {}
+    for place, moved in reach.items():
         early = (moved[0, :place] > 0).nonzero().flatten().tolist()
         if early:
             yield Finding(
@@ -316,7 +316,7 @@ def scale(bench: Bench) -> Iterator[Finding]:
     """Yield scales that are not 1/√head_dim, where that was declared."""
     if bench.intent.scale is None:
         raise NotPossibleError("not declared: scale")
-    for found, names in bench.seen.attentions:
+    for found, names in bench.recorded.attentions:
         if not found.is_dot:
             raise NotPossibleError("the scores are additive: there is no dot product that a scale is for")
         wanted = max(names.head_dim, 1) ** -0.5

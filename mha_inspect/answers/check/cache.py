@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ...reports.check import Finding
-from .bench import LOOSE, Bench, NotPossibleError, RaisedError
+from .bench import LOOSE, Bench
+from .outputs import NotPossibleError
+from .runner import RaisedError
 from .sources import Source
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
@@ -53,7 +55,7 @@ def cache(bench: Bench) -> Iterator[Finding]:
             )
             return
         apart[how] = bench.apart(made, base).amax(0)
-    wrong = {how: (own > LOOSE * bench.limit).nonzero().flatten().tolist() for how, own in apart.items()}
+    wrong = {how: (by > LOOSE * bench.limit).nonzero().flatten().tolist() for how, by in apart.items()}
     hows = [how for how, places in wrong.items() if places]
     if hows:
         cause, fix = _cause(wrong)
@@ -98,10 +100,10 @@ def _cache_name(bench: Bench) -> str | None:
     """Return the argument that takes a cache by its name, of a causal module that returns something second."""
     name = next((name for name in _CACHES if name in bench.given.parameters and bench.values.get(name) is None), None)
     every = bench.sights
-    if name is None or not every or not all(s.words().startswith("causal") and s.queries == s.keys for s in every):
+    if name is None or not every or not all(sight.is_causal and sight.queries == sight.keys for sight in every):
         return None
     try:
-        _second(bench.seen.returned)
+        _second(bench.recorded.returned)
     except NotPossibleError:
         return None
     return name
@@ -115,9 +117,9 @@ def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]], given: dict
     assert source.positions is not None
     for start, stop in steps:
         changes: dict[str, Any] = {name: past} if past is not None else {}
-        for own, value in given.items():
-            if isinstance(value, Tensor) and own != name:
-                changes[own] = _piece(own, value, source, start, stop)
+        for argument, value in given.items():
+            if isinstance(value, Tensor) and argument != name:
+                changes[argument] = _piece(argument, value, source, start, stop)
         returned = bench.returned(changes)
         outputs.append(bench.output_of(returned))
         past = _second(returned)

@@ -12,23 +12,26 @@ from ...naming.stage_facts import unlike_dot
 from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, Held, LeftOut
 from ...text import plural
+from ..run_report import environment_of, layer_of
 from .behaviour import batch, causal, inputs, mixing, repeat, scale, training, window
-from .bench import Bench, NotPossibleError, RaisedError
+from .bench import Bench
 from .cache import cache
 from .facts import facts_of, heads_of, without_heads
 from .heads import grouped, heads
 from .intent import CHECKS, Intent, chosen_checks
-from .numbers import finite, kernels
+from .numbers import finite
+from .outputs import NotPossibleError
 from .padding import padding
 from .reference import reference
 from .rotary import rotary
+from .runner import RaisedError, Runner
 from .softmax import lone_softmaxes, masking, softmax
-from .weights import parameters
+from .weights import UnreadFinding, parameters
 
-_RUNS: dict[str, Callable[[Bench], Iterator[Finding]]] = {
+_RUNS: dict[str, Callable[[Bench], Iterator[Finding | LeftOut] | Iterator[Finding]]] = {
     run.__name__: run
     for run in (
-        *(inputs, heads, softmax, masking, finite, kernels, grouped, rotary, batch, mixing, parameters, repeat),
+        *(inputs, heads, softmax, masking, finite, grouped, rotary, batch, mixing, parameters, repeat),
         *(training, causal, window, padding, cache, scale, reference),
     )
 }
@@ -39,12 +42,19 @@ _NEED_NO_NUMBERS = ("scale", "parameters")
 """Checks that a run on meta is enough for."""
 _ON_META = {"parameters": "every projection is read, once"}
 """What holds where one of them finds nothing there, in the place of what `CHECKS` says."""
-_NEED_NUMBERS = ("heads", "softmax", "masking", "finite", "kernels", "grouped", "rotary", "reference")
-"""Checks that read what is held of the base run: they come before it is let go."""
+_NEED_NUMBERS = ("heads", "softmax", "masking", "finite", "grouped", "rotary", "reference")
+"""Checks that read the tensors of the base run: they come before those are let go."""
+_FOLLOWS = {
+    "mixing": {"heads", "batch", "finite"},
+    "parameters": {"masking"},
+    "softmax": {"finite"},
+    "repeat": {"finite"},
+}
+"""Checks whose findings follow from those of others."""
 
 
 def check(
-    own: Subject,
+    subject: Subject,
     intent: Intent | None = None,
     *,
     only: Sequence[str] = (),
@@ -60,43 +70,42 @@ def check(
         InputError: there is no attention in it, or the intent names no argument of its forward.
         SpecError: there is no check of a name.
     """
-    from ..run_report import environment_of, layer_of
-
     intent = intent or Intent()
     names = chosen_checks(only, skip)
-    bench = Bench(own, intent, tick, once=evidence_only)
+    runner = Runner(subject, tick)
+    bench = Bench(runner, runner.subject, intent, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
         bench.given.require(argument)
-    made: list[Finding | Held | LeftOut] = []
+    results: list[Finding | Held | LeftOut] = []
     again = not evidence_only and not bench.on_meta
-    with bench.changed_by(nn.Module.eval):
-        if not bench.seen.attentions:
-            made += lone_softmaxes(bench)
-            if not made:
+    with runner.changed_by(nn.Module.eval):
+        if not bench.recorded.attentions:
+            results += lone_softmaxes(bench)
+            if not results:
                 raise InputError(_nothing(bench))
-            made += [LeftOut(name, "no attention is found around this softmax") for name in names]
+            results += [LeftOut(name, "no attention is found around this softmax") for name in names]
             names = ()
         for name in (name for name in names if name in _NEED_NUMBERS):
-            made += _results(bench, name)
-        without, _ = without_heads(bench), bench.sights
-        bench.release()
+            results += _results(bench, name)
+        without = without_heads(bench)
+        bench.base.release()
         for name in (name for name in names if name not in _NEED_NUMBERS):
-            made += _results(bench, name)
+            results += _results(bench, name)
         facts = tuple(facts_of(bench, runs=again))
         hanging = tuple(heads_of(bench, without, runs=again))
     order = list(CHECKS)
-    made.sort(key=lambda one: order.index(one.check))
+    results.sort(key=lambda result: order.index(result.check))
     return CheckReport(
-        environment=replace(environment_of(own), seed=bench.own.seed),
-        layer=layer_of(own),
+        environment=replace(environment_of(subject), seed=runner.seed),
+        layer=layer_of(subject),
         intent=intent.told(),
-        findings=_by_cause([one for one in made if isinstance(one, Finding)]),
+        findings=_causes([result for result in results if isinstance(result, Finding)]),
         facts=facts,
         heads=hanging,
-        held=tuple(one for one in made if isinstance(one, Held)),
-        left_out=tuple(one for one in made if isinstance(one, LeftOut)),
-        runs=bench.runs,
-        notes=(*own.notes, *unlike_dot(bench.seen)),
+        held=tuple(result for result in results if isinstance(result, Held)),
+        left_out=tuple(result for result in results if isinstance(result, LeftOut)),
+        runs=runner.runs,
+        notes=(*subject.notes, *unlike_dot(bench.recorded)),
     )
 
 
@@ -106,39 +115,34 @@ def _results(bench: Bench, name: str) -> list[Finding | Held | LeftOut]:
         return [LeftOut(name, "the module is on meta, and this needs numbers: use --device cpu")]
     if bench.once and name in _NEED_RUNS:
         return [LeftOut(name, "needs more runs than one")]
-    bench.tick(name)
-    found: list[Finding] = []
-    reasons: list[str] = []
+    bench.runner.tick(name)
+    results: list[Finding | Held | LeftOut] = []
+    is_made = True
     try:
-        for finding in _RUNS[name](bench):
-            found.append(finding)
-    except NotPossibleError as error:
-        reasons.append(" ".join(str(error).split()))
-    except RaisedError as error:
-        reasons.append(f"the forward raises under a changed input: {' '.join(str(error).split())}")
-    bench.found |= {finding.check for finding in found if finding.sure}
-    what = _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]
-    held = [] if found or reasons else [Held(name, what)]
-    return [*found, *held, *(LeftOut(name, reason) for reason in (*reasons, *bench.asides.pop(name, ())))]
+        for result in _RUNS[name](bench):
+            results.append(result)
+    except (NotPossibleError, RaisedError) as error:
+        raised = "the forward raises under a changed input: " if isinstance(error, RaisedError) else ""
+        results.append(LeftOut(name, raised + " ".join(str(error).split())))
+        is_made = False
+    findings = [result for result in results if isinstance(result, Finding)]
+    bench.failed |= {finding.check for finding in findings if finding.sure}
+    if is_made and not findings:
+        results.insert(0, Held(name, _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]))
+    return results
 
 
-def _by_cause(findings: list[Finding]) -> tuple[Finding, ...]:
-    """The findings without those that follow from another one, causes first."""
+def _causes(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Return the findings without those that follow from others, the sure ones first."""
     sure = {finding.check for finding in findings if finding.sure}
-    follow: set[str] = set()
-    if sure & {"heads", "batch"}:
-        follow |= {"mixing"}
-    if "masking" in sure:
-        follow |= {"parameters"} - {finding.check for finding in findings if "read by nothing" in finding.sentence}
-    if "finite" in sure:
-        follow |= {"softmax", "repeat", "mixing"}
-    kept = [finding for finding in findings if finding.check not in follow]
-    return tuple(sorted(kept, key=lambda finding: not finding.sure))
+    follow = {name for name, causes in _FOLLOWS.items() if causes & sure}
+    follow -= {finding.check for finding in findings if isinstance(finding, UnreadFinding)}
+    return tuple(sorted((f for f in findings if f.check not in follow), key=lambda finding: not finding.sure))
 
 
 def _nothing(bench: Bench) -> str:
-    """Why there is nothing to check, with the products that were seen."""
-    recording = bench.seen.recording
+    """Return why there is nothing to check, with the products that were seen."""
+    recording = bench.recorded.recording
     products = [op for op in recording.ops if op.does("product")]
     softmaxes = sum(op.does("softmax") for op in recording.ops)
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import torch
+from einops import EinopsError, rearrange
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import sizes_in
-from ...naming.layout import Layout
+from ...naming.pattern import dims_of
 from ...record.ops import TensorRef
 from ...reports.check import Fact, Head
 from ...text import first_few
-from .bench import Bench, NotPossibleError
-from .evidence import MOST_HEADS
-from .gradients import gradients_of, weight_of
+from .bench import Bench
+from .gradients import MOST_HEADS, Gradients, gradients_of, weight_of
 from .masks import mask_facts
+from .outputs import NotPossibleError
 from .tokens import Flow, LostError
 
 
 def facts_of(bench: Bench, *, runs: bool) -> Iterator[Fact]:
     """Yield what is so; with `runs` also what more runs tell."""
-    every = bench.seen.attentions
-    scales = ((f"{scale_words(found, names)} (head_dim {names.head_dim})", (), found.module) for found, names in every)
+    every = bench.recorded.attentions
+    scales = ((f"{scale_words(each, names)} (head_dim {names.head_dim})", (), each.module) for each, names in every)
     yield from _by_words("scale", scales)
-    yield from _by_words("attended over", ((_over(found, names), (), found.module) for found, names in every))
+    yield from _by_words("attended over", ((_over(each, names), (), each.module) for each, names in every))
     yield from _by_words("who sees whom", ((sight.words(), sight.picture, sight.module) for sight in bench.sights))
     if runs:
         yield from mask_facts(bench)
@@ -45,21 +46,22 @@ def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> It
             yield Fact(name, words + where, picture)
 
 
-def _over(found: Attention, names: AxisNames) -> str:
-    """What is attended over, where it is not the keys."""
-    if found.over_queries:
+def _over(attention: Attention, names: AxisNames) -> str:
+    """Return what is attended over, where it is not the keys; else empty."""
+    if attention.over_queries:
         return "the queries, which compete for each key"
     return "the features of a head, not positions" if names.over_features else ""
 
 
-def scale_words(found: Attention, names: AxisNames) -> str:
-    """A scale and what it is of head_dim: `0.125 = 1/√head_dim`."""
-    if not found.is_dot:
+def scale_words(attention: Attention, names: AxisNames) -> str:
+    """Return a scale and what it is of head_dim: `0.125 = 1/√head_dim`."""
+    if not attention.is_dot:
         return "none is due: the scores are additive"
-    if found.scale is None:
+    if attention.scale is None:
         return "no single number"
-    head_dim, width = max(names.head_dim, 1), found.stages["query"].shape[-1] if "query" in found.stages else 0
-    if math.isclose(found.scale, 1, rel_tol=1e-3):
+    head_dim = max(names.head_dim, 1)
+    width = attention.stages["query"].shape[-1] if "query" in attention.stages else 0
+    if math.isclose(attention.scale, 1, rel_tol=1e-3):
         return "1: none"
     known = {
         " = 1/√head_dim": head_dim**-0.5,
@@ -69,9 +71,9 @@ def scale_words(found: Attention, names: AxisNames) -> str:
         " = 1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
         " = 1/√embed_dim": width**-0.5 if width > 1 else 0.0,
     }
-    otherwise = f", {found.scale * head_dim**0.5:.4g} times 1/√head_dim"
-    like = (name for name, value in known.items() if math.isclose(found.scale, value, rel_tol=1e-3))
-    return f"{found.scale:.4g}{next(like, otherwise)}"
+    otherwise = f", {attention.scale * head_dim**0.5:.4g} times 1/√head_dim"
+    like = (name for name, value in known.items() if math.isclose(attention.scale, value, rel_tol=1e-3))
+    return f"{attention.scale:.4g}{next(like, otherwise)}"
 
 
 WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
@@ -80,75 +82,84 @@ WithoutHeads = list[tuple[Attention, AxisNames, list[float]]]
 
 def without_heads(bench: Bench) -> WithoutHeads:
     """Return what changes without each head, for as many attentions as have `MOST_HEADS` heads together."""
-    heads, made = 0, []
-    for found, names in bench.seen.attentions:
+    heads, changes = 0, []
+    for attention, names in bench.recorded.attentions:
         heads += names.num_heads
         if heads > MOST_HEADS:
             continue
         with suppress(LostError):
-            made.append((found, names, _without_each(bench.flow, found, names)))
-    return made
+            changes.append((attention, names, _without_each(bench.base.flow, attention, names)))
+    return changes
 
 
 def heads_of(bench: Bench, without: WithoutHeads, *, runs: bool) -> Iterator[Head]:
     """Yield what hangs on each head: the output of its attention without it, and its share of the gradient."""
-    gradients: Mapping[str, Tensor | None] = {}
+    gradients: Gradients = {}
     with suppress(NotPossibleError):
         gradients = gradients_of(bench) if runs else {}
-    for found, names, changes in without:
-        share = _shares(bench, found, names, gradients)
+    for attention, names, changes in without:
+        share = _shares(bench, attention, names, gradients)
         for head, change in enumerate(changes):
-            yield Head(found.module, head, change, share[head] if share else None)
+            yield Head(attention.module, head, change, share[head] if share else None)
 
 
-def _without_each(flow: Flow, found: Attention, names: AxisNames) -> list[float]:
-    """How much the output of an attention changes when a head's context is zero, beside the output."""
-    target = found.stages.get("output") or found.stages.get("concat")
+def _without_each(flow: Flow, attention: Attention, names: AxisNames) -> list[float]:
+    """Return how much the output of an attention changes when a head's context is zero, beside the output."""
+    target = attention.stages.get("output") or attention.stages.get("concat")
     if target is None:
         raise LostError
-    own = found.stages["context"]
-    base = flow.again({own.id: flow.value(own)}, target).double()
+    context = attention.stages["context"]
+    base = flow.again({context.id: flow.value(context)}, target).double()
     size = float(base.norm()) or 1.0
-    empty = ({context.id: without} for context, without in _contexts_without_each(flow, found, names))
-    return [round(float((flow.again(changed, target).double() - base).norm()) / size, 6) for changed in empty]
+    changed = ({ref.id: value} for ref, value in _contexts_without_each(flow, attention, names))
+    return [round(float((flow.again(values, target).double() - base).norm()) / size, 6) for values in changed]
 
 
-def _contexts_without_each(flow: Flow, found: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
+def _contexts_without_each(flow: Flow, attention: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
     """Yield for each head the context that has it, and its numbers with zeros for that head."""
-    if found.branches:
-        contexts = [branch.stages["context"] for branch in found.branches]
+    if attention.branches:
+        contexts = [branch.stages["context"] for branch in attention.branches]
         if len({context.id for context in contexts}) < names.num_heads:
             raise LostError
         yield from ((context, torch.zeros_like(flow.value(context))) for context in contexts)
         return
-    context, axes = found.stages["context"], names.of_stage("context")
+    context, axes = attention.stages["context"], names.of_stage("context")
     value = flow.value(context)
+    dims = dims_of(axes)
+    heads = [name for name in ("heads", "kv_heads", "group") if any(name in dim for dim in dims)]
+    others = [name for dim in dims for name in dim if name not in (*heads, "1")]
+    sizes = {
+        name: size for name, size in sizes_in(attention, names, "context").items() if _shares_a_dimension(name, dims)
+    }
+    places = torch.arange(value.numel(), device=value.device).view(value.shape)
     try:
-        layout = Layout(context, axes, sizes_in(found, names, "context"))
-    except ValueError as error:
+        by_head = rearrange(places, f"{axes} -> ({' '.join(heads)}) ({' '.join(others)})", **sizes)
+    except EinopsError as error:
         raise LostError from error
-    if "heads" not in axes or layout.num_heads != names.num_heads:
+    if len(by_head) != names.num_heads:
         raise LostError
-    for head in range(names.num_heads):
-        yield context, value.masked_fill(layout.is_of(head).to(value.device), 0)
+    for of_head in by_head:
+        yield context, value.flatten().index_fill(0, of_head, 0).view(value.shape)
 
 
-def _shares(
-    bench: Bench, found: Attention, names: AxisNames, gradients: Mapping[str, Tensor | None]
-) -> list[float] | None:
-    """Each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| summed over its columns."""
-    op = found.projections.get("output")
+def _shares_a_dimension(name: str, dims: list[list[str]]) -> bool:
+    return any(name in dim and len(dim) > 1 for dim in dims)
+
+
+def _shares(bench: Bench, attention: Attention, names: AxisNames, gradients: Gradients) -> list[float] | None:
+    """Return each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| over its columns."""
+    op = attention.projections.get("output")
     name = weight_of(bench, op) if op else ""
     gradient = gradients.get(name)
     width = names.num_heads * names.head_dim
     parameter = dict(bench.module.named_parameters()).get(name)
     if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
         return None
-    if "concat" not in found.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
+    if "concat" not in attention.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
         return None
     taylor = (parameter.detach() * gradient).double()
     # A square matrix is taken for nn.Linear's, which has the features that come in last.
     taylor = taylor if parameter.shape[1] == width else taylor.T
     each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
     total = float(each.sum())
-    return [round(float(one) / total, 6) for one in each] if total else None
+    return [round(float(share) / total, 6) for share in each] if total else None

@@ -35,7 +35,7 @@ def _heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
             continue  # beside a key head that they share, query heads may stand in the rows of one product
         start, other, group, row, other_row = apart
         end = side.width - 1
-        split[_splitting(bench, side) or tokens.found.score_product.op.source][name] = (
+        split[_splitting(bench, side) or tokens.attention.score_product.op.source][name] = (
             f"Changed in one token of {name[0]}_proj: features {start}–{start + end} are position {row} of head "
             f"{group}, features {other}–{other + end} position {other_row} of the same head."
         )
@@ -73,7 +73,7 @@ def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None
 def _splitting(bench: Bench, side: Side) -> str:
     """The line of the view that splits the heads; empty where there is none."""
     tensor, source = side.target, ""
-    while (op := bench.seen.recording.producer(tensor)) is not None and tensor.id != side.source.id and op.inputs:
+    while (op := bench.recorded.recording.producer(tensor)) is not None and tensor.id != side.source.id and op.inputs:
         if op.kind == "view" and len(op.output.shape) > len(op.inputs[0].shape):
             source = op.source
         tensor = op.inputs[0]
@@ -86,8 +86,8 @@ def _merged(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     Raises `LostError` where that cannot be told.
     """
     side = tokens.side("query")
-    concat = tokens.found.stages.get("concat")
-    if concat is None or tokens.found.branches:
+    concat = tokens.attention.stages.get("concat")
+    if concat is None or tokens.attention.branches:
         raise LostError
     total = prod(side.tokens)
     comparable = side.tokens == concat.shape[:-1] and len(set(side.tokens)) == len(side.tokens)
@@ -110,7 +110,7 @@ def _merged(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
             evidence += f", and concat moved at {list(made[0])}."
         else:
             continue
-        op = bench.seen.recording.producer(concat)
+        op = bench.recorded.recording.producer(concat)
         fix = "transpose(1, 2) before the heads are put side by side."
         yield Finding("heads", sentence, evidence, source=op.source if op else "", fix=fix)
         return
@@ -122,11 +122,11 @@ def grouped(bench: Bench) -> Iterator[Finding]:
 
 
 def _grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
-    found, names = tokens.found, tokens.names
+    attention, names = tokens.attention, tokens.names
     if names.num_kv_heads == 1 and names.num_heads == 1:
         raise LostError
     query, key, value = (_heads_read(tokens.side(name)) for name in _SIDES)
-    heads, kv, values = (len(set(one.values())) for one in (query, key, value))
+    heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
     alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
     if not alike or kv in (1, heads) or heads % kv:
         raise LostError
@@ -139,7 +139,7 @@ def _grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
             "grouped",
             "A query head takes its values from another head than its keys.",
             f"{told}, and value heads {', '.join(str(value[group]) for group in order)}.",
-            source=found.value_product.op.source,
+            source=attention.value_product.op.source,
         )
     elif reads != means:
         yield Finding(
@@ -149,7 +149,7 @@ def _grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
             + f", so query head 1 reads key head {reads[1]}, and a group of {each} neighbours should share one. "
             "Weights that were trained as Llama's or torch's are met by the wrong heads.",
             f"{told}; in groups it is {', '.join(map(str, means))}.",
-            source=found.score_product.op.source,
+            source=attention.score_product.op.source,
             fix="repeat_interleave(group, dim=1), or expand behind the heads.",
         )
 
@@ -159,10 +159,10 @@ def _heads_read(side: Side) -> dict[int, int]:
 
     Raises `LostError` where that is not one each.
     """
-    found: dict[int, int] = {}
+    reads: dict[int, int] = {}
     for place, rows in enumerate(side.by_piece(side.token(0)).values()):
         for group, _ in rows:
-            if group in found:
+            if group in reads:
                 raise LostError
-            found[group] = place
-    return found
+            reads[group] = place
+    return reads

@@ -18,7 +18,6 @@ CHECKS = {
     "softmax": "weights sum to one over the axis that the values are averaged over",
     "masking": "a mask leaves no weight, and comes before the softmax",
     "finite": "every stage is finite",
-    "kernels": "fused kernels give what their steps give",
     "grouped": "query head h reads key head h // group",
     "rotary": "queries and keys are turned alike",
     "batch": "a row of the batch moves no other row",

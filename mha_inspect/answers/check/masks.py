@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from ...reports.check import Fact, Finding
 from ...text import shortened, spans
-from .bench import Bench, NotPossibleError, RaisedError
-from .sight import Sight
-from .softmax import masking, softmax
+from .bench import Bench
+from .outputs import NotPossibleError
+from .runner import RaisedError
+from .sight import SeenKeys
+from .softmax import masks_everything, softmax, weak_masks
 from .sources import Source
 
 _MOST = 2
@@ -34,7 +37,7 @@ class Masked:
     """The tokens that are the keys."""
     bench: Bench
     """The run."""
-    pairs: tuple[tuple[Sight, Sight], ...]
+    pairs: tuple[tuple[SeenKeys, SeenKeys], ...]
     """What each attention whose keys these are sees with the mask as it was given, and with this one."""
 
     @property
@@ -55,13 +58,14 @@ class Masked:
 
 def masked_runs(bench: Bench) -> list[Masked | Fact]:
     """Return a run for each mask argument, or a fact where the forward does not take another value."""
-    known: list[Masked | Fact] | None = bench.__dict__.get("masked")
-    if known is None:
-        known = bench.__dict__["masked"] = list(_made(bench))
-    return known
+    return bench.remembered(_masked_runs)
 
 
-def _made(bench: Bench) -> Iterator[Masked | Fact]:
+def _masked_runs(bench: Bench) -> list[Masked | Fact]:
+    return list(_each_masked_run(bench))
+
+
+def _each_masked_run(bench: Bench) -> Iterator[Masked | Fact]:
     looked_at = 0
     for name, given in bench.values.items():
         if not isinstance(given, Tensor) or not ("mask" in name or given.dtype == torch.bool) or given.dim() < 2:
@@ -88,15 +92,17 @@ def _made(bench: Bench) -> Iterator[Masked | Fact]:
         place = (slice(None, None, 2) if by_row else slice(None), ..., keys[0])
         changed[place] = other
         try:
-            made = bench.changed({name: changed})
-            pairs = tuple(_pairs(bench.sights, made.sights, source))
+            masked = bench.with_arguments({name: changed})
+            pairs = tuple(_pairs(bench.sights, masked.sights, source))
         except (RaisedError, NotPossibleError) as error:
             yield Fact("mask", f"{name}: the forward does not take another value ({error})")
             continue
-        yield Masked(name, value, other, keys, source, made, pairs)
+        yield Masked(name, value, other, keys, source, masked, pairs)
 
 
-def _pairs(before: tuple[Sight, ...], after: tuple[Sight, ...], source: Source) -> Iterator[tuple[Sight, Sight]]:
+def _pairs(
+    before: tuple[SeenKeys, ...], after: tuple[SeenKeys, ...], source: Source
+) -> Iterator[tuple[SeenKeys, SeenKeys]]:
     if len(before) == len(after):
         for was, now in zip(before, after, strict=True):
             if was.seen.shape == now.seen.shape and was.keys == source.length and len(was.seen) == source.rows:
@@ -129,16 +135,21 @@ def mask_faults(bench: Bench) -> Iterator[Finding]:
         yield from _misplaced(made, declared=declared)
         yield from _without_effect(bench, made, declared=declared)
         yield from _nan(bench, made)
-        for check, name in ((masking, "masking"), (softmax, "softmax")):
-            try:
-                found = [] if name in bench.found else list(check(made.bench))
-            except NotPossibleError:
-                continue
-            for finding in found:
-                if finding.sure and "bars every key" not in finding.sentence:
-                    evidence = f"With {made.name} {_word(made.other)} at some keys. {finding.evidence}"
-                    yield replace(finding, evidence=evidence)
-        made.bench.release()
+        yield from _of_weights(bench, made)
+        made.bench.base.release()
+
+
+def _of_weights(bench: Bench, made: Masked) -> Iterator[Finding]:
+    """Yield what is wrong with the weights of a run with a mask, and was not without it."""
+    findings: list[Finding] = []
+    if "masking" not in bench.failed and not any(map(masks_everything, made.bench.sights)):
+        findings += weak_masks(made.bench)
+    with suppress(NotPossibleError):
+        findings += () if "softmax" in bench.failed else softmax(made.bench)
+    for finding in findings:
+        if finding.sure:
+            evidence = f"With {made.name} {_word(made.other)} at some keys. {finding.evidence}"
+            yield replace(finding, evidence=evidence)
 
 
 def _without_effect(bench: Bench, made: Masked, *, declared: bool) -> Iterator[Finding]:

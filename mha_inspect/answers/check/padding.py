@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reports.check import Finding
-from .bench import LOOSE, Bench, NotPossibleError, RaisedError, difference
+from ...reports.check import Finding, LeftOut
+from .bench import LOOSE, Bench
 from .masks import mask_faults
+from .outputs import NotPossibleError, difference
+from .reach import other_tokens
+from .runner import RaisedError
 from .sources import Source
 
 
-def padding(bench: Bench) -> Iterator[Finding]:
+def padding(bench: Bench) -> Iterator[Finding | LeftOut]:
     """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
     found = list(mask_faults(bench))
     yield from found
@@ -34,8 +37,7 @@ def padding(bench: Bench) -> Iterator[Finding]:
         padded = _Padded(bench, name, source, keeps=False)
     fault = padded.fault()
     if fault is not None:
-        sentence, evidence, fix = fault
-        yield Finding("padding", sentence, evidence, source=bench.mask_line, fix=fix)
+        yield fault
 
 
 def _padded_source(bench: Bench, name: str) -> Source:
@@ -89,34 +91,37 @@ class _Padded:
 
     def _with_others(self, row: int, positions: int | Tensor, *, by: float = 2.0) -> Tensor:
         """The output with other tokens at some positions of a row."""
-        tokens = self._bench.other_tokens(self._source, self._source.at(row, positions), by=by)
+        tokens = other_tokens(self._bench, self._source, self._source.at(row, positions), by=by)
         return self._bench.run({self._name: self._mask, **tokens})
 
-    def fault(self) -> tuple[str, str, str] | None:
-        """Return what is wrong, the evidence and the fix; None where nothing is."""
+    def _finding(self, sentence: str, evidence: str, fix: str = "") -> Finding:
+        return Finding("padding", sentence, evidence, source=self._bench.mask_line, fix=fix)
+
+    def fault(self) -> Finding | LeftOut | None:
+        """Return what is wrong, or why its length could not be checked; None where nothing is."""
         name, leaks, told = self._name, self.leaks, self._bench.intent.padding_true
         ends = f"the {'last' if self._side == 'right' else 'first'} {len(self._pads)} tokens of row 0 were padded"
         meaning = f"{name} with True or 1 for {told or 'keep'}"
         rows = _of_row(self._bench, self._real if self._is_own else slice(None))
         if bool(self._base[rows].isnan().any()):
-            return "Padding gives NaN at real tokens.", f"T{ends[1:]} with {name}.", ""
+            return self._finding("Padding gives NaN at real tokens.", f"T{ends[1:]} with {name}.")
         if self.is_dead:
             seen = ", and what it ignores is seen." if leaks else "."
             moved = f"; padding was changed, and they moved by {leaks:.3g}." if leaks else "."
-            return (
+            return self._finding(
                 f"The mask works the other way round: what {name} keeps is barred{seen}",
                 f"With {meaning}, a real token of row 0 was changed, and no other real output moved by one bit{moved}",
                 f"turn the mask round where it is applied (~{name}), or say what it means otherwise.",
             )
         if leaks:
-            return (
+            return self._finding(
                 "The content of padding moves real outputs"
                 + ("." if told else ", whichever value of the mask ignores."),
                 f"With {meaning}, {ends} and changed, and a real output moved by {leaks:.3g}.",
                 "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
             )
         if others := self._of_other_rows():
-            return (
+            return self._finding(
                 "The mask of one row bars keys of another row.",
                 others,
                 "repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) for "
@@ -132,7 +137,7 @@ class _Padded:
         # Row 1 has no padding: where row 0 is padded it has real tokens.
         far = bench.apart(self._with_others(1, place), self._base)[1]
         far[place] = 0
-        without = bench.run(bench.other_tokens(source, source.at(1, place)))
+        without = bench.run(other_tokens(bench, source, source.at(1, place)))
         is_open = int((bench.apart(without, bench.output)[1] > 0).sum()) > 1
         if is_open and not bool((far > 0).any()):
             return (
@@ -142,20 +147,19 @@ class _Padded:
         moves = bool((self._moved[1:] > 0).any())
         return "Padding of row 0 was changed, and outputs of another row moved." if moves else ""
 
-    def _of_length(self, before: Tensor) -> tuple[str, str, str] | None:
-        """What is wrong where row 0 gives something else without its padding."""
+    def _of_length(self, before: Tensor) -> Finding | LeftOut | None:
+        """Return what is wrong where row 0 gives something else without its padding."""
         bench, count = self._bench, len(self._pads)
         try:
             short = self._cropped()
         except RaisedError as error:
-            bench.asides["padding"].append(f"its length: the forward does not take the row without it ({error})")
-            return None
+            return LeftOut("padding", f"its length: the forward does not take the row without it ({error})")
         apart = float(difference(short[_of_row(bench, slice(None))], before).max())
         if apart <= LOOSE * bench.limit:
             return None
         start = self._real.start
         is_left = self._side == "left"
-        return (
+        return self._finding(
             f"{'The side' if is_left else 'The length'} of the padding moves real outputs, by {apart:.3g}.",
             f"Row 0 with {count} tokens of padding on the {self._side} gives something else at tokens {start}–"
             f"{start + self._source.length - count - 1} than without it; the padding's content moves nothing.",

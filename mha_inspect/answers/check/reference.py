@@ -12,7 +12,8 @@ from ...naming.canonical import contents_of
 from ...naming.stages import STAGES
 from ...naming.subject import Run
 from ...reports.check import Finding
-from .bench import LOOSE, Bench, NotPossibleError, difference
+from .bench import LOOSE, Bench
+from .outputs import NotPossibleError, difference
 
 
 def reference(bench: Bench) -> Iterator[Finding]:
@@ -21,7 +22,7 @@ def reference(bench: Bench) -> Iterator[Finding]:
     if trusted is None:
         raise NotPossibleError("not declared: reference")
     args, kwargs = bench.given.of_call({})
-    own = replace(bench.own, module=trusted, args=args, kwargs=kwargs, without_ones=None)
+    own = replace(bench.subject, module=trusted, args=args, kwargs=kwargs, without_ones=None)
     try:
         with own.replaying(own.state()):
             trusted.eval()
@@ -39,7 +40,7 @@ def reference(bench: Bench) -> Iterator[Finding]:
     apart = float(difference(bench.output, theirs).max())
     if apart <= LOOSE * bench.limit:
         return
-    where, line, module, fix = next(_parting(bench.seen, other), ("the output", "", "", ""))
+    where, line, module, fix = next(_parting(bench.recorded, other), ("the output", "", "", ""))
     yield Finding(
         "reference",
         f"The reference gives something else, by {apart:.3g}: the first that differs is {where}.",

@@ -12,8 +12,7 @@ from ...graph.attention import Attention
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .bench import Bench, each_kind
-from .evidence import between
-from .tokens import LostError, Side, Tokens
+from .tokens import LostError, Side, Tokens, between
 
 _NEAR = 1e-3
 """What differs by less, beside the largest, does not differ."""
@@ -30,7 +29,10 @@ def _rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     if not any(turns.values()):
         raise LostError
     content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
-    found = _of_scores(tokens, sides, content, turns), _of_values(bench, tokens.found, content["value"], turns["value"])
+    found = (
+        _of_scores(tokens, sides, content, turns),
+        _of_values(bench, tokens.attention, content["value"], turns["value"]),
+    )
     yield from filter(None, found)
 
 
@@ -88,7 +90,7 @@ def _of_scores(
         )
     same = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
     plain = all(_keeps_norm(sides[name], content[name], near) for name in ("query", "key"))
-    is_self = tokens.found.stages.get("query") is not None and sides["query"].tokens == sides["key"].tokens
+    is_self = tokens.attention.stages.get("query") is not None and sides["query"].tokens == sides["key"].tokens
     if plain and is_self and float((same - 1).abs().max()) > near:
         return _finding(
             by_key,
@@ -150,7 +152,7 @@ def _turning(bench: Bench, sources: set[int], target: TensorRef) -> Op | None:
 
     Raises `LostError` where other tokens come in on the way.
     """
-    recording = bench.seen.recording
+    recording = bench.recorded.recording
     path = between(recording, sources, target)
     reached = sources | {tensor.id for op in path for tensor in op.outputs}
     tables: list[tuple[Op, Tensor]] = []
@@ -179,6 +181,6 @@ def _turning(bench: Bench, sources: set[int], target: TensorRef) -> Op | None:
 
 def _hangs_on_weights(bench: Bench, tensor: TensorRef) -> bool:
     """Whether a matrix of the module is behind a tensor."""
-    storages = bench.seen.recording.parameter_storages
-    behind = islice(bench.seen.graph.back(tensor, lambda _: True), 1, None)
+    storages = bench.recorded.recording.parameter_storages
+    behind = islice(bench.recorded.graph.back(tensor, lambda _: True), 1, None)
     return any(step.tensor.storage in storages and len(step.tensor.shape) > 1 for step in behind)

@@ -12,16 +12,18 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...naming.subject import Run
+from ...naming.visibility import sees
 from ...reports.check import Finding
-from .evidence import BARRED, weight_levels
 
+_HEAVY = 1e-3
+"""A weight above this moves what it is multiplied with by more than rounding."""
 _SIDE = 12
 """Rows and columns of a picture."""
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the queries of one attention see: `batch query key`, True where any head looks."""
+class SeenKeys:
+    """The keys that the queries of one attention see: `batch query key`, True where any head looks."""
 
     seen: Tensor
     line: str
@@ -79,6 +81,11 @@ class Sight:
         return far if far < self.keys and self.keys > 2 else None
 
     @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a key behind its own, and some key is hidden from some query."""
+        return not self.open and not self.alone and not bool((self.any_row & (self.distance < 0)).any())
+
+    @property
     def picture(self) -> tuple[str, ...]:
         """A row a query, a column a key: `■` where it is seen."""
         return tuple(
@@ -90,10 +97,9 @@ class Sight:
         """What it is called."""
         if self.open:
             return "every query sees every key"
-        behind = bool((self.any_row & (self.distance < 0)).any())
         if self.alone:
             return "each query sees itself alone"
-        if not behind:
+        if self.is_causal:
             expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
             own = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
@@ -169,28 +175,25 @@ class Sight:
         return f"Query {query} gives {what} to key {key}, {place}"
 
 
-def sights_of(seen: Run) -> tuple[Sight, ...]:
+def sights_of(run: Run) -> tuple[SeenKeys, ...]:
     """Return what the queries of each attention see, of those of which it is known."""
-    found = []
-    for attention, names in seen.attentions:
-        weights, scores = (_held(seen, attention, names, stage) for stage in ("weights", "masked_scores"))
+    sights = []
+    for attention, names in run.attentions:
+        weights, scores = (_content(run, attention, names, stage) for stage in ("weights", "masked_scores"))
         if weights is None or weights.dim() != 4:
             continue
-        levels = weights if weights.dtype == torch.uint8 else weight_levels(weights)
-        look = torch.ones(levels.shape, dtype=torch.bool)
         if attention.masks or scores is not None:
-            look = (levels > 0).cpu()
-            if scores is not None and scores.shape == levels.shape:
-                look = look & (scores if scores.dtype == torch.bool else scores > BARRED).cpu()
+            seen = sees(weights, scores).cpu()
+        else:
+            seen = torch.ones(weights[:, 0].shape, dtype=torch.bool)
+        heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        heavy = (levels[0] == 2).any(0).cpu() & (not attention.weights_changed)
-        found.append(Sight(look.any(1), line, attention.module, bool(attention.masks), heavy))
-    return tuple(found)
+        sights.append(SeenKeys(seen, line, attention.module, bool(attention.masks), heavy))
+    return tuple(sights)
 
 
-def _held(seen: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
-    """Return what is held of a stage in canonical axes; None where that is not known."""
+def _content(run: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
+    """Return a stage in canonical axes; None where it was never made, or an axis has no name."""
     turns = attention.branches or (attention,)
-    if any(stage not in turn.stages or turn.stages[stage].id not in seen.recording.values for turn in turns):
-        return None
-    return content_of(seen, attention, names, stage)
+    known = all(stage in turn.stages and turn.stages[stage].id in run.recording.values for turn in turns)
+    return content_of(run, attention, names, stage) if known else None

@@ -11,8 +11,8 @@ from ...graph.attention import Attention
 from ...record.ops import Op
 from ...reports.check import Finding
 from .bench import Bench, each_kind
-from .evidence import between
-from .tokens import LostError, Tokens
+from .sight import SeenKeys
+from .tokens import LostError, Tokens, between
 
 _WEAK = 1.0
 """A constant of this size or less, put where a mask bars, is no bar."""
@@ -26,7 +26,7 @@ def softmax(bench: Bench) -> Iterator[Finding]:
 
 
 def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
-    found = tokens.found
+    found = tokens.attention
     weights, over = tokens.weights()
     drops = any(op.does("draws") for op in found.weights_path)
     if found.weighing or found.sinks is not None or found.divided is not None or found.mixed_weights or drops:
@@ -50,7 +50,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     elif biased := _biased(bench, found):
         sentence = "A bias is added to the weights, after the softmax: those of a query do not sum to one."
         at, fix = biased, "add it to the scores, before the softmax."
-    elif not through and not found.weights_changed and found.softmax.output.id in bench.seen.recording.values:
+    elif not through and not found.weights_changed and found.softmax.output.id in bench.recorded.recording.values:
         axis = "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
         sentence = f"The softmax runs over {axis}, not over the keys: the weights of a query do not sum to one."
     else:
@@ -61,7 +61,7 @@ def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
 
 def _biased(bench: Bench, found: Attention) -> Op | None:
     """Return what adds to the weights something that hangs on nothing that was given, as biases of positions do."""
-    graph = bench.seen.graph
+    graph = bench.recorded.graph
     adding = (op for op in found.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
     return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
@@ -79,7 +79,7 @@ def _are_one(sums: tuple[float, float]) -> bool:
 
 def _is_masked(bench: Bench, found: Attention, through: list[Op]) -> bool:
     """Whether one of these operations multiplies by zeros and ones, or fills in zeros, whatever the weights are."""
-    recording, weights = bench.seen.recording, found.softmax.output.id
+    recording, weights = bench.recorded.recording, found.softmax.output.id
     held = [(tensor, recording.values.get(tensor.id)) for op in through for tensor in op.inputs]
     masks = [tensor for tensor, value in held if value is not None and value.numel() > 1 and _is_zero_one(value)]
     return any(not between(recording, {weights}, mask) for mask in masks)
@@ -91,9 +91,9 @@ def _is_zero_one(value: Tensor) -> bool:
 
 def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
     """Yield softmaxes of another softmax: they make no attention."""
-    known = {branch.softmax.index for found, _ in bench.seen.attentions for branch in (found, *found.branches)}
+    known = {branch.softmax.index for found, _ in bench.recorded.attentions for branch in (found, *found.branches)}
     told: set[str] = set()
-    for op in bench.seen.recording.ops:
+    for op in bench.recorded.recording.ops:
         behind = _before(bench, op) if op.does("softmax") and op.index not in known and op.source not in told else None
         if behind is None or not behind.does("softmax"):
             continue
@@ -110,7 +110,7 @@ def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
 
 def _before(bench: Bench, op: Op) -> Op | None:
     """The operation before what is moved, scaled and masked in between."""
-    recording = bench.seen.recording
+    recording = bench.recorded.recording
     behind = recording.producer(op.inputs[0]) if op.inputs else None
     while behind is not None and behind.inputs and (behind.pointwise or behind.kind != "compute"):
         behind = recording.producer(max(behind.inputs, key=lambda tensor: tensor.numel))
@@ -119,22 +119,32 @@ def _before(bench: Bench, op: Op) -> Op | None:
 
 def masking(bench: Bench) -> Iterator[Finding]:
     """Yield masks that leave weight where they bar: scores multiplied by a mask, or filled with a small number."""
-    for sight in bench.sights:
-        if sight.masked and not bool(sight.seen.any()):
-            yield sight.finding(
-                "masking",
-                "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
-                f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
-                "turn the mask round, or give it the other way round.",
-            )
-            return
+    sight = next(filter(masks_everything, bench.sights), None)
+    if sight is None:
+        yield from weak_masks(bench)
+        return
+    yield sight.finding(
+        "masking",
+        "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
+        f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
+        "turn the mask round, or give it the other way round.",
+    )
+
+
+def masks_everything(sight: SeenKeys) -> bool:
+    """Whether a mask leaves no query a key."""
+    return sight.masked and not bool(sight.seen.any())
+
+
+def weak_masks(bench: Bench) -> Iterator[Finding]:
+    """Yield masks that leave weight where they mask."""
     yield from each_kind(bench, _masking)
 
 
 def _masking(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
-    found = tokens.found
+    found = tokens.attention
     for op in found.masks:
-        values = [bench.seen.recording.values.get(tensor.id) for tensor in op.inputs]
+        values = [bench.recorded.recording.values.get(tensor.id) for tensor in op.inputs]
         name, fault = op.base_name.rstrip("_"), None
         if op.does("fills_where"):
             fault = _weak_fill(bench, found, op, values)
@@ -193,7 +203,7 @@ def _weak_bar(values: list[Tensor | None]) -> Fault | None:
 
 def _weighs(bench: Bench, found: Attention, bars: Tensor | None) -> bool:
     """Whether weight is left where a mask bars; where that is not known, it is."""
-    weights = bench.seen.recording.values.get(found.softmax.output.id)
+    weights = bench.recorded.recording.values.get(found.softmax.output.id)
     if bars is None or weights is None:
         return True
     try:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.dataflow import made_of
 from ...graph.evaluate import run_again
-from ...graph.moves import coordinates_of
 from ...graph.products import Product
 from ...naming.axes import AxisNames
 from ...naming.subject import Run, Subject
-from ...record.ops import TensorRef
-from .evidence import between
+from ...record.ops import Op, Recording, TensorRef
 
 Row = tuple[int, int]
 """Group (what the product counts as batch: sequences and heads) and row in it."""
@@ -36,20 +35,21 @@ class LostError(Exception):
 class Flow:
     """Computes tensors of a recording again, with others changed."""
 
-    def __init__(self, seen: Run, own: Subject) -> None:
-        self.seen = seen
-        self._values: dict[int, Tensor] = {**own.leaves(seen.recording), **seen.recording.values}
+    def __init__(self, run: Run, subject: Subject) -> None:
+        self.recording = run.recording
+        self.values: dict[int, Tensor] = {**subject.leaves(run.recording), **run.recording.values}
+        """By the id of a tensor."""
 
     def value(self, tensor: TensorRef) -> Tensor:
         """The content of a tensor. Raises `LostError` where it was not kept."""
-        if tensor.id not in self._values:
+        if tensor.id not in self.values:
             raise LostError
-        return self._values[tensor.id].detach()
+        return self.values[tensor.id].detach()
 
     def again(self, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
         """The content of a tensor, where others are as given. Raises `LostError` where it cannot be computed."""
         known = dict(changed)
-        hangs = between(self.seen.recording, changed, target)
+        hangs = between(self.recording, changed, target)
         if not hangs and target.id not in known:
             raise LostError
         for op in hangs:
@@ -100,7 +100,11 @@ class Side:
 
     def token(self, number: int) -> tuple[int, ...]:
         """The index of a token by its number."""
-        return tuple(map(int, coordinates_of(torch.tensor(number), self.tokens)))
+        index = list[int]()
+        for size in reversed(self.tokens[1:]):
+            number, place = divmod(number, size)
+            index.insert(0, place)
+        return (number, *index) if self.tokens else ()
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
         """The rows that move where features of a token are others."""
@@ -123,27 +127,27 @@ class Side:
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
         """Start of each piece of a token's features that reaches the target, to the rows that it is in."""
-        found = {start: self.changed(token, start, start + self.width) for start in self.pieces}
-        return {start: rows for start, rows in found.items() if rows}
+        reached = {start: self.changed(token, start, start + self.width) for start in self.pieces}
+        return {start: rows for start, rows in reached.items() if rows}
 
 
 class Tokens:
     """The three factors of an attention, and where each token of them is."""
 
-    def __init__(self, flow: Flow, found: Attention, names: AxisNames) -> None:
-        self.flow, self.found, self.names = flow, found, names
+    def __init__(self, flow: Flow, attention: Attention, names: AxisNames) -> None:
+        self.flow, self.attention, self.names = flow, attention, names
 
     def side(self, name: str) -> Side:
         """`query`, `key` or `value` from its projection to the product. Raises `LostError` where there is none."""
-        found = self.found
-        product = found.value_product if name == "value" else found.score_product
-        source = found.stages.get(f"{name[0]}_proj") or found.stages.get(name)
-        own = found.projections.get(name)
-        if source is None or not product.multiply.does("product") or (own and own.base_name == "convolution"):
+        attention = self.attention
+        product = attention.value_product if name == "value" else attention.score_product
+        source = attention.stages.get(f"{name[0]}_proj") or attention.stages.get(name)
+        projection = attention.projections.get(name)
+        if source is None or not product.multiply.does("product") or len(source.shape) < 2:
             raise LostError
-        if len(source.shape) < 2:
+        if projection is not None and projection.base_name == "convolution":
             raise LostError
-        left = {"query": not found.key_first, "key": found.key_first, "value": found.value_first}[name]
+        left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[name]
         target = product.left if left else product.right
         # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
         rows = (-2 if left else -1) if name != "value" else (-1 if left else -2)
@@ -151,38 +155,55 @@ class Tokens:
 
     def weights(self) -> tuple[Tensor, int]:
         """The factor that meets the values, and the dimension of it that the product sums over."""
-        product: Product = self.found.value_product
+        product: Product = self.attention.value_product
         if not product.multiply.does("product"):
             raise LostError
-        left = not self.found.value_first
+        left = not self.attention.value_first
         return self.flow.value(product.left if left else product.right), (-1 if left else -2)
 
     def concat_rows(self, rows: Iterable[Row]) -> set[tuple[int, ...]]:
         """The tokens of concat that move where these rows of the context are others."""
-        context = self.found.value_product.op.output
-        target = self.found.stages.get("concat")
+        context = self.attention.value_product.op.output
+        target = self.attention.stages.get("concat")
         if target is None:
             raise LostError
         value = self.flow.value(context)
         shape = value.shape
-        scores = self.found.score_product.op.output.shape
+        scores = self.attention.score_product.op.output.shape
         queries = (
-            scores[-1] if self.found.key_first else scores[-2],
-            shape[-1] if self.found.value_first else shape[-2],
+            scores[-1] if self.attention.key_first else scores[-2],
+            shape[-1] if self.attention.value_first else shape[-2],
         )
         if prod(scores[:-2]) != prod(shape[:-2]) or queries[0] != queries[1]:
             raise LostError  # chunks that overlap: a row of the one product is none of the other
         flat = value.reshape(-1, *shape[-2:]).clone()
         for group, row in rows:
-            index = (group, row) if not self.found.value_first else (group, slice(None), row)
+            index = (group, row) if not self.attention.value_first else (group, slice(None), row)
             if group >= flat.shape[0]:
                 raise LostError
             flat[index] = flat[index] + 1 + flat[index].abs()
         base = self.flow.again({context.id: value}, target)
-        made = self.flow.again({context.id: flat.reshape(shape)}, target)
-        return {tuple(index) for index in _differing(made, base).any(-1).nonzero().tolist()}
+        changed = self.flow.again({context.id: flat.reshape(shape)}, target)
+        return {tuple(index) for index in _differing(changed, base).any(-1).nonzero().tolist()}
 
 
 def _differing(one: Tensor, other: Tensor) -> Tensor:
     """Whether each number is another one; a NaN is like any other."""
     return (one != other) & ~(one.isnan() & other.isnan())
+
+
+def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> list[Op]:
+    """Return the operations that a tensor hangs on and that hang on one of the sources, in order."""
+    needed: dict[int, Op] = {}
+    reached = set(sources)
+    queue = [target]
+    while queue:
+        tensor = queue.pop()
+        op = recording.producer(tensor)
+        if tensor.id in reached or op is None or op.index in needed:
+            continue
+        needed[op.index] = op
+        queue += op.inputs
+    ordered = [needed[index] for index in sorted(needed)]
+    made = made_of(reached, ordered)
+    return [op for op in ordered if any(tensor.id in made for tensor in op.inputs)] if target.id in made else []

@@ -10,11 +10,11 @@ import torch
 
 from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
-from ...reports.check import Finding
+from ...reports.check import Finding, LeftOut
 from ...text import shortened, spans
-from .bench import Bench, NotPossibleError, each_kind
-from .evidence import kinds
+from .bench import Bench, each_kind, kinds
 from .gradients import gradients_of, weight_of
+from .outputs import NotPossibleError
 from .tokens import Tokens
 
 _SIDES = ("query", "key", "value")
@@ -22,6 +22,10 @@ _EXACT = (torch.float32, torch.float64)
 """What is small does not come out as zero in these."""
 _LARGEST = 1 << 24
 """Elements of what a projection gives up to which it is looked at which of them are read."""
+
+
+class UnreadFinding(Finding):
+    """Something that nothing reads: no fault elsewhere is the reason."""
 
 
 class Living:
@@ -85,18 +89,18 @@ class Living:
         return unread
 
 
-def parameters(bench: Bench) -> Iterator[Finding]:
+def parameters(bench: Bench) -> Iterator[Finding | LeftOut]:
     """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
-    if not bench.seen.recording.outputs:
+    if not bench.recorded.recording.outputs:
         raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
-    living = Living(bench.seen.recording)
+    living = Living(bench.recorded.recording)
     yield from _twice(bench, living)
     yield from each_kind(bench, _copied_heads)
-    for found, _, _ in kinds(bench.seen):
+    for found, _, _ in kinds(bench.recorded):
         yield from _unused(living, found)
         yield from _unread_features(bench, living, found)
     if bench.on_meta:
-        bench.asides["parameters"].append("on meta nothing tells whether each gets a gradient: use --device cpu")
+        yield LeftOut("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
     else:
         yield from _without_gradient(bench, living)
 
@@ -105,7 +109,7 @@ def _twice(bench: Bench, living: Living) -> Iterator[Finding]:
     """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
     sides: dict[str, dict[str, Op]] = defaultdict(dict)
     inside = set()
-    for found, _ in bench.seen.attentions:
+    for found, _ in bench.recorded.attentions:
         for turn in (found, *found.branches):
             inside.add(turn.module)
             for side, op in turn.projections.items():
@@ -122,7 +126,7 @@ def _twice(bench: Bench, living: Living) -> Iterator[Finding]:
         uses = " and the ".join(sides[name]) if len(sides[name]) > 1 else ""
         ops = living.reads[name]
         others = f"{', '.join(spare[:2])}{' and more' if len(spare) > 2 else ''}"
-        yield Finding(
+        yield UnreadFinding(
             "parameters",
             (f"{name} projects the {uses}" if uses else f"{name} serves {len(ops)} times")
             + f", and {others} {'is' if len(spare) == 1 else 'are'} read by nothing.",
@@ -148,14 +152,14 @@ def _beside(one: str, other: str) -> str:
 def _is_whole(bench: Bench, op: Op) -> bool:
     """Whether a projection multiplies by all of a parameter, and not by a piece."""
     name = weight_of(bench, op)
-    sizes = {named.name: named.tensor.numel for named in bench.seen.recording.parameters}
+    sizes = {named.name: named.tensor.numel for named in bench.recorded.recording.parameters}
     return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
 
 
 def _copied_heads(_: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield where two turns of a loop over heads have the same weights and the same inputs."""
     signs: dict[tuple[object, ...], int] = {}
-    turns = tokens.found.branches
+    turns = tokens.attention.branches
     for place, turn in enumerate(turns):
         sign = tuple(
             (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
@@ -185,7 +189,7 @@ def _unused(living: Living, found: Attention) -> Iterator[Finding]:
     missed = [name for name in spare if "output" not in found.projections and width in living.shapes[name]]
     for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
         if names:
-            yield Finding(
+            yield UnreadFinding(
                 "parameters",
                 f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
                 f"{'is' if len(names) == 1 else 'are'} read by nothing"
@@ -208,7 +212,7 @@ def _unread_features(bench: Bench, living: Living, found: Attention) -> Iterator
         if heads <= len(unread) < features:
             name = weight_of(bench, op)
             living.told.add(name)
-            yield Finding(
+            yield UnreadFinding(
                 "parameters",
                 f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
                 "query, key and value are not three parts of it.",
@@ -224,7 +228,7 @@ def _without_gradient(bench: Bench, living: Living) -> Iterator[Finding]:
     gradients = gradients_of(bench)
     # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
     saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in bench.sights)
-    for found, _, _ in kinds(bench.seen):
+    for found, _, _ in kinds(bench.recorded):
         for side, op in found.projections.items():
             name = weight_of(bench, op)
             if name in living.told or name not in gradients:
