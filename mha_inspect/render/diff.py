@@ -10,9 +10,7 @@ from math import isinf
 from .. import text
 from ..reports.diff import DiffReport, DiffSide, StageRow, StageSide
 from .page import Block, Cell, Column, Page, Section, Table, facts, section, table
-from .parts import MEASURED, answered, difference_columns, notes, shape_cell, sizes
-
-OPENED_MARK = "*"
+from .parts import MEASURED, answered, difference, difference_columns, notes, shape_cell, sizes
 
 
 def page(report: DiffReport) -> Page:
@@ -65,26 +63,26 @@ def _run(side: DiffSide) -> str:
 def _stages(rows: tuple[StageRow, ...]) -> Table:
     opened = any(side is not None and side.opened for row in rows for side in (row.left, row.right))
     number = rows[0].attention if rows else None
-    return table(
-        rows,
-        (Column("stage" if number is None else f"attention {number}", tone="strong"), lambda row: row.name),
-        (Column("left", tone="shape"), lambda row: _shape(row.left)),
-        (Column("left axes", tone="axes", into="left"), lambda row: "" if row.left is None else row.left.axes),
-        (Column("right", tone="shape"), lambda row: _shape(row.right)),
-        (Column("right axes", tone="axes", into="right"), lambda row: "" if row.right is None else row.right.axes),
+    columns = [
+        Column("stage" if number is None else f"attention {number}", tone="strong"),
+        Column("left", tone="shape"),
+        Column("left axes", tone="axes", into="left"),
+        Column("right", tone="shape"),
+        Column("right axes", tone="axes", into="right"),
         *difference_columns("relative", (2, 3)),
-        legend=f"{OPENED_MARK} inside a kernel of torch, opened where it ran" if opened else "",
-    )
+    ]
+    cells = [(row.name, *_side(row.left), *_side(row.right), *difference(row)) for row in rows]
+    return table(columns, cells, legend="* inside a kernel of torch, opened where it ran" if opened else "")
 
 
-def _shape(side: StageSide | None) -> Cell:
+def _side(side: StageSide | None) -> tuple[Cell, str]:
+    """Return the shape of a stage, and its axes."""
     if side is None:
-        return Cell("none", "muted")
-    shape = shape_cell(side.shape, side.axes)
-    mark = OPENED_MARK if side.opened else ""
+        return Cell("none", "muted"), ""
+    shape, mark = shape_cell(side.shape, side.axes), "*" if side.opened else ""
     if side.count > 1:
-        return Cell(f"{side.count} × {shape.text}", shape.tone, mark=mark)
-    return replace(shape, mark=mark)
+        return Cell(f"{side.count} × {shape.text}", shape.tone, mark=mark), side.axes
+    return replace(shape, mark=mark), side.axes
 
 
 def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
@@ -110,11 +108,11 @@ def _distance(row: StageRow) -> str:
 
 
 def _outputs(report: DiffReport) -> Table:
-    sides = [shape_cell(side.output_shape, "") for side in (report.left, report.right)]
-    return table(
-        [report.output],
-        (Column("output", tone="strong"), lambda _: "output"),
-        (Column("left", tone="shape"), lambda _: sides[0]),
-        (Column("right", tone="shape"), lambda _: sides[1]),
+    columns = [
+        Column("output", tone="strong"),
+        Column("left", tone="shape"),
+        Column("right", tone="shape"),
         *difference_columns("relative", (2, 3)),
-    )
+    ]
+    shapes = [shape_cell(side.output_shape, "") for side in (report.left, report.right)]
+    return table(columns, [("output", *shapes, *difference(report.output))])

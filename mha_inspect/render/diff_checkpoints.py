@@ -9,8 +9,7 @@ from .. import text
 from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ..reports.params import StoredName
 from .page import Cell, Column, Page, Section, Table, Tone, facts, section, table
-from .params import alike, times
-from .parts import answered, grouped, notes, number
+from .parts import SHAPE, alike, answered, grouped, notes, number, times
 
 _TONES: dict[TensorVerdict, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
 _MOST = 8
@@ -44,68 +43,66 @@ def _side(side: CheckpointSide) -> str:
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
 
-    def kind(one: TensorPair) -> object:
-        if one.verdict == "differs":
-            return one.name
-        name, other = alike(one.name), alike(one.other)
-        return replace(one, name=name, other=other, max_abs_difference=None, relative_difference=None)
+    def kind(pair: TensorPair) -> object:
+        if pair.verdict == "differs":
+            return pair.name
+        name, other = alike(pair.name), alike(pair.other)
+        return replace(pair, name=name, other=other, max_abs_difference=None, relative_difference=None)
 
-    return table(
-        [(own[0], own) for own in grouped(pairs, kind)],
-        (Column("name", tone="strong", wrap=24), lambda row: times([one.name for one in row[1]])),
-        (
-            Column("right name", into="name", optional=True, wrap=24),
-            lambda row: "" if row[0].name == row[0].other else times([one.other for one in row[1]]),
-        ),
-        (Column("shape", tone="shape"), lambda row: text.shape(row[0].left_shape)),
-        (
-            Column("right shape", tone="shape", into="shape", optional=True),
-            lambda row: "" if row[0].left_shape == row[0].right_shape else text.shape(row[0].right_shape),
-        ),
-        (Column("dtype", tone="muted"), lambda row: row[0].left_dtype),
-        (
-            Column("right dtype", tone="muted", into="dtype", optional=True),
-            lambda row: "" if row[0].left_dtype == row[0].right_dtype else row[0].right_dtype,
-        ),
-        (
-            Column("largest difference", "right", drop=2, optional=True),
-            lambda row: number(max(one.max_abs_difference or 0 for one in row[1]) or None),
-        ),
-        (
-            Column("relative", "right", drop=1, optional=True),
-            lambda row: number(max(one.relative_difference or 0 for one in row[1]) or None),
-        ),
-        (Column("verdict"), lambda row: Cell(row[0].verdict, _TONES.get(row[0].verdict, "good"))),
-        (Column("note", optional=True, wrap=16), lambda row: row[0].note),
-    )
+    columns = [
+        Column("name", tone="strong", wrap=24),
+        Column("right name", into="name", optional=True, wrap=24),
+        Column("shape", tone="shape"),
+        Column("right shape", tone="shape", into="shape", optional=True),
+        Column("dtype", tone="muted"),
+        Column("right dtype", tone="muted", into="dtype", optional=True),
+        Column("largest difference", "right", drop=2, optional=True),
+        Column("relative", "right", drop=1, optional=True),
+        Column("verdict"),
+        Column("note", optional=True, wrap=16),
+    ]
+    rows = []
+    for group in grouped(pairs, kind):
+        first = group[0]
+        other = "" if first.name == first.other else times([pair.other for pair in group])
+        shapes = _both(text.shape(first.left_shape), text.shape(first.right_shape))
+        largest = number(max(pair.max_abs_difference or 0 for pair in group) or None)
+        relative = number(max(pair.relative_difference or 0 for pair in group) or None)
+        sides = other, *shapes, *_both(first.left_dtype, first.right_dtype)
+        rows.append((times([pair.name for pair in group]), *sides, largest, relative, _verdict(first), first.note))
+    return table(columns, rows)
+
+
+def _both(left: str, right: str) -> tuple[str, str]:
+    """Return what stands in the columns of both sides: nothing on the right where it is as the left."""
+    return left, "" if left == right else right
+
+
+def _verdict(pair: TensorPair | PartPair) -> Cell:
+    return Cell(pair.verdict, _TONES.get(pair.verdict, "good"))
 
 
 def _only(names: Iterable[StoredName]) -> Table:
-    return table(
-        grouped(names, lambda one: (alike(one.name), one.shape)),
-        (Column("name", tone="strong"), lambda own: times([one.name for one in own])),
-        (Column("shape", tone="shape"), lambda own: text.shape(own[0].shape)),
-    )
+    groups = grouped(names, lambda own: (alike(own.name), own.shape))
+    rows = [(times([own.name for own in group]), text.shape(group[0].shape)) for group in groups]
+    return table([Column("name", tone="strong"), SHAPE], rows)
 
 
 def _parts(parts: Sequence[PartPair]) -> Table:
-    def right(own: list[PartPair]) -> str:
-        return "" if own[0].left == own[0].right else times([one.right for one in own]) or "the whole file"
-
-    return table(
-        grouped(parts, lambda one: replace(one, left=alike(one.left), right=alike(one.right))),
-        (
-            Column("module", tone="strong"),
-            lambda own: times([one.left for one in own]) if own[0].left else "the whole file",
-        ),
-        (Column("right module", into="module", optional=True), right),
-        (Column("part"), lambda own: own[0].part),
-        (Column("verdict"), lambda own: Cell(own[0].verdict, _TONES.get(own[0].verdict, "good"))),
-        (
-            Column("heads that changed most", into="module", optional=True, wrap=20),
-            lambda own: _changes(own[0].differences),
-        ),
-    )
+    columns = [
+        Column("module", tone="strong"),
+        Column("right module", into="module", optional=True),
+        Column("part"),
+        Column("verdict"),
+        Column("heads that changed most", into="module", optional=True, wrap=20),
+    ]
+    rows = []
+    for group in grouped(parts, lambda pair: replace(pair, left=alike(pair.left), right=alike(pair.right))):
+        first, whole = group[0], "the whole file"
+        left = times([pair.left for pair in group]) if first.left else whole
+        right = "" if first.left == first.right else times([pair.right for pair in group]) or whole
+        rows.append((left, right, first.part, _verdict(first), _changes(first.differences)))
+    return table(columns, rows)
 
 
 def _changes(differences: Sequence[float]) -> str:

@@ -5,49 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import text
-from ..reports.failure import Failure, ReachedOp, ReachedStage
+from ..reports.failure import Failure
 from .page import Block, Cell, Column, Paragraph, Section, Table, facts, section, table
-from .parts import changes_only, shape_cell
+from .parts import AXES, DTYPE, SHAPE, changes_only, shape_cell
 
 
 def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
     """Yield what was completed, the last operations, and the failure; the cause, where there is one, comes last."""
     if failure.completed:
-        yield section("completed before the failure", _completed(failure.completed, dtype))
+        yield section("completed before the failure", _completed(failure, dtype))
     if failure.last_ops:
         told = len(failure.last_ops)
         detail = "" if told == failure.num_ops else f"the last {told} of {text.count(failure.num_ops)}"
-        yield section("operations", _operations(failure.last_ops), detail=detail)
+        yield section("operations", _operations(failure), detail=detail)
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:
         explained, fix = Paragraph(failure.cause.explanation, "bad"), facts(("fix", failure.cause.fix))
         yield section("cause", explained, fix, detail=failure.cause.name.replace("_", " "))
 
 
-def _completed(stages: tuple[ReachedStage, ...], dtype: str) -> Table:
-    dtypes = changes_only((stage.dtype for stage in stages), dtype)
-    return table(
-        stages,
-        (Column("stage", tone="strong", optional=True), lambda stage: stage.name),
-        (Column("called", optional=True), lambda stage: stage.variable),
-        (Column("shape", tone="shape"), lambda stage: shape_cell(stage.shape, stage.axes)),
-        (Column("axes", tone="axes"), lambda stage: stage.axes),
-        (Column("dtype", optional=True), lambda _: next(dtypes)),
-        (Column("operation", tone="muted", drop=2, optional=True), lambda stage: stage.op),
-        (Column("source", tone="muted", drop=1, optional=True), lambda stage: stage.source),
-    )
+def _completed(failure: Failure, dtype: str) -> Table:
+    columns = [
+        Column("stage", tone="strong", optional=True),
+        Column("called", optional=True),
+        SHAPE,
+        AXES,
+        DTYPE,
+        Column("operation", tone="muted", drop=2, optional=True),
+        Column("source", tone="muted", drop=1, optional=True),
+    ]
+    dtypes = changes_only((stage.dtype for stage in failure.completed), dtype)
+    rows = [
+        (s.name, s.variable, shape_cell(s.shape, s.axes), s.axes, changed, s.op, s.source)
+        for s, changed in zip(failure.completed, dtypes, strict=True)
+    ]
+    return table(columns, rows)
 
 
-def _operations(ops: tuple[ReachedOp, ...]) -> Table:
-    return table(
-        ops,
-        (Column("#", "right", "muted"), lambda op: op.index),
-        (Column("operation", tone="strong"), lambda op: op.name),
-        (Column("inputs", wrap=18), lambda op: ", ".join(map(text.shape, op.inputs))),
-        (Column("outputs", wrap=18, into="inputs"), lambda op: ", ".join(map(text.shape, op.outputs))),
-        (Column("source", tone="muted", into="operation"), lambda op: op.source),
-        (Column("module", tone="muted", drop=1, optional=True), lambda op: op.module),
-    )
+def _operations(failure: Failure) -> Table:
+    columns = [
+        Column("#", "right", "muted"),
+        Column("operation", tone="strong"),
+        Column("inputs", wrap=18),
+        Column("outputs", wrap=18, into="inputs"),
+        Column("source", tone="muted", into="operation"),
+        Column("module", tone="muted", drop=1, optional=True),
+    ]
+    rows = []
+    for op in failure.last_ops:
+        inputs, outputs = (", ".join(map(text.shape, shapes)) for shapes in (op.inputs, op.outputs))
+        rows.append((op.index, op.name, inputs, outputs, op.source, op.module))
+    return table(columns, rows)
 
 
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
@@ -68,13 +76,10 @@ def _operands(failure: Failure, dtype: str) -> Table:
     def odd(value: str, usual: str) -> Cell:
         return Cell(value, "" if value == usual else "warn")
 
-    device = failure.operands[0].device
-    return table(
-        failure.operands,
-        (Column("given", tone="strong"), lambda operand: operand.name),
-        (Column("as", optional=True), lambda operand: "" if operand.role == operand.name else operand.role),
-        (Column("shape", tone="shape"), lambda operand: shape_cell(operand.shape, operand.axes)),
-        (Column("axes", tone="axes"), lambda operand: operand.axes),
-        (Column("dtype"), lambda operand: odd(operand.dtype, dtype)),
-        (Column("device"), lambda operand: odd(operand.device, device)),
-    )
+    columns = [Column("given", tone="strong"), Column("as", optional=True), SHAPE, AXES, Column("dtype")]
+    rows = []
+    for o in failure.operands:
+        role = "" if o.role == o.name else o.role
+        device = odd(o.device, failure.operands[0].device)
+        rows.append((o.name, role, shape_cell(o.shape, o.axes), o.axes, odd(o.dtype, dtype), device))
+    return table([*columns, Column("device")], rows)

@@ -108,7 +108,7 @@ def _coloured(text: str, tone: Tone, axes: str) -> str:
 def _verbatim(block: Verbatim) -> Iterator[str]:
     shape, axes = _coloured(block.shape, "shape", block.axes), _coloured(block.axes, "axes", "")
     yield f"<h3>{escape(block.title)} <span>{shape} {axes}</span></h3>"
-    yield f'<div class="scroll"><pre>{escape(block.text)}</pre></div>'
+    yield f'<div class="scroll"><pre>{escape(chr(10).join(block.lines))}</pre></div>'
 
 
 def _titled(tag: str, title: str, detail: str) -> str:

@@ -10,12 +10,8 @@ from .page import Column, Page, Paragraph, facts, section, table
 def page(report: LayersReport) -> Page:
     """Return the page: a row a layer, then how each splits its heads, what it takes and where it comes from."""
     letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
-    layers = table(
-        report.layers,
-        (Column("layer", tone="strong"), lambda layer: layer.name),
-        (Column("how it is written", wrap=30), lambda layer: layer.summary),
-        (Column("parameters"), lambda layer: layer.formula),
-    )
+    columns = [Column("layer", tone="strong"), Column("how it is written", wrap=30), Column("parameters")]
+    rows = [(layer.name, layer.summary, layer.formula) for layer in report.layers]
     takes = [(layer.name, ", ".join(layer.takes) or "none") for layer in report.layers]
     more = Paragraph("mha-inspect diff LEFT RIGHT shows where two of them part ways.", "muted")
     return Page(
@@ -23,7 +19,7 @@ def page(report: LayersReport) -> Page:
         f"{text.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
         f"parameter counts with biases: {letters}",
         (
-            section("", layers),
+            section("", table(columns, rows)),
             section("how the heads are split", facts(*((layer.name, layer.split) for layer in report.layers))),
             section("settings beyond those that every layer takes", facts(*takes)),
             section("source of the style", facts(*((layer.name, layer.source) for layer in report.layers)), more),

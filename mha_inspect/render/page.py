@@ -1,44 +1,28 @@
 """A page as plain data: sections of tables, facts, paragraphs and verbatim text, before any format.
 
-A report becomes a page once; terminal, plain, svg and html all show that. Every string is cleaned when it
-enters, so that no renderer can forget to.
+A report becomes a page once; terminal, plain and html all show that. Every string is cleaned in one place, when the
+page is made, so that no renderer can forget to.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeAlias
 
-from ..text import printable, printable_lines
+from ..text import printable
 
-T = TypeVar("T")
 Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
 """What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
 
-
 LONGEST = 1000
-"""Characters of one field. No name that anybody gave has so many; one that does loses its middle, but in JSON."""
-
-
-def _set(block: object, name: str, value: object) -> None:
-    object.__setattr__(block, name, value)
-
-
-class _Cleaned:
-    """A part of a page, whose texts are printable, and none of them endless, from the moment that it is made."""
-
-    longest: ClassVar[int] = LONGEST
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value and isinstance(value, str) and (cleaned := printable(value, self.longest)) != value:
-                _set(self, name, cleaned)
+"""Characters of a field of a table, and a quarter of those of a sentence. No name that anybody gave has so many; one
+that does loses its middle, but in JSON."""
 
 
 @dataclass(frozen=True)
-class Cell(_Cleaned):
+class Cell:
     """One field of a table."""
 
     text: str
@@ -56,7 +40,7 @@ class Cell(_Cleaned):
 
 
 @dataclass(frozen=True)
-class Column(_Cleaned):
+class Column:
     """One column of a table, and what may happen to it where the page is narrow."""
 
     title: str
@@ -73,8 +57,8 @@ class Column(_Cleaned):
 
 
 @dataclass(frozen=True)
-class Table(_Cleaned):
-    """Rows of fields. Empty optional columns are taken out when it is made."""
+class Table:
+    """Rows of fields."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -85,33 +69,6 @@ class Table(_Cleaned):
     split: bool = False
     """Where it is too wide: whether it is cut into several tables, each with the first column again."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        kept = [i for i, c in enumerate(self.columns) if not c.optional or any(row[i].text for row in self.rows)]
-        _set(self, "columns", tuple(self.columns[i] for i in kept))
-        _set(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
-
-
-Field: TypeAlias = Cell | str | int
-"""What stands in a field, be it bare."""
-
-
-def table(
-    items: Iterable[T],
-    *columns: tuple[Column, Callable[[T], Field]],
-    legend: str = "",
-    total: Sequence[Field] = (),
-    split: bool = False,
-) -> Table:
-    """Return a table with a row an item; each column comes with what stands in it of one item.
-
-    `total` is a row under the others that sums them up.
-    """
-    rows: list[Sequence[Field]] = [[field(item) for _, field in columns] for item in items]
-    rows += [total] if total else []
-    cells = tuple(tuple(f if isinstance(f, Cell) else Cell(str(f)) for f in row) for row in rows)
-    return Table(tuple(column for column, _ in columns), cells, legend, bool(total), split)
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -121,50 +78,30 @@ class Facts:
     tone: Tone = ""
     """That of what the labels stand for."""
 
-    def __post_init__(self) -> None:
-        items = ((printable(label, LONGEST), printable(text, 4 * LONGEST)) for label, text in self.items)
-        _set(self, "items", tuple(items))
-
-
-def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
-    """Return lines of a label and what it stands for; of one alone a sentence with what it is about before it."""
-    return Facts(items, tone)
-
 
 @dataclass(frozen=True)
-class Paragraph(_Cleaned):
+class Paragraph:
     """A sentence or a few."""
 
-    longest = 4 * LONGEST
     text: str
     tone: Tone = ""
 
 
 @dataclass(frozen=True)
-class Verbatim(_Cleaned):
+class Verbatim:
     """Text whose line breaks are its own: the content of a tensor."""
 
-    text: str
+    lines: tuple[str, ...]
     title: str = ""
     shape: str = ""
     axes: str = ""
-
-    def __post_init__(self) -> None:
-        lines = printable_lines(self.text)
-        super().__post_init__()
-        _set(self, "text", lines)
 
 
 Block: TypeAlias = Table | Facts | Paragraph | Verbatim
 
 
-def apart(before: Block | None, block: Block) -> bool:
-    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
-    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
-
-
 @dataclass(frozen=True)
-class Section(_Cleaned):
+class Section:
     """A part of the page under a title; without one it goes on from the part before."""
 
     title: str
@@ -173,14 +110,9 @@ class Section(_Cleaned):
     """What is said behind the title on the same line."""
 
 
-def section(title: str, *blocks: Block, detail: str = "") -> Section:
-    """Return a part of the page; `title` may be empty."""
-    return Section(title, blocks, detail)
-
-
 @dataclass(frozen=True)
-class Page(_Cleaned):
-    """The page. Sections with nothing in them are taken out when it is made."""
+class Page:
+    """The page. It is cleaned, and sections with nothing in them are taken out, when it is made."""
 
     title: str
     detail: str
@@ -188,8 +120,61 @@ class Page(_Cleaned):
     sections: tuple[Section, ...]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _set(self, "sections", tuple(section for section in self.sections if section.blocks or section.title))
+        sections = tuple(section for section in self.sections if section.blocks or section.title)
+        vars(self).update(sections=sections)
+        _clean(self)
+
+
+def _clean(part: Any) -> None:
+    """Make every text of a part of a page printable, and none of them endless."""
+    longest = LONGEST if isinstance(part, (Cell, Column)) else 4 * LONGEST
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if value and isinstance(value, (str, tuple)):
+            vars(part)[field.name] = _cleaned(value, longest)
+
+
+def _cleaned(value: Any, longest: int) -> Any:
+    if isinstance(value, str):
+        return printable(value, longest)
+    if isinstance(value, tuple):
+        return tuple(_cleaned(item, longest) for item in value)
+    if is_dataclass(value):
+        _clean(value)
+    return value
+
+
+def table(
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[object]],
+    *,
+    legend: str = "",
+    total: bool = False,
+    split: bool = False,
+) -> Table:
+    """Return a table, without optional columns that are empty. With a `total` the last row sums up the others.
+
+    What stands in a field is a cell, or anything that is written as a text.
+    """
+    cells = [tuple(field if isinstance(field, Cell) else Cell(str(field)) for field in row) for row in rows]
+    kept = [i for i, column in enumerate(columns) if not column.optional or any(row[i].text for row in cells)]
+    shown = tuple(tuple(row[i] for i in kept) for row in cells)
+    return Table(tuple(columns[i] for i in kept), shown, legend, total, split)
+
+
+def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
+    """Return lines of a label and what it stands for; of one alone a sentence with what it is about before it."""
+    return Facts(items, tone)
+
+
+def section(title: str, *blocks: Block, detail: str = "") -> Section:
+    """Return a part of the page; `title` may be empty."""
+    return Section(title, blocks, detail)
+
+
+def apart(before: Block | None, block: Block) -> bool:
+    """Return whether a blank line stands between two blocks: around tables and verbatim text."""
+    return isinstance(block, (Table, Verbatim)) or isinstance(before, (Table, Verbatim))
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")
@@ -198,16 +183,10 @@ AXES = ("heads", "kv_heads", "query", "key", "head_dim")
 
 def by_axis(content: str, tone: Tone, axes: str) -> Iterator[tuple[str, str]]:
     """Cut axes, or a shape whose axes are known, into pieces of text, each with the axis that it is; else empty."""
-    names: list[str] = []
-    found: list[re.Match[str]] = []
-    if tone == "axes":
-        found = list(re.finditer(r"\w+", content))
-        names = [word[0] for word in found]
-    elif tone == "shape":
-        found = list(re.finditer(r"\d+", content))
-        names = re.findall(r"\([^)]*\)|\S+", axes)
+    pieces = list(re.finditer({"axes": r"\w+", "shape": r"\d+"}.get(tone, "(?!)"), content))
+    names = [piece[0] for piece in pieces] if tone == "axes" else re.findall(r"\([^)]*\)|\S+", axes)
     done = 0
-    for name, piece in zip(names, found, strict=True) if len(names) == len(found) else ():
+    for name, piece in zip(names, pieces, strict=True) if len(names) == len(pieces) else ():
         if name in AXES:
             yield content[done : piece.start()], ""
             yield piece[0], name

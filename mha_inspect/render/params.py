@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from .. import text
 from ..reports.params import (
@@ -17,16 +15,14 @@ from ..reports.params import (
     ParamsReport,
     StoredAttention,
 )
-from .page import LONGEST, Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
-from .parts import contents, grouped, layer_page, notes, shape_cell, statistics
+from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, facts, section, table
+from .parts import AXES, SHAPE, alike, contents, grouped, layer_page, notes, shape_cell, statistics, times
 
 
 def page(report: ParamsReport) -> Page:
     """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
-    page = layer_page(report.environment, report.layer, _sections(report))
-    if report.stored_attentions is None:
-        return page
-    return replace(page, title=f"checkpoint {report.layer.name}")
+    title = "" if report.stored_attentions is None else f"checkpoint {report.layer.name}"
+    return layer_page(report.environment, report.layer, _sections(report), title)
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:
@@ -36,10 +32,9 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         yield section("attentions", _attentions(report.stored_attentions), detail=by)
     if report.like is not None:
         yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
-    rows = [(p.name, p) for p in parameters] if report.stored_attentions is None else _folded(parameters)
     yield section(
         "parameters",
-        _parameters(rows, report.total),
+        _parameters(parameters if report.stored_attentions is None else _folded(parameters), report.total),
         *_formula(report.total),
         *statistics((p.name, p.stats) for p in parameters),
         *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
@@ -64,88 +59,71 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
         yield facts(("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}."))
-    pieces = [("missing", one.name, "", text.shape(one.shape)) for one in like.missing]
-    pieces += [("unexpected", one.name, text.shape(one.shape), "") for one in like.unexpected]
-    pieces += [("wrong shape", one.name, text.shape(one.shape), text.shape(one.expected)) for one in like.wrong_shape]
-    rows = grouped(pieces, lambda one: (one[0], alike(one[1]), *one[2:]))
-    if rows:
-        yield table(
-            rows,
-            (Column("what"), lambda own: own[0][0]),
-            (Column("name", tone="strong"), lambda own: times([one[1] for one in own])),
-            (Column("in the file"), lambda own: own[0][2]),
-            (Column(f"in {like.module}"), lambda own: own[0][3]),
-        )
+    pieces = [("missing", own.name, "", text.shape(own.shape)) for own in like.missing]
+    pieces += [("unexpected", own.name, text.shape(own.shape), "") for own in like.unexpected]
+    pieces += [("wrong shape", own.name, text.shape(own.shape), text.shape(own.expected)) for own in like.wrong_shape]
+    if pieces:
+        groups = grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:]))
+        rows = [(group[0][0], times([name for _, name, *_ in group]), *group[0][2:]) for group in groups]
+        columns = [Column("what"), Column("name", tone="strong"), Column("in the file"), Column(f"in {like.module}")]
+        yield table(columns, rows)
 
 
-def times(names: Sequence[str]) -> str:
-    """Return names that differ in their numbers alone as one, with how many they are: `layers.0–31.self_attn ×32`."""
-    if len(names) == 1:
-        return names[0]
-    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    spanned = [
-        text.spans(map(int, dict.fromkeys(column))) if place % 2 and len(set(column)) > 1 else column[0]
-        for place, column in enumerate(columns)
-    ]
-    return f"{''.join(spanned)} ×{len(names)}"
-
-
-def alike(name: str) -> str:
-    """Return what names have in common that differ in their numbers alone, where those can be reckoned with."""
-    return re.sub(r"\d{1,9}", "0", name) if len(name) < LONGEST and name.isascii() else name
-
-
-def _folded(parameters: Sequence[Parameter]) -> list[tuple[str, Parameter]]:
-    """Return tensors that repeat from layer to layer as one row, whose sizes are those of all."""
+def _folded(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Return tensors that repeat from layer to layer as one, whose sizes are those of all."""
 
     def kind(p: Parameter) -> object:
-        apart = p.stats is not None or p.heads is not None
-        return p.name if apart else replace(p, name=alike(p.name), values=None)
+        is_listed = p.stats is not None or p.heads is not None
+        return p.name if is_listed else replace(p, name=alike(p.name), values=None)
 
-    rows = []
-    for own in grouped(parameters, kind):
-        whole = [sum(getattr(p, part) for p in own) for part in ("numel", "nbytes", "share")]
-        one = replace(own[0], numel=whole[0], nbytes=whole[1], share=whole[2])
-        rows.append((times([p.name for p in own]), one))
-    return rows
+    folded = []
+    for group in grouped(parameters, kind):
+        numel, nbytes, share = (sum(getattr(p, part) for p in group) for part in ("numel", "nbytes", "share"))
+        folded.append(replace(group[0], name=times([p.name for p in group]), numel=numel, nbytes=nbytes, share=share))
+    return folded
 
 
 def _attentions(attentions: Sequence[StoredAttention]) -> Table:
-    return table(
-        grouped(attentions, lambda one: (alike(one.module), replace(one, module="", parameters=()))),
-        (Column("module", tone="strong"), lambda own: times([one.module for one in own]) or "the whole file"),
-        (Column("num_heads", "right"), lambda own: own[0].num_heads or "?"),
-        (Column("num_kv_heads", "right"), lambda own: own[0].num_kv_heads or "?"),
-        (Column("head_dim", "right"), lambda own: own[0].head_dim or "?"),
-        (Column("heads that fit", wrap=24, optional=True), lambda own: ", ".join(map(str, own[0].fits))),
-    )
+    columns = [
+        Column("module", tone="strong"),
+        *(Column(title, "right") for title in ("num_heads", "num_kv_heads", "head_dim")),
+        Column("heads that fit", wrap=24, optional=True),
+    ]
+    rows = []
+    for group in grouped(attentions, lambda own: (alike(own.module), replace(own, module="", parameters=()))):
+        module, first = times([own.module for own in group]) or "the whole file", group[0]
+        numbers = (size or "?" for size in (first.num_heads, first.num_kv_heads, first.head_dim))
+        rows.append((module, *numbers, ", ".join(map(str, first.fits))))
+    return table(columns, rows)
 
 
-def _parameters(named: Sequence[tuple[str, Parameter]], total: ParametersTotal) -> Table:
-    return table(
-        named,
-        (Column("name", tone="strong"), lambda row: row[0]),
-        (Column("shape", tone="shape"), lambda row: shape_cell(row[1].shape, row[1].axes)),
-        (Column("axes", tone="axes"), lambda row: row[1].axes),
-        (Column("dtype", tone="muted", drop=3), lambda row: row[1].dtype),
-        (Column("count", "right"), lambda row: text.count(row[1].numel)),
-        (Column("bytes", "right", "muted", drop=2), lambda row: text.byte_size(row[1].nbytes)),
-        (Column("share", "right", "muted", drop=1), lambda row: text.percent(row[1].share)),
-        (Column("role", wrap=24, into="axes"), lambda row: row[1].role),
-        total=("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""),
-    )
+def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Table:
+    columns = [
+        Column("name", tone="strong"),
+        SHAPE,
+        AXES,
+        Column("dtype", tone="muted", drop=3),
+        Column("count", "right"),
+        Column("bytes", "right", "muted", drop=2),
+        Column("share", "right", "muted", drop=1),
+        Column("role", wrap=24, into="axes"),
+    ]
+    rows: list[tuple[object, ...]] = []
+    for p in parameters:
+        sizes = text.count(p.numel), text.byte_size(p.nbytes), text.percent(p.share)
+        rows.append((p.name, shape_cell(p.shape, p.axes), p.axes, p.dtype, *sizes, p.role))
+    rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
+    return table(columns, rows, total=True)
 
 
 def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
     """Return the closed formula beside the count."""
     if total.formula_numel is None:
         return ()
-    given = f"{total.formula} = {text.count(total.formula_numel)}"
-    if total.formula_numel == total.numel:
-        return (facts(("formula", f"{given}, as counted"), tone="good"),)
-    return (
-        facts(("formula", f"{given}, but {text.count(total.numel)} were counted: one of the two is wrong"), tone="bad"),
-    )
+    given, is_right = f"{total.formula} = {text.count(total.formula_numel)}", total.formula_numel == total.numel
+    wrong = f"but {text.count(total.numel)} were counted: one of the two is wrong"
+    said = f"{given}, {'as counted' if is_right else wrong}"
+    return (facts(("formula", said), tone="good" if is_right else "bad"),)
 
 
 def _bounds(piece: HeadSlice) -> tuple[str, str]:
@@ -154,42 +132,36 @@ def _bounds(piece: HeadSlice) -> tuple[str, str]:
 
 def _per_head(parameters: Sequence[Parameter]) -> Section:
     """Return a table with a row a head; of a model, which has several attentions, a row a part, all heads in it."""
-    parts: dict[tuple[str, str], list[HeadSlice]] = {}
-    for p in parameters:
-        for piece in p.heads or ():
-            parts.setdefault((p.name, piece.part), []).append(piece)
-    is_model = len(parts) > len({part for _, part in parts})
-    rows = [
-        (name, part, *own)
-        for (name, part), pieces in parts.items()
-        for own in (_every_head(pieces) if is_model else _each_head(pieces))
-    ]
-    if not rows:
+    pieces = [(p.name, piece) for p in parameters for piece in p.heads or ()]
+    parts = grouped(pieces, lambda own: (own[0], own[1].part))
+    if not parts:
         return section("by head", Paragraph("No parameter has a part that is one head's alone."))
-    found = table(
-        grouped(rows, lambda row: (alike(row[0]) if is_model else row[0], *row[1:])),
-        (Column("parameter"), lambda own: times([row[0] for row in own])),
-        (Column("part", tone="strong"), lambda own: own[0][1]),
-        (Column("head", "right"), lambda own: own[0][2]),
-        (Column("rows", "right"), lambda own: own[0][3]),
-        (Column("columns", "right", optional=True), lambda own: own[0][4]),
-    )
+    is_model = len(parts) > len({piece.part for _, piece in pieces})
+    lines = [
+        (part[0][0], part[0][1].part, *line)
+        for part in parts
+        for line in _by_head([piece for _, piece in part], is_model=is_model)
+    ]
+    groups = grouped(lines, lambda line: (alike(line[0]) if is_model else line[0], *line[1:]))
+    columns = [
+        Column("parameter"),
+        Column("part", tone="strong"),
+        Column("head", "right"),
+        Column("rows", "right"),
+        Column("columns", "right", optional=True),
+    ]
     detail = "both ends included" + (", h the number of the head" if is_model else "")
-    return section("by head", found, detail=detail)
+    rows = [(times([line[0] for line in group]), *group[0][1:]) for group in groups]
+    return section("by head", table(columns, rows), detail=detail)
 
 
-def _each_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
-    return ((str(piece.head), *_bounds(piece)) for piece in pieces)
-
-
-def _every_head(pieces: Sequence[HeadSlice]) -> Iterator[tuple[str, str, str]]:
-    """Yield one row for heads whose bounds go up in even steps, `64h to 64h+63`; else a row a head."""
+def _by_head(pieces: Sequence[HeadSlice], *, is_model: bool) -> list[tuple[str, str, str]]:
+    """Return a row a head; of a model one for heads whose bounds go up in even steps, `64h to 64h+63`."""
     rows = _in_steps([(piece.head, piece.rows) for piece in pieces])
     columns = _in_steps([(piece.head, piece.columns) for piece in pieces if piece.columns is not None])
-    if len(pieces) == 1 or rows is None or columns is None:
-        yield from _each_head(pieces)
-    else:
-        yield text.spans(piece.head for piece in pieces), rows, columns
+    if is_model and len(pieces) > 1 and rows is not None and columns is not None:
+        return [(text.spans(piece.head for piece in pieces), rows, columns)]
+    return [(str(piece.head), *_bounds(piece)) for piece in pieces]
 
 
 def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
@@ -209,26 +181,20 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     """Return a table with a column a head count. What is not the same in every column is set in strong type."""
-    rows: list[tuple[str, list[str]]] = [
+    lines: list[tuple[str, list[str]]] = [
         ("head_dim", [str(c.head_dim) for c in counts]),
         ("parameters", [text.count(c.numel) for c in counts]),
     ]
     for name in dict.fromkeys(name for c in counts for name in c.shapes):
-        rows.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
-        parts = dict.fromkeys(s.part for c in counts for s in c.first_head.get(name, ()))
-        for part in parts:
-            pieces = [next((own for own in c.first_head.get(name, ()) if own.part == part), None) for c in counts]
-            rows.append((f"head 0 of {part}", _owned(pieces, [c.shapes.get(name, ()) for c in counts])))
-
-    def cell(place: int, row: tuple[str, list[str]]) -> Cell:
-        return Cell(row[1][place], "strong" if len(set(row[1])) > 1 else "muted")
-
-    return table(
-        rows,
-        (Column("num_heads"), lambda row: row[0]),
-        *((Column(str(c.num_heads), "right"), partial(cell, place)) for place, c in enumerate(counts)),
-        split=True,
-    )
+        lines.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
+        slices = [{piece.part: piece for piece in c.first_head.get(name, ())} for c in counts]
+        for part in dict.fromkeys(part for own in slices for part in own):
+            owned = _owned([own.get(part) for own in slices], [c.shapes.get(name, ()) for c in counts])
+            lines.append((f"head 0 of {part}", owned))
+    columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
+    tones: list[Tone] = ["strong" if len(set(line)) > 1 else "muted" for _, line in lines]
+    rows = [(name, *(Cell(own, tone) for own in line)) for (name, line), tone in zip(lines, tones, strict=True)]
+    return table(columns, rows, split=True)
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
@@ -236,12 +202,11 @@ def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]
     both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
     by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
     by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)
-    texts = []
-    for piece in pieces:
-        rows, columns = _bounds(piece) if piece is not None else ("", "")
-        if piece is not None and piece.columns is None:
-            texts.append(f"elements {rows}")
-        else:
-            bounds = [f"rows {rows}"] * by_rows + [f"columns {columns}"] * by_columns
-            texts.append(", ".join(bounds) if piece is not None else "")
-    return texts
+
+    def owned(piece: HeadSlice) -> str:
+        rows, columns = _bounds(piece)
+        if piece.columns is None:
+            return f"elements {rows}"
+        return ", ".join([f"rows {rows}"] * by_rows + [f"columns {columns}"] * by_columns)
+
+    return ["" if piece is None else owned(piece) for piece in pieces]

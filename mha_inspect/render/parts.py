@@ -1,20 +1,20 @@
-"""Parts that several documents share."""
+"""Parts that several pages share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import text
 from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Stats, Values, Verdict
-from .page import Block, Cell, Column, Field, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
+from .page import LONGEST, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section
+from .page import table as table_of
 
 if TYPE_CHECKING:
     from ..reports.compare_heads import HeadCount
     from ..reports.diff import OutputDifference, StageRow
-
-    Measured = HeadCount | OutputDifference | StageRow
 
 T = TypeVar("T")
 
@@ -26,33 +26,30 @@ MEASURED: dict[MeasuredAgainst, str] = {
     "half a digit": "measured with weights and inputs off by half a last digit, for no copy of it runs in float64",
 }
 
-VERDICT_TONES: dict[Verdict, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
+SHAPE = Column("shape", tone="shape")
+AXES = Column("axes", tone="axes")
+DTYPE = Column("dtype", optional=True)
 
 
 def sizes(layer: LayerInfo) -> str:
     """Return the sizes of a layer, and every setting that is not as usual: `embed_dim 512, num_heads 2`."""
     first = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
-    # Dtype and seed stand on the next line, with what the numbers were made with.
-    rest = [name for name in layer.spec if name not in (*first, "dtype", "seed")]
     parts = [f"{name} {layer.spec[name]}" for name in first if layer.spec.get(name) is not None]
-    for name in rest:
-        value = layer.spec[name]
-        if value is True and name not in SETTINGS_AS_USUAL:
-            parts.append(name)
-        elif value != SETTINGS_AS_USUAL[name] if name in SETTINGS_AS_USUAL else value not in (None, False):
-            parts.append(f"{name} {value}")
+    for name, value in layer.spec.items():
+        # Dtype and seed stand on the next line, with what the numbers were made with.
+        is_usual = value is None or value == SETTINGS_AS_USUAL.get(name, False)
+        if not is_usual and name not in (*first, "dtype", "seed"):
+            parts.append(name if value is True else f"{name} {value}")
     return ", ".join(parts)
 
 
-def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Section]) -> Page:
+def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Section], title: str = "") -> Page:
     """Return a page under the usual heading: the layer with its sizes, and what the numbers were made with."""
-    # A module without parameters and inputs has no dtype.
+    # A module without parameters and inputs has no dtype, and a file is read without torch.
     made_with = [part for part in (environment.device, environment.dtype) if part]
-    if environment.seed is not None:
-        made_with.append(f"seed {environment.seed}")
-    if environment.torch:  # a file is read without it
-        made_with.append(f"torch {environment.torch}")
-    return Page(f"layer {layer.name}", sizes(layer), ", ".join(made_with), tuple(sections))
+    made_with += [] if environment.seed is None else [f"seed {environment.seed}"]
+    made_with += [f"torch {environment.torch}"] if environment.torch else []
+    return Page(title or f"layer {layer.name}", sizes(layer), ", ".join(made_with), tuple(sections))
 
 
 def number(value: float | None) -> str:
@@ -67,30 +64,25 @@ def multiple(value: float | None) -> str:
 
 def verdict_cell(verdict: Verdict | None, *, baseline: bool = False) -> Cell:
     """Return the verdict; `baseline` where it would be of something against itself."""
-    return Cell("baseline", "muted") if baseline else Cell(verdict or "", VERDICT_TONES[verdict] if verdict else "")
+    if baseline:
+        return Cell("baseline", "muted")
+    return Cell(verdict or "", "good" if verdict == "same" else "warn" if verdict else "")
 
 
-def difference_columns(
-    relative: str,
-    drops: tuple[int, int] = (0, 0),
-    *,
-    of: Callable[[Any], Measured] = lambda item: item,
-    is_baseline: Callable[[Any], bool] = lambda item: False,
-) -> tuple[tuple[Column, Callable[[Any], Field]], ...]:
-    """Return columns for the largest difference, the relative one, the multiple of the rounding error, and the verdict.
-
-    Args:
-        relative: title of the second.
-        drops: `drop` of the first two.
-        of: what of an item was measured.
-        is_baseline: whether an item is what the others are compared with.
-    """
+def difference_columns(relative: str, drops: tuple[int, int]) -> tuple[Column, ...]:
+    """Return the columns of `difference`: `relative` is the title of the second, `drops` that of the first two."""
     return (
-        (Column("largest difference", "right", drop=drops[0]), lambda item: number(of(item).max_abs_difference)),
-        (Column(relative, "right", drop=drops[1]), lambda item: number(of(item).relative_difference)),
-        (Column("× noise", "right"), lambda item: multiple(of(item).times_noise)),
-        (Column("verdict"), lambda item: verdict_cell(of(item).verdict, baseline=is_baseline(item))),
+        Column("largest difference", "right", drop=drops[0]),
+        Column(relative, "right", drop=drops[1]),
+        Column("× noise", "right"),
+        Column("verdict"),
     )
+
+
+def difference(of: HeadCount | OutputDifference | StageRow, *, baseline: bool = False) -> tuple[Cell | str, ...]:
+    """Return the largest difference, the relative one, the multiple of the rounding error, and the verdict."""
+    largest, relative = number(of.max_abs_difference), number(of.relative_difference)
+    return largest, relative, multiple(of.times_noise), verdict_cell(of.verdict, baseline=baseline)
 
 
 def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
@@ -99,6 +91,23 @@ def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())
+
+
+def alike(name: str) -> str:
+    """Return what names have in common that differ in their numbers alone, where those can be reckoned with."""
+    return re.sub(r"\d{1,9}", "0", name) if len(name) < LONGEST and name.isascii() else name
+
+
+def times(names: Sequence[str]) -> str:
+    """Return names that differ in their numbers alone as one, with how many they are: `layers.0–31.self_attn ×32`."""
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    spanned = [
+        text.spans(map(int, dict.fromkeys(column))) if place % 2 and len(set(column)) > 1 else column[0]
+        for place, column in enumerate(columns)
+    ]
+    return f"{''.join(spanned)} ×{len(names)}"
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
@@ -113,7 +122,7 @@ def changes_only(names: Iterable[str], before: str) -> Iterator[str]:
         before = name
 
 
-def notes(sentences: Iterable[str]) -> tuple[Block, ...]:
+def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
     """Return a paragraph for each sentence that a reader should not miss."""
     return tuple(facts(("note", sentence)) for sentence in sentences)
 
@@ -125,34 +134,26 @@ def answered(sentences: Iterable[str]) -> Section:
 
 def statistics(rows: Iterable[tuple[str, Stats | None]]) -> tuple[Table, ...]:
     """Return the statistics of those that have any; nothing where none has."""
-    filled = [(name, stats) for name, stats in rows if stats is not None]
-    if not filled:
-        return ()
-
-    def finite(number: float) -> str:
-        """Return a number; nothing where no element is finite, and there is nothing to take the mean of."""
-        return "" if isnan(number) else text.statistic(number)
 
     def counted(number: int, tone: Tone) -> Cell:
         return Cell(text.count(number), tone if number else "muted")
 
-    return (
-        table(
-            filled,
-            (Column("statistics"), lambda row: row[0]),
-            (Column("mean", "right"), lambda row: finite(row[1].mean)),
-            (Column("std", "right"), lambda row: finite(row[1].std)),
-            (Column("min", "right"), lambda row: finite(row[1].min)),
-            (Column("max", "right"), lambda row: finite(row[1].max)),
-            (Column("NaN", "right", drop=1), lambda row: counted(row[1].nan, "bad")),
-            (Column("inf", "right", drop=2), lambda row: counted(row[1].inf, "bad")),
-            (Column("masked", "right", drop=3), lambda row: counted(row[1].masked, "")),
-        ),
-    )
+    fields = []
+    for name, stats in rows:
+        if stats is not None:
+            # Where no element is finite, there is nothing to take the mean of.
+            finite = ("" if isnan(n) else text.statistic(n) for n in (stats.mean, stats.std, stats.min, stats.max))
+            odd = counted(stats.nan, "bad"), counted(stats.inf, "bad"), counted(stats.masked, "")
+            fields.append((name, *finite, *odd))
+    numbers = [Column(title, "right") for title in ("mean", "std", "min", "max")]
+    counts = [Column(title, "right", drop=drop) for drop, title in enumerate(("NaN", "inf", "masked"), 1)]
+    return (table_of([Column("statistics"), *numbers, *counts], fields),) if fields else ()
 
 
 def contents(rows: Iterable[tuple[str, tuple[int, ...], str, Values | None]]) -> tuple[Verbatim, ...]:
     """Return the tensors of those that have them: name, shape, axes, content."""
     return tuple(
-        Verbatim(values.text, name, text.shape(sizes), axes) for name, sizes, axes, values in rows if values is not None
+        Verbatim(tuple(values.text.split("\n")), name, text.shape(sizes), axes)
+        for name, sizes, axes, values in rows
+        if values is not None
     )

@@ -5,7 +5,7 @@ Fields are set apart by two spaces or more and an empty one is a `-`, so that `a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..text import cells
 from .page import Block, Facts, Page, Paragraph, Table, apart
@@ -39,27 +39,24 @@ def _titled(title: str, detail: str) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Table):
-        yield from _table(block)
+        lines = [[c.title for c in block.columns], *([cell.full or "-" for cell in row] for row in block.rows)]
+        yield from _aligned(lines, [column.align == "right" for column in block.columns])
+        if block.legend:
+            yield block.legend
     elif isinstance(block, Facts):
-        width = max((cells(label) for label, _ in block.items), default=0)
-        for label, text in block.items:
-            yield _pad(label, width, "left") + _GAP + text
+        yield from _aligned(block.items, (False, False))
     elif isinstance(block, Paragraph):
         yield block.text
     else:
         yield _GAP.join(part for part in (block.title, block.shape, block.axes) if part)
-        yield from block.text.split("\n")
+        yield from block.lines
 
 
-def _table(table: Table) -> Iterator[str]:
-    lines = [[c.title for c in table.columns], *([cell.full or "-" for cell in row] for row in table.rows)]
-    widths = [max(cells(line[i]) for line in lines) for i in range(len(table.columns))]
+def _aligned(lines: Sequence[Sequence[str]], rights: Sequence[bool]) -> Iterator[str]:
+    widths = [max(map(cells, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        yield _GAP.join(_pad(f, w, c.align) for f, w, c in zip(line, widths, table.columns, strict=True))
-    if table.legend:
-        yield table.legend
-
-
-def _pad(text: str, width: int, align: str) -> str:
-    spaces = " " * (width - cells(text))
-    return spaces + text if align == "right" else text + spaces
+        padded = []
+        for field, width, is_right in zip(line, widths, rights, strict=True):
+            spaces = " " * (width - cells(field))
+            padded.append(spaces + field if is_right else field + spaces)
+        yield _GAP.join(padded)

@@ -172,7 +172,7 @@ def _verbatim(block: Verbatim, width: int) -> Iterator[RenderableType]:
     if block.axes:
         heading.append("  ").append_text(_styled(block.axes, "axes", ""))
     yield heading
-    for line in block.text.split("\n"):
+    for line in block.lines:
         # A line that is too long goes on under its own first number, behind the brackets.
         opening = re.match(r"(?:tensor\()?[ \[]*", line)
         indent = min(opening.end() if opening else 0, max(width - 20, 0))

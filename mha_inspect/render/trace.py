@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import Attention, MaskedRow, Memory, Operand, OpLine, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, Returned, Stage, Trace
 from .failure import failure_sections
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
-from .parts import changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
+from .parts import AXES, DTYPE, SHAPE, changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
 
-OPENED = "*"
-"""Behind the name of a stage that the plain run hides."""
-LEGEND = f"{OPENED} inside a kernel of torch, opened where it ran"
-SHAPE_ONLY = "°"
-SHAPE_LEGEND = f"{SHAPE_ONLY} its shape alone is known: it was never made, for it has too many numbers"
+LEGENDS = {
+    "*": "inside a kernel of torch, opened where it ran",
+    "°": "its shape alone is known: it was never made, for it has too many numbers",
+}
+"""What the signs behind the name of a stage mean."""
 
 
 def page(trace: Trace) -> Page:
@@ -55,21 +55,32 @@ MOST_SHOWN = 4
 
 def _in_full(trace: Trace) -> Iterator[Section]:
     """Yield the attentions in full: those that were chosen, or else each kind once, with those that are alike."""
-    several = len(trace.attentions) > 1
-    groups = _alike(trace)
-    shown = groups[:MOST_SHOWN] if trace.chosen is None else groups
-    for numbers_of, attention in shown:
-        title = f"attention {numbers_of[0]}" if several else "attention"
-        those = "Attention {} is" if len(numbers_of) == 2 else "Attentions {} are"
-        others = f"{those.format(text.spans(numbers_of[1:]))} alike: same shapes, axes and formulas."
-        said = [*attention.notes, *([others] if len(numbers_of) > 1 else [])]
-        yield _attention(attention, title, trace.environment.dtype, said)
-    explained = next(filter(None, (tuple(_layout(attention)) for _, attention in shown)), ())
-    yield section("", *(Paragraph(line, "muted") for line in explained))
-    if trace.chosen is None and len(groups) > MOST_SHOWN:
-        rest = ", ".join(str(numbers_of[0]) for numbers_of, _ in groups[MOST_SHOWN:])
-        more = f"{len(groups) - MOST_SHOWN} more that differ: see them with --attention N, N one of {rest}."
+    groups = grouped(trace.chosen or range(1, len(trace.attentions) + 1), lambda number: _kind(trace, number))
+    shown, rest = (groups, []) if trace.chosen else (groups[:MOST_SHOWN], groups[MOST_SHOWN:])
+    for first, *others in shown:
+        said = list(trace.attentions[first - 1].notes)
+        if others:
+            those = "Attention {} is" if len(others) == 1 else "Attentions {} are"
+            said.append(f"{those.format(text.spans(others))} alike: same shapes, axes and formulas.")
+        title = f"attention {first}" if len(trace.attentions) > 1 else "attention"
+        yield _attention(trace.attentions[first - 1], title, trace.environment.dtype, said)
+    layouts = (tuple(_layout(trace.attentions[first - 1])) for first, *_ in shown)
+    yield section("", *(Paragraph(line, "muted") for line in next(filter(None, layouts), ())))
+    if rest:
+        numbers = ", ".join(str(first) for first, *_ in rest)
+        more = f"{len(rest)} more that differ: see them with --attention N, N one of {numbers}."
         yield section("", Paragraph(more))
+
+
+def _kind(trace: Trace, number: int) -> object:
+    """Return what attentions have in common that are shown as one: all but where they stand."""
+    attention = trace.attentions[number - 1]
+    # Statistics and values are each attention's own.
+    if trace.chosen or any(stage.stats is not None or stage.values is not None for stage in attention.stages):
+        return number
+    # The scale, which may be no number, is in the formulas.
+    stages = tuple(replace(stage, op=None) for stage in attention.stages)
+    return replace(attention, module="", call=None, scale=0.0, stages=stages)
 
 
 _NAMES = re.compile(r"\([^)]*\)|\S+")
@@ -103,23 +114,6 @@ def _is_sequence_first(names: Sequence[str]) -> bool:
     return order[:2] in (["query", "batch"], ["key", "batch"])
 
 
-def _alike(trace: Trace) -> list[tuple[list[int], Attention]]:
-    """Return attentions to show in full, each with the numbers of those that it stands for."""
-    chosen = trace.chosen or range(1, len(trace.attentions) + 1)
-
-    def kind(number: int) -> object:
-        attention = trace.attentions[number - 1]
-        # Statistics and values are each attention's own.
-        content = any(stage.stats is not None or stage.values is not None for stage in attention.stages)
-        if content or trace.chosen is not None:
-            return number
-        # All but where it stands; the scale, which may be no number, is in the formulas.
-        stages = tuple(replace(stage, op=None) for stage in attention.stages)
-        return replace(attention, module="", call=None, scale=0.0, stages=stages)
-
-    return [(numbers_of, trace.attentions[numbers_of[0] - 1]) for numbers_of in grouped(chosen, kind)]
-
-
 def _path(path: Path) -> Facts:
     items = [("PyTorch runs", path.plain), ("reason", path.reason or ""), ("opened", ", ".join(path.opened))]
     items += [("not opened", kernel) for kernel in path.not_opened]
@@ -128,31 +122,32 @@ def _path(path: Path) -> Facts:
 
 def _summary(attentions: tuple[Attention, ...]) -> Table:
     """Return a table with one row an attention."""
-    stages = [{stage.name: stage for stage in one.stages} for one in attentions]
-    scores = [own.get("scores") or own.get("weights") for own in stages]
-    return table(
-        [(n, *both) for n, both in enumerate(zip(attentions, scores, strict=True), 1)],
-        (Column("#", "right", "muted"), lambda row: row[0]),
-        (Column("module", tone="strong"), lambda row: _place(row[1]) or "(the layer itself)"),
-        (Column("kind", drop=4, optional=True), lambda row: ", ".join(row[1].kind)),
-        (Column("num_heads", "right"), lambda row: _heads(row[1])),
-        (Column("head_dim", "right", drop=1), lambda row: row[1].head_dim),
-        (Column("scores", tone="shape"), lambda row: shape_cell(row[2].shape, row[2].axes) if row[2] else ""),
-        (Column("axes", tone="axes", drop=3), lambda row: row[2].axes if row[2] else ""),
-        (Column("scale", drop=2), lambda row: text.scale(row[1].scale, row[1].head_dim)),
-        (Column("notes", wrap=24, into="module", optional=True), lambda row: " ".join(row[1].notes)),
-    )
+    columns = [
+        Column("#", "right", "muted"),
+        Column("module", tone="strong"),
+        Column("kind", drop=4, optional=True),
+        Column("num_heads", "right"),
+        Column("head_dim", "right", drop=1),
+        Column("scores", tone="shape"),
+        Column("axes", tone="axes", drop=3),
+        Column("scale", drop=2),
+        Column("notes", wrap=24, into="module", optional=True),
+    ]
+    rows = []
+    for number, own in enumerate(attentions, 1):
+        heads = f"{own.num_heads} over {own.num_kv_heads}" if own.num_kv_heads != own.num_heads else own.num_heads
+        stages = {stage.name: stage for stage in own.stages}
+        scores = stages.get("scores") or stages.get("weights")
+        shape, axes = (shape_cell(scores.shape, scores.axes), scores.axes) if scores else ("", "")
+        place, scale = _place(own) or "(the layer itself)", text.scale(own.scale, own.head_dim)
+        rows.append((number, place, ", ".join(own.kind), heads, own.head_dim, shape, axes, scale, " ".join(own.notes)))
+    return table(columns, rows)
 
 
 def _place(attention: Attention) -> str:
     """Return the module, and which of its attentions where it computes several."""
-    calls = [] if attention.call is None else [f"call {attention.call}"]
-    return ", ".join([attention.module, *calls] if attention.module else calls)
-
-
-def _heads(attention: Attention) -> str:
-    shared = attention.num_kv_heads != attention.num_heads
-    return f"{attention.num_heads} over {attention.num_kv_heads}" if shared else str(attention.num_heads)
+    call = "" if attention.call is None else f"call {attention.call}"
+    return ", ".join(filter(None, (attention.module, call)))
 
 
 def _attention(attention: Attention, title: str, dtype: str, said: Iterable[str]) -> Section:
@@ -173,45 +168,37 @@ def _attention(attention: Attention, title: str, dtype: str, said: Iterable[str]
     )
 
 
-def _mark(stage: Stage) -> str:
-    return OPENED * stage.opened + SHAPE_ONLY * stage.shape_only
-
-
 def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
-    legends = {OPENED: LEGEND, SHAPE_ONLY: SHAPE_LEGEND}
-    dtypes = changes_only((stage.dtype for stage in stages), dtype)
-    return table(
-        stages,
-        (Column("stage", tone="strong"), lambda stage: Cell(stage.name, mark=_mark(stage))),
-        (Column("shape", tone="shape"), lambda stage: shape_cell(stage.shape, stage.axes)),
-        (Column("axes", tone="axes"), lambda stage: stage.axes),
-        (Column("computed", wrap=26, into="axes"), lambda stage: stage.formula),
-        (Column("dtype", optional=True), lambda _: next(dtypes)),
-        (Column("bytes", "right", "muted", drop=2), lambda stage: text.byte_size(stage.nbytes)),
-        (Column("FLOPs", "right", "muted", drop=3), lambda stage: text.flops(stage.flops)),
-        (Column("memory", tone="muted", into="axes", optional=True), lambda stage: _moved(stage.memory)),
-        legend="; ".join(text for sign, text in legends.items() if any(sign in _mark(stage) for stage in stages)),
-    )
+    columns = [
+        Column("stage", tone="strong"),
+        SHAPE,
+        AXES,
+        Column("computed", wrap=26, into="axes"),
+        DTYPE,
+        Column("bytes", "right", "muted", drop=2),
+        Column("FLOPs", "right", "muted", drop=3),
+        Column("memory", tone="muted", into="axes", optional=True),
+    ]
+    rows, marks = [], ""
+    for stage, changed in zip(stages, changes_only((stage.dtype for stage in stages), dtype), strict=True):
+        mark = "*" * stage.opened + "°" * stage.shape_only
+        marks += mark
+        cells = Cell(stage.name, mark=mark), shape_cell(stage.shape, stage.axes), stage.axes, stage.formula, changed
+        rows.append((*cells, text.byte_size(stage.nbytes), text.flops(stage.flops), _moved(stage)))
+    return table(columns, rows, legend="; ".join(f"{sign} {said}" for sign, said in LEGENDS.items() if sign in marks))
 
 
-def _moved(memory: Memory) -> str:
+def _moved(stage: Stage | OpLine) -> str:
     """Return how a tensor came by its memory, where that is worth a word."""
-    return memory if memory in ("view", "copy") else ""
+    return stage.memory if stage.memory in ("view", "copy") else ""
 
 
-def _returns(returned: tuple[Returned, ...], dtype: str) -> tuple[Block, ...]:
-    dtypes = changes_only((r.dtype for r in returned), dtype)
-    return (
-        table(
-            returned,
-            (Column("name", tone="strong"), lambda own: own.name),
-            (Column("shape", tone="shape"), lambda own: shape_cell(own.shape, own.axes)),
-            (Column("axes", tone="axes"), lambda own: own.axes),
-            (Column("dtype", optional=True), lambda _: next(dtypes)),
-        ),
-        *statistics((r.name, r.stats) for r in returned),
-        *contents((r.name, r.shape, r.axes, r.values) for r in returned),
-    )
+def _returns(returned: tuple[Returned, ...], dtype: str) -> Iterator[Block]:
+    dtypes = changes_only((tensor.dtype for tensor in returned), dtype)
+    rows = [(t.name, shape_cell(t.shape, t.axes), t.axes, next(dtypes)) for t in returned]
+    yield table([Column("name", tone="strong"), SHAPE, AXES, DTYPE], rows)
+    yield from statistics((tensor.name, tensor.stats) for tensor in returned)
+    yield from contents((tensor.name, tensor.shape, tensor.axes, tensor.values) for tensor in returned)
 
 
 def _masked(rows: tuple[MaskedRow, ...]) -> Table:
@@ -220,37 +207,44 @@ def _masked(rows: tuple[MaskedRow, ...]) -> Table:
     def fate(name: str) -> Cell:
         return Cell("NaN" if name == "nan" else name, "bad" if name == "nan" else "")
 
-    return table(
-        grouped(rows, lambda row: replace(row, query=0)),
-        (Column("batch", "right"), lambda own: own[0].batch),
-        (Column("query", "right", wrap=8), lambda own: text.spans(row.query for row in own)),
-        (Column("first seen in"), lambda own: own[0].stage or "no stage"),
-        (Column("opened run"), lambda own: fate(own[0].opened)),
-        (Column("plain run"), lambda own: fate(own[0].plain)),
-    )
-
-
-def _operands(operands: tuple[Operand, ...]) -> str:
-    return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
+    columns = [
+        Column("batch", "right"),
+        Column("query", "right", wrap=8),
+        Column("first seen in"),
+        Column("opened run"),
+        Column("plain run"),
+    ]
+    groups = grouped(rows, lambda row: replace(row, query=0))
+    queries = [text.spans(row.query for row in group) for group in groups]
+    lines = [
+        (first.batch, places, first.stage or "no stage", fate(first.opened), fate(first.plain))
+        for (first, *_), places in zip(groups, queries, strict=True)
+    ]
+    return table(columns, lines)
 
 
 def _ops(ops: tuple[OpLine, ...]) -> Table:
-    return table(
-        ops,
-        (Column("#", "right", "muted"), lambda op: op.index),
-        (Column("operation", tone="strong"), lambda op: op.name),
-        (Column("inputs", wrap=18), lambda op: _operands(op.inputs)),
-        (Column("outputs", wrap=18, into="inputs"), lambda op: _operands(op.outputs)),
-        (
-            Column("axes", tone="axes", drop=3, wrap=18, optional=True),
-            lambda op: ", ".join(operand.axes for operand in op.outputs if operand.axes),
-        ),
-        (Column("settings", tone="muted", drop=4, wrap=14, optional=True), lambda op: op.settings),
-        (Column("memory", tone="muted", drop=1, optional=True), lambda op: _moved(op.memory)),
-        (Column("stage", into="operation", optional=True), lambda op: op.stage),
-        (Column("source", tone="muted", into="operation"), lambda op: op.source),
-        (Column("module", tone="muted", drop=2, optional=True), lambda op: op.module),
-    )
+    def written(operands: tuple[Operand, ...]) -> str:
+        return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
+
+    columns = [
+        Column("#", "right", "muted"),
+        Column("operation", tone="strong"),
+        Column("inputs", wrap=18),
+        Column("outputs", wrap=18, into="inputs"),
+        Column("axes", tone="axes", drop=3, wrap=18, optional=True),
+        Column("settings", tone="muted", drop=4, wrap=14, optional=True),
+        Column("memory", tone="muted", drop=1, optional=True),
+        Column("stage", into="operation", optional=True),
+        Column("source", tone="muted", into="operation"),
+        Column("module", tone="muted", drop=2, optional=True),
+    ]
+    rows = []
+    for op in ops:
+        axes = ", ".join(operand.axes for operand in op.outputs if operand.axes)
+        tensors = written(op.inputs), written(op.outputs), axes
+        rows.append((op.index, op.name, *tensors, op.settings, _moved(op), op.stage, op.source, op.module))
+    return table(columns, rows)
 
 
 def _proof(proof: Proof) -> Paragraph:
