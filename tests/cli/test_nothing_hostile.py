@@ -85,13 +85,6 @@ def test_a_target_in_the_current_folder_is_found(invoke, tmp_path, monkeypatch):
     assert sys.path[-1] == str(tmp_path)
 
 
-def test_a_target_that_ends_the_process_is_told(invoke, tmp_path):
-    (tmp_path / "ends.py").write_text("import os\nfrom torch import nn\nos._exit(0)\nclass A(nn.Linear): pass\n")
-    code, out, err = invoke("trace", f"{tmp_path / 'ends.py'}:A")
-    assert (code, out) == (2, "")
-    assert "it ends the program, with 0" in err
-
-
 @posix
 def test_from_a_folder_that_is_gone(entry_point, environment, tmp_path):
     gone = tmp_path / "gone"
