@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..naming.visibility import Rows
+from ..naming.canonical import content_of
+from ..naming.subject import Run
+from ..naming.visibility import Rows, visibility
 
 
 def fate_of(weights: Tensor | None, rows: Rows) -> str:
@@ -31,3 +33,20 @@ def masked_sentence(rows: Rows, fate: str) -> str:
     have = "1 query has" if len(rows) == 1 else f"{len(rows):,} queries have"
     batch, query = rows[0]
     return f"{have} no key left to look at (the first: query {query} of batch row {batch}): {fate}."
+
+
+def blind_attention(run: Run) -> tuple[int, Rows] | None:
+    """Return the place of the first attention with queries that see no key, and these; None where there is none."""
+    for place, (attention, names) in enumerate(run.attentions):
+        known = visibility(run.graph, attention, names)
+        if known is not None and known.blind:
+            return place, known.blind
+    return None
+
+
+def masked_note(place: int, rows: Rows, kept: Run | None) -> str:
+    """Return which queries of an attention see no key, and what becomes of them in a run whose tensors are kept."""
+    if kept is None:
+        return masked_sentence(rows, "what becomes of them is not seen, for the module does not run a second time")
+    weights = content_of(kept, *kept.attentions[place], "weights")
+    return masked_sentence(rows, f"their weights are {fate_of(weights, rows)}")

@@ -20,7 +20,7 @@ from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import MaskedRow, Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
 
 _UNSAID = "torch names none; its fast path asks for biases"
 """It goes on without a word where there is no in_proj_bias."""
@@ -125,7 +125,6 @@ def report(
     environment: Environment,
     layer: LayerInfo,
     proof: Proof | None = None,
-    masked: tuple[MaskedRow, ...] = (),
     kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
     """A run as plain data; `proof` is given where there is none to read off it."""
@@ -145,7 +144,6 @@ def report(
         ),
         returns=_returns(seen, axes, content),
         proof=proof_of(seen) if proof is None else proof,
-        masked_rows=masked,
         notes=(*_of_rows(seen), *seen.recording.notes),
         ops=_op_lines(seen, axes) if show.ops else None,
     )

@@ -13,44 +13,44 @@ from ..naming.kind import kinds_of, mask_notes
 from ..naming.subject import Run, State, Subject, run
 from ..reports.common import Environment, LayerInfo
 from ..reports.failure import Failure
-from ..reports.trace import MaskedRow, Trace
-from .masked_rows import fully_masked_rows, masked_rows, nans_in, once_more
+from ..reports.trace import Trace
+from .masked_queries import blind_attention, masked_note
+from .nan import nan_note, once_more
 from .run_report import environment_of, layer_of, report
 
 
-def trace(own: Subject, show: Show | None = None) -> Trace:
+def trace(subject: Subject, show: Show | None = None) -> Trace:
     """Run a subject, and report every attention in it, found by its dataflow.
 
     Raises `ForwardError` where the forward raises: its `trace` holds what was recorded up to there, with `failure`, and
     its `__cause__` is the error. Arguments that do not fit the forward's signature raise what Python raises.
     """
     show = show or Show()
-    return traced(own, show, keep=show.stats or show.values)[0]
+    return traced(subject, show, keep=show.stats or show.values)[0]
 
 
-def traced(own: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
+def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """Return what `trace` does, and the run that the stages were read off, its tensors kept when asked for.
 
     The subject is run once, as it is. Where that run hides stages in fused kernels, each is opened beside its result;
     what the run computes, buffers and generators are as one call leaves them.
     """
-    with own.settings():
-        before = own.state()
-        seen = _run(own, show, keep, before)
-        seen = replace(seen, wider=own.wider_run(seen))
-        replay = Replay(seen.recording, own.leaves(seen.recording))
+    with subject.settings():
+        before = subject.state()
+        seen = _run(subject, show, keep, before)
+        seen = replace(seen, wider=subject.wider_run(seen))
+        replay = Replay(seen.recording, subject.leaves(seen.recording))
         made = report(
             seen,
             own_axes(seen),
             show,
             kinds=kinds_of(seen),
-            environment=environment_of(own),
-            layer=layer_of(own),
-            masked=_masked_rows(own, before, seen, replay, keep),
+            environment=environment_of(subject),
+            layer=layer_of(subject),
         )
-        notes = (*mask_notes(seen, replay), *(() if made.masked_rows else nans_in(own, before, seen, kept=keep)))
+        notes = (*mask_notes(seen, replay), *_of_numbers(subject, before, seen, keep))
     absent = show.without_numbers(made.environment.device)
-    return replace(made, notes=(*made.notes, *notes, *absent, *own.notes)), seen
+    return replace(made, notes=(*made.notes, *notes, *absent, *subject.notes)), seen
 
 
 def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
@@ -66,24 +66,24 @@ def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
     return made if failed is None else replace(made, attentions=made.attentions[: failed[1]], failure=failed[0])
 
 
-def _masked_rows(own: Subject, before: State, seen: Run, replay: Replay, keep: bool) -> tuple[MaskedRow, ...]:
-    """What becomes of queries without keys: where there are any, one more run keeps what is made of them."""
-    rows = fully_masked_rows(seen, replay)
-    if not any(rows):
-        return ()
-    again = seen if keep else once_more(own, before)
-    return () if again is None else masked_rows(rows, replace(again, wider=seen.wider))
+def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> tuple[str, ...]:
+    """Return what becomes of queries without keys, or else where NaN begins: one more run keeps what is made."""
+    blind = blind_attention(run)
+    if blind is None:
+        return nan_note(subject, before, run, kept=keep)
+    again = run if keep else once_more(subject, before)
+    return (masked_note(*blind, None if again is None else replace(again, wider=run.wider)),)
 
 
-def _run(own: Subject, show: Show, keep: bool, before: State) -> Run:
+def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:
     """The run. Raises `ForwardError` where the forward raises."""
-    seen = run(own.module, own.args, own.kwargs, keep=keep)
+    seen = run(subject.module, subject.args, subject.kwargs, keep=keep)
     if seen.error is None:
         return seen
     from .failure.report import forward_error
 
     cause: Exception | None = seen.error
-    failure = forward_error(own, seen, show, before)
+    failure = forward_error(subject, seen, show, before)
     try:
         raise failure from (None if failure is cause else cause)
     finally:

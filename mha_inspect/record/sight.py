@@ -63,9 +63,12 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
     if dim is None:
         return _reduced(seen, combinations(range(seen.dim()), 2), None)
     dim %= seen.dim()
+    blind = None
     if scores is not None:
-        seen &= scores.amax(dim, keepdim=True) > MASKED_BELOW
-    return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim)
+        highest = scores.amax(dim, keepdim=True)
+        seen &= highest > MASKED_BELOW
+        blind = highest <= MASKED_BELOW  # and not where a score is NaN
+    return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim, blind)
 
 
 def sight_of_kernel(asked: Attention) -> Sight | None:
@@ -85,12 +88,13 @@ def sight_of_kernel(asked: Attention) -> Sight | None:
     return _reduced(seen.expand(*seen.shape[:-2], *shape[-2:]), [(at, last) for at in range(last)], last)
 
 
-def _reduced(seen: Tensor, pairs: Any, dim: int | None) -> Sight | None:
-    """Return the sight of booleans that are laid out as the weights are."""
+def _reduced(seen: Tensor, pairs: Any, dim: int | None, blind: Tensor | None = None) -> Sight | None:
+    """Return the sight of booleans that are laid out as the weights are; rows that see nothing are blind by default."""
     kept = {}
     for pair in pairs:
         others = [at for at in range(seen.dim()) if at not in pair]
         if seen.shape[pair[0]] * seen.shape[pair[1]] <= _LARGEST:
             kept[pair] = seen.any(others) if others else seen
-    blind = None if dim is None else ~seen.any(dim, keepdim=True)
+    if blind is None and dim is not None:
+        blind = ~seen.any(dim, keepdim=True)
     return Sight(kept, blind if blind is not None and bool(blind.any()) else None)

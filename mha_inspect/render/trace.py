@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import Attention, MaskedRow, Operand, OpLine, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import Attention, Operand, OpLine, Path, Proof, Returned, Stage, Trace
 from .failure import failure_sections
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, DTYPE, SHAPE, changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
@@ -38,8 +38,6 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section("returned by the module", *_returns(trace.returns, trace.environment.dtype))
     if trace.failure is None or trace.attentions:
         yield section("kernels", _path(trace.path))
-    if trace.masked_rows:
-        yield section("fully masked rows", _masked(trace.masked_rows), detail="queries that may look at no key")
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
     yield section("", *notes(trace.notes))
@@ -199,28 +197,6 @@ def _returns(returned: tuple[Returned, ...], dtype: str) -> Iterator[Block]:
     yield table([Column("name", tone="strong"), SHAPE, AXES, DTYPE], rows)
     yield from statistics((tensor.name, tensor.stats) for tensor in returned)
     yield from contents((tensor.name, tensor.shape, tensor.axes, tensor.values) for tensor in returned)
-
-
-def _masked(rows: tuple[MaskedRow, ...]) -> Table:
-    """Return a table in which rows that fare alike stand in one line."""
-
-    def fate(name: str) -> Cell:
-        return Cell("NaN" if name == "nan" else name, "bad" if name == "nan" else "")
-
-    columns = [
-        Column("batch", "right"),
-        Column("query", "right", wrap=8),
-        Column("first seen in"),
-        Column("opened run"),
-        Column("plain run"),
-    ]
-    groups = grouped(rows, lambda row: replace(row, query=0))
-    queries = [text.spans(row.query for row in group) for group in groups]
-    lines = [
-        (first.batch, places, first.stage or "no stage", fate(first.opened), fate(first.plain))
-        for (first, *_), places in zip(groups, queries, strict=True)
-    ]
-    return table(columns, lines)
 
 
 def _ops(ops: tuple[OpLine, ...]) -> Table:

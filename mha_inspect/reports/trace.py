@@ -128,20 +128,6 @@ class OpLine:
 
 
 @dataclass(frozen=True)
-class MaskedRow:
-    """A query whose every key is masked: there is nothing to take an average of."""
-
-    batch: int
-    query: int
-    stage: str
-    """The first stage in which the row is NaN or zero; empty where neither appears."""
-    opened: Literal["nan", "zero", "finite"]
-    """What the row of the output is in the opened run, before W_o's bias hides it: judged on `context`."""
-    plain: Literal["nan", "zero", "finite"]
-    """What the row of the output is in the plain run; `zero` when it equals W_o's bias alone."""
-
-
-@dataclass(frozen=True)
 class Proof:
     """Whether the steps of a fused kernel compute what the kernel computes: of all that ran, the one farthest off."""
 
@@ -167,7 +153,6 @@ class Trace(Report):
     attentions: tuple[Attention, ...]
     returns: tuple[Returned, ...]
     proof: Proof
-    masked_rows: tuple[MaskedRow, ...] = ()
     notes: tuple[str, ...] = ()
     ops: tuple[OpLine, ...] | None = None
     """Every operation, when asked for."""

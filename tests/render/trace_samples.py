@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from mha_inspect.reports.common import Environment, LayerInfo, Stats, Values
-from mha_inspect.reports.trace import Attention, MaskedRow, Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
+from mha_inspect.reports.trace import Attention, Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
 
 ENVIRONMENT = Environment(torch="2.13.0", device="cpu", dtype="float32", seed=0)
 
@@ -234,10 +234,6 @@ FULL_TRACE = replace(
         ),
     ),
     returns=tuple(replace(r, stats=STATS, values=VALUES) for r in RETURNS),
-    masked_rows=(
-        *(MaskedRow(0, query, "weights", "nan", "zero") for query in (0, 1, 2, 3, 7)),
-        MaskedRow(1, 5, "", "finite", "finite"),
-    ),
     notes=("The mask of 12 rows was given as booleans: True is not allowed to be looked at.",),
     ops=_OPS,
     proof=Proof(0.0312, 2.43e-07, False, "fully masked rows are left out"),
