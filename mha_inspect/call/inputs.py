@@ -192,7 +192,7 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
         return replace(call.of(module), seed=asked.seed, grad=False)
 
     forms, said = learn_masks(recipe.forward, inputs, flags, recipe.free_masks(values), run)
-    return replace(recipe, forms=forms, notes=(*recipe.notes, *said, *(form.words for form in forms)))
+    return replace(recipe, forms=tuple(forms), notes=(*recipe.notes, *said, *(form.words for form in forms)))
 
 
 def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:

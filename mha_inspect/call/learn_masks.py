@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,16 +13,17 @@ from einops import rearrange
 from torch import Tensor
 
 from ..build.vocabulary import plain
-from ..errors import InputError, SpecError
+from ..errors import SpecError
 from ..layers.spec import InputSpec
 from ..naming.canonical import content_of
 from ..naming.subject import Run, Subject
 from .forward import Forward
 from .masks import causal_mask, padding_mask
 
+_Says = Literal["keeps", "masks", "adds"]
 _OF_QUERIES = ("query key", "batch query key", "batch 1 query key")
 _OF_KEYS = ("batch key", "batch 1 key", "batch 1 1 key")
-_VALUES: tuple[tuple[Literal["keeps", "masks", "adds"], torch.dtype | None], ...] = (
+_VALUES: tuple[tuple[_Says, torch.dtype | None], ...] = (
     ("keeps", torch.bool),
     ("masks", torch.bool),
     ("keeps", torch.int64),
@@ -46,9 +47,9 @@ class MaskForm:
     flags: tuple[str, ...]
     argument: str
     axes: str
-    says: Literal["keeps", "masks", "adds"]
+    says: _Says
     dtype: torch.dtype
-    more: tuple[int, int] = (0, 0)
+    more: tuple[int, int]
     """How many queries and keys the attention has beyond those of the inputs."""
 
     @property
@@ -58,19 +59,24 @@ class MaskForm:
         means = _MEANS[self.says].format("True" if self.dtype == torch.bool else "1")
         return f"{' and '.join(self.flags)} made {self.argument}, {kind}: {means}, as is learned from the weights."
 
-    def mask(self, inputs: InputSpec, device: torch.device) -> Tensor:
-        """Return the mask for inputs."""
-        sizes = inputs.batch, inputs.seq_len + self.more[0], inputs.keys + self.more[1]
-        return self.of(_masked(inputs, self.flags, sizes, device))
+    def masked(self, inputs: InputSpec, device: torch.device) -> Tensor:
+        """Return `batch query key`, True where a query may not look. Raises `InputError` where padding does not fit."""
+        queries, keys = inputs.seq_len + self.more[0], inputs.keys + self.more[1]
+        masked = torch.zeros(inputs.batch, queries, keys, dtype=torch.bool, device=device)
+        if "--causal" in self.flags:
+            masked |= causal_mask(queries, keys, device)
+        padded = padding_mask(inputs, inputs.batch, keys, device) if "--padding" in self.flags else None
+        return masked if padded is None else masked | rearrange(padded, "... key -> ... 1 key")
 
-    def of(self, masked: Tensor) -> Tensor:
-        """Return the mask that masks out what is True in `batch query key`."""
+    def mask(self, inputs: InputSpec, device: torch.device) -> Tensor:
+        """Return the mask for inputs as the argument takes it."""
+        masked = self.masked(inputs, device)
         masked = masked if "batch" in self.axes else masked[0]
         masked = masked if "query" in self.axes else masked[..., 0, :]
-        shape = dict(zip(self.axes.replace(" 1", "").split(), masked.shape, strict=True))
-        masked = masked.reshape([shape.get(axis, 1) for axis in self.axes.split()])
+        left = self.axes.replace(" 1", "")
+        masked = rearrange(masked, f"{left} -> {self.axes}")
         if self.says == "adds":
-            return torch.zeros(masked.shape, dtype=self.dtype, device=masked.device).masked_fill(masked, -torch.inf)
+            return torch.zeros(masked.shape, dtype=self.dtype, device=device).masked_fill(masked, -torch.inf)
         return (masked if self.says == "masks" else ~masked).to(self.dtype)
 
 
@@ -80,7 +86,7 @@ def learn_masks(
     flags: Sequence[str],
     free: Sequence[str],
     make: Callable[[Mapping[str, Tensor]], Subject],
-) -> tuple[tuple[MaskForm, ...], tuple[str, ...]]:
+) -> tuple[list[MaskForm], list[str]]:
     """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
 
     Args:
@@ -98,50 +104,50 @@ def learn_masks(
             "make one there. Take --device cpu, or give the mask by name: --input FILE."
         )
     base = _weights(make({}))
-    sizes = list(dict.fromkeys((w.shape[0], *w.shape[-2:]) for w in base)) or [
-        (inputs.batch, inputs.seq_len, inputs.keys)
-    ]
-    notes: list[str] = []
-    left: list[str] = []
+    sizes = {(w.shape[-2] - inputs.seq_len, w.shape[-1] - inputs.keys): None for w in base} or {(0, 0): None}
+    notes, left = [], []
     for flag in flags:
-        if not any(_masks_any(inputs, flag, each, forward.device) for each in sizes):
+        every = (MaskForm((flag,), "", "", "masks", torch.bool, more) for more in sizes)
+        if not any(form.masked(inputs, forward.device).any() for form in every):
             notes.append(f"What {flag} asks for bars no key here: no mask was given.")
-        elif flag == "--causal" and any(
-            weights.shape[-1] == weights.shape[-2] > 1 and _does(weights, causal_mask(*weights.shape[-2:]), None)
-            for weights in base
-        ):
+        elif flag == "--causal" and any(_is_causal(weights) for weights in base):
             notes.append(f"The forward does by itself what {flag} asks for: no mask was given.")
         else:
             left.append(flag)
 
-    def learned(asked: Sequence[str], taken: Mapping[str, Tensor], before: Sequence[Tensor]) -> MaskForm | None:
-        """Return the first form in which an argument does what is asked, beside masks that are taken."""
-        axes = _OF_QUERIES if "--causal" in asked else (*_OF_KEYS, *_OF_QUERIES)
-        for argument, each in product((n for n in _likeliest(asked[0], free) if n not in taken), sizes):
-            more = each[1] - inputs.seq_len, each[2] - inputs.keys
-            with suppress(InputError):  # padding of each row of another batch
-                masked = _masked(inputs, asked, each, forward.device)
-                for pattern, (says, dtype) in product(axes, _VALUES):
-                    form = MaskForm(tuple(asked), argument, pattern, says, dtype or forward.dtype, more)
-                    seen = _weights(make({**taken, argument: form.of(masked)}))
-                    if any(_does(weights, masked, old) for weights, old in _paired(seen, before)):
-                        return form
-        return None
+    def learned(groups: Sequence[Sequence[str]]) -> list[MaskForm]:
+        """Return a form for each group of flags, in an argument of its own, up to the first that has none."""
+        forms: list[MaskForm] = []
+        taken: dict[str, Tensor] = {}
+        before = base
+        for group in groups:
+            for form in _candidates(forward, group, [name for name in free if name not in taken], sizes):
+                mask = form.mask(inputs, forward.device)
+                after = _weights(make({**taken, form.argument: mask}))
+                if _any_does(after, before, form.masked(inputs, forward.device)):
+                    forms.append(form)
+                    taken[form.argument], before = mask, after
+                    break
+            else:
+                break
+        return forms
 
-    forms: list[MaskForm] = []
-    taken: dict[str, Tensor] = {}
-    for flag in left:
-        form = learned([flag], taken, base)
-        if form is not None:
-            forms.append(form)
-            taken[form.argument] = form.mask(inputs, forward.device)
-            base = _weights(make(taken))
-    if len(forms) < len(left):
-        together = learned(left, {}, _weights(make({}))) if len(left) > 1 else None
-        if together is None:
-            raise SpecError(_unlearned(forward, left, forms, free))
-        forms = [together]
-    return tuple(forms), tuple(notes)
+    forms = learned([[flag] for flag in left])
+    if len(forms) == len(left):
+        return forms, notes
+    together = learned([left]) if len(left) > 1 else []
+    if not together:
+        raise SpecError(_unlearned(forward, left[len(forms)], free))
+    return together, notes
+
+
+def _candidates(
+    forward: Forward, flags: Sequence[str], free: Sequence[str], sizes: Collection[tuple[int, int]]
+) -> Iterator[MaskForm]:
+    """Yield what an argument may take a mask as, the likeliest first."""
+    axes = _OF_QUERIES if "--causal" in flags else (*_OF_KEYS, *_OF_QUERIES)
+    for argument, more, pattern, (says, dtype) in product(_likeliest(flags[0], free), sizes, axes, _VALUES):
+        yield MaskForm(tuple(flags), argument, pattern, says, dtype or forward.dtype, more)
 
 
 def _likeliest(flag: str, free: Sequence[str]) -> list[str]:
@@ -155,58 +161,39 @@ def _likeliest(flag: str, free: Sequence[str]) -> list[str]:
     return sorted(free, key=rank)
 
 
-def _unlearned(forward: Forward, flags: Sequence[str], forms: Sequence[MaskForm], free: Sequence[str]) -> str:
-    lacking = next(flag for flag in flags if not any(flag in form.flags for form in forms))
-    names = ", ".join(_likeliest(lacking, free)) or "its mask"
-    file = "--attn-mask FILE, or " if lacking == "--causal" else ""
+def _unlearned(forward: Forward, flag: str, free: Sequence[str]) -> str:
+    names = ", ".join(_likeliest(flag, free)) or "its mask"
+    file = "--attn-mask FILE, or " if flag == "--causal" else ""
     return (
-        f"{forward.label} does not show what {names} means, so {lacking} cannot make it: no mask of the usual "
+        f"{forward.label} does not show what {names} means, so {flag} cannot make it: no mask of the usual "
         f"forms changed what its attention looks at. Give it as it takes it: {file}--input FILE with the mask by name."
     )
 
 
-def _masked(inputs: InputSpec, flags: Sequence[str], sizes: tuple[int, int, int], device: torch.device) -> Tensor:
-    """Return `batch query key`, True where a query may not look. Raises `InputError` where padding has other rows."""
-    batch, query, key = sizes
-    masked = torch.zeros(sizes, dtype=torch.bool, device=device)
-    if "--causal" in flags:
-        masked |= causal_mask(query, key, device)
-    padded = padding_mask(inputs, batch, key, device) if "--padding" in flags else None
-    return masked if padded is None else masked | rearrange(padded, "... key -> ... 1 key")
+def _is_causal(weights: Tensor) -> bool:
+    queries, keys = weights.shape[-2:]
+    return queries == keys > 1 and _any_does([weights], [], causal_mask(queries, keys).expand(len(weights), -1, -1))
 
 
-def _masks_any(inputs: InputSpec, flag: str, sizes: tuple[int, int, int], device: torch.device) -> bool:
-    """Return whether what a flag asks for masks out any key of an attention of these sizes."""
-    with suppress(InputError):
-        return bool(_masked(inputs, (flag,), sizes, device).any())
-    return True
+def _any_does(after: Sequence[Tensor], before: Sequence[Tensor], masked: Tensor) -> bool:
+    """Return whether the weights of an attention are zero where they are masked, and nowhere else but where they were.
 
-
-def _paired(seen: Sequence[Tensor], base: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the weights of each attention with those that it had before; None where it had others."""
-    for place, weights in enumerate(seen):
-        before = base[place] if len(base) == len(seen) else None
-        yield weights, before if before is not None and before.shape == weights.shape else None
-
-
-def _does(weights: Tensor, masked: Tensor, before: Tensor | None) -> bool:
-    """Return whether weights are zero where they are to be masked, and nowhere else where they were not before.
-
-    False where they were so before: another attention is looked for.
+    One that was so before is not meant.
     """
-    if masked.dim() == 3:
-        if weights.shape[0] != masked.shape[0]:
-            return False
-        masked = masked[:, None]
-    if weights.shape[-2:] != masked.shape[-2:]:
-        return False
-    masked = masked.expand_as(weights)
-    seen = torch.ones_like(masked) if before is None else before > _MASKED
-    looked_at = ~masked & seen
-    hidden = masked & looked_at.any(-1, keepdim=True)
-    if not bool((hidden & seen).any()):
-        return False
-    return bool((weights[hidden] <= _MASKED).all()) and bool((weights[looked_at] > _MASKED).double().mean() > 0.9)
+    for place, weights in enumerate(after):
+        if (weights.shape[0], *weights.shape[-2:]) != masked.shape:
+            continue
+        hidden = masked[:, None].expand_as(weights)
+        seen = torch.ones_like(hidden)
+        if len(before) == len(after) and before[place].shape == weights.shape:
+            seen = before[place] > _MASKED
+        looked_at = ~hidden & seen
+        hidden = hidden & looked_at.any(-1, keepdim=True)
+        if not bool((hidden & seen).any()):
+            continue
+        if bool((weights[hidden] <= _MASKED).all()) and bool((weights[looked_at] > _MASKED).double().mean() > 0.9):
+            return True
+    return False
 
 
 def _weights(subject: Subject) -> list[Tensor]:
