@@ -169,27 +169,24 @@ class TensorRole:
             said.append(f"{f'{each}·' if each > 1 else ''}{width}{'' if said else ' ' + unit} of {letter}")
         return f"{way}: {', '.join(said)} each"
 
-    def projections(self, name: str, way: Packing | None) -> list[StoredProjection]:
-        """Return where each head of each part lies; nothing where the number of heads or the packing is not known.
-
-        `way` is how parts would be packed; None: as they are.
-        """
-        letters, packing = self._letters, way or self._packing
-        if None in self._counts.values() or packing == "unknown" or self._of_no_head:
+    def projections(self, name: str) -> list[StoredProjection]:
+        """Return where each head of each part lies; nothing where the number of heads or the packing is not known."""
+        letters = self._letters
+        if None in self._counts.values() or self._packing == "unknown" or self._of_no_head:
             return []
         if self._is_stack:
             heads_axis, axis = axes_of_stack(self._parts, letters) if self._is_matrix else (0, 1)
             return [StoredProjection(f"{self._matrix}_{letters}", name, axis, (), self._shape[axis], heads_axis)]
         widths = {letter: self._width(letter) or 1 for letter in letters}
-        groups = self._groups if packing == "group by group" else 1
+        groups = self._groups if self._packing == "group by group" else 1
         # In each group, so many heads of each.
         order = [letter for letter in self._order for _ in range((self._counts[letter] or 1) // groups)] * groups
         starts: dict[str, list[int]] = {letter: [] for letter in letters}
-        for letter, start in zip(order, accumulate((widths[one] for one in order), initial=0), strict=False):
+        for letter, start in zip(order, accumulate((widths[part] for part in order), initial=0), strict=False):
             starts[letter].append(start)
         return [
-            StoredProjection(f"{self._matrix}_{letter}", name, self._axis, tuple(own), widths[letter])
-            for letter, own in starts.items()
+            StoredProjection(f"{self._matrix}_{letter}", name, self._axis, tuple(starts[letter]), widths[letter])
+            for letter in starts
         ]
 
 
@@ -201,20 +198,18 @@ _WIDTH = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 
 
 @dataclass(frozen=True)
-class FoundAttention:
+class NamedAttention:
     """An attention, and what each of its tensors is for."""
 
     stored: StoredAttention
     roles: dict[str, Role]
     projections: tuple[StoredProjection, ...]
     """Empty where the number of heads is not known; without those whose packing is not."""
-    packed: Mapping[Packing, tuple[StoredProjection, ...]]
-    """What they would be in each way to pack q, k and v in one tensor; empty where they are not in one."""
 
 
 def find_attentions(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], asked: int | None
-) -> list[FoundAttention]:
+) -> list[NamedAttention]:
     """Return the attentions in the order of their layers.
 
     Args:
@@ -222,15 +217,15 @@ def find_attentions(
         config: what config.json says, which may name head counts.
         asked: a number of heads that somebody has given; it stands where it fits.
     """
-    found = []
+    attentions = []
     for parts in parts_by_owner(tensors).values():
         widths = widths_of(parts) if parts.whole else None
         if widths is not None:
-            found.append(_attention(parts, widths, config, asked))
-    return found
+            attentions.append(_attention(parts, widths, config, asked))
+    return attentions
 
 
-def _attention(parts: Parts, widths: Widths, config: Mapping[str, Any], asked: int | None) -> FoundAttention:
+def _attention(parts: Parts, widths: Widths, config: Mapping[str, Any], asked: int | None) -> NamedAttention:
     fits: Sequence[int] = (parts.num_heads,) if parts.stacked and parts.num_heads else ()
     if parts.latent is not None:
         fits = _fitting_latent(parts, widths)
@@ -244,40 +239,39 @@ def _attention(parts: Parts, widths: Widths, config: Mapping[str, Any], asked: i
     head_dim = None if count is None else widths.q // count
     kv_heads = count if parts.latent is not None or head_dim is None else widths.k // head_dim
     counts = {"q": count, "k": kv_heads, "v": kv_heads, "o": count}
-    own = {n: TensorRole(parts, part, held.shape, widths, counts, config) for part, (n, held) in parts.tensors.items()}
-    own = {name: tensor for name, tensor in own.items() if tensor.fits}
-    roles = {name: tensor.role() for name, tensor in own.items()}
+    tensors = {
+        name: TensorRole(parts, part, stored.shape, widths, counts, config)
+        for part, (name, stored) in parts.tensors.items()
+    }
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.fits}
+    roles = {name: tensor.role() for name, tensor in tensors.items()}
     roles |= {name: Role("", text) for name, text in parts.beside.items()}
     left = () if count is not None else tuple(fits)
     stored = StoredAttention(parts.owner, tuple(roles), count, kv_heads, head_dim, left)
-
-    def packed(way: Packing | None) -> tuple[StoredProjection, ...]:
-        return tuple(one for name, tensor in own.items() for one in tensor.projections(name, way))
-
-    ways: tuple[Packing, ...] = ("part by part", "group by group") if "W_qkv" in parts.tensors else ()
-    return FoundAttention(stored, roles, packed(None), {way: packed(way) for way in ways})
+    projections = (projection for name, tensor in tensors.items() for projection in tensor.projections(name))
+    return NamedAttention(stored, roles, tuple(projections))
 
 
 def _of_config(config: Mapping[str, Any], parts: Parts, widths: Widths) -> list[int]:
     """Return the numbers of heads in a config, and in the configs in it, for an attention of this width and name."""
-    held = [("", config)]
-    held += [(key, own) for key, own in config.items() if key.endswith("_config") and isinstance(own, dict)]
+    configs = [("", config)]
+    configs += [(key, inner) for key, inner in config.items() if key.endswith("_config") and isinstance(inner, dict)]
     query = parts.shape("W_q") or parts.shape("W_qkv") or ()
-    found: list[tuple[bool, int]] = []
-    for key, own in held:
-        width = next((own[name] for name in _WIDTH if type(own.get(name)) is int), None)
-        head_dim = own.get("head_dim")
+    counts: list[tuple[bool, int]] = []
+    for key, inner in configs:
+        width = next((inner[name] for name in _WIDTH if type(inner.get(name)) is int), None)
+        head_dim = inner.get("head_dim")
         for name in _HEADS:
-            count = own.get(name)
-            if type(count) is not int or (len(held) > 1 and width is not None and width not in query):
+            count = inner.get(name)
+            if type(count) is not int or (len(configs) > 1 and width is not None and width not in query):
                 continue
             if type(head_dim) is int and parts.latent is None and count * head_dim != widths.q:
                 continue
             # ConvBERT has convolutions in the place of some of its heads.
-            ratio = own.get("head_ratio", 1)
+            ratio = inner.get("head_ratio", 1)
             word = (key or name).partition("_")[0]
-            found.append((word not in parts.owner, count // ratio if type(ratio) is int and ratio > 0 else count))
-    return [count for _, count in sorted(found, key=lambda one: one[0])]
+            counts.append((word not in parts.owner, count // ratio if type(ratio) is int and ratio > 0 else count))
+    return [count for _, count in sorted(counts, key=lambda pair: pair[0])]
 
 
 def _fitting_latent(parts: Parts, widths: Widths) -> tuple[int, ...]:
@@ -306,10 +300,10 @@ def fitting_counts(query: int, key: int, value: int, output: int, head_dim: int 
     """
 
     def fits(count: int) -> bool:
-        own = query // count
-        kv_heads, rest = divmod(key, own)
+        width = query // count
+        kv_heads, rest = divmod(key, width)
         if rest or not kv_heads or count % kv_heads or value % kv_heads:
             return False
-        return value // kv_heads * count == output and head_dim in (None, query, own)
+        return value // kv_heads * count == output and head_dim in (None, query, width)
 
     return tuple(filter(fits, divisors(query) if query < 2**40 else ()))

@@ -36,7 +36,7 @@ _SAID = {
 }
 """What a tensor does beside the projections."""
 _TELLING = tuple(
-    (re.compile(words), [one.split() for one in axes.split(" or ")], text)
+    (re.compile(words), [names.split() for names in axes.split(" or ")], text)
     for words, axes, text in (
         (
             "relative_(?:attention_bias|position_bias_table)",
@@ -137,7 +137,7 @@ def parts_by_owner(tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
         around, _, last = parts.owner.rpartition(".")
         if last in ("self", "attention") and parts.whole and "W_o" not in parts.tensors:
             output = owners.get(f"{around}.output", Parts(""))
-            parts.tensors |= {part: held for part, held in output.tensors.items() if part in ("W_o", "b_o")}
+            parts.tensors |= {part: named for part, named in output.tensors.items() if part in ("W_o", "b_o")}
     for name, tensor in tensors.items():
         _tell(owners, name, tensor.shape)
     return owners
@@ -147,7 +147,7 @@ def _tell(owners: Mapping[str, Parts], name: str, shape: tuple[int, ...]) -> Non
     """Note what a tensor beside the projections tells of the heads of its attention."""
     around, _, word = name.removesuffix(".weight").rpartition(".")
     axes, text = next(((axes, text) for words, axes, text in _TELLING if words.fullmatch(word)), ([], ""))
-    sizes = next(filter(None, (_sizes(one, shape) for one in axes)), None)
+    sizes = next(filter(None, (_sizes(words, shape) for words in axes)), None)
     paths = (around, around.rpartition(".")[0])
     parts = next((owners[path] for path in paths if path in owners and owners[path].whole), None)
     if sizes is not None and parts is not None:
@@ -177,29 +177,31 @@ def _add_stacked(owners: dict[str, Parts], name: str, tensor: StoredTensor) -> N
 
 def widths_of(parts: Parts) -> Widths | None:
     """Return the features of all heads together; None where the shapes do not tell."""
-    held = {part: tensor.shape for part, (_, tensor) in parts.tensors.items() if part.startswith("W")}
+    shapes = {part: tensor.shape for part, (_, tensor) in parts.tensors.items() if part.startswith("W")}
     dimensions = 3 if parts.stacked else 2
-    if any(len(shape) != dimensions or 0 in shape for shape in held.values()):
+    if any(len(shape) != dimensions or 0 in shape for shape in shapes.values()):
         return None
     if parts.stacked:
-        if not {"W_q", "W_k", "W_v"} <= {*held}:
+        if not {"W_q", "W_k", "W_v"} <= {*shapes}:
             return None
-        widths = {letter: prod(held[f"W_{letter}"][axis] for axis in axes_of_stack(parts, letter)) for letter in "qkv"}
+        widths = {
+            letter: prod(shapes[f"W_{letter}"][axis] for axis in axes_of_stack(parts, letter)) for letter in "qkv"
+        }
         return Widths(**widths, o=widths["q"])
-    out = held["W_o"][0 if parts.across else 1] if "W_o" in held else None
-    if "W_qkv" in held:
-        total = held["W_qkv"][1 if parts.across else 0]
+    out = shapes["W_o"][0 if parts.across else 1] if "W_o" in shapes else None
+    if "W_qkv" in shapes:
+        total = shapes["W_qkv"][1 if parts.across else 0]
         query = total // 3 if out is None else out
         if total <= query or (total - query) % 2:
             return None
         return Widths(query, (total - query) // 2, (total - query) // 2, query)
-    query = held["W_q"][0]
-    if "W_kv" in held:
-        total = held["W_kv"][0]
+    query = shapes["W_q"][0]
+    if "W_kv" in shapes:
+        total = shapes["W_kv"][0]
         if parts.latent is not None:  # what is not of the values is of the keys
             return None if out is None or not 0 < out < total else Widths(query, total - out, out, out)
         return None if total % 2 else Widths(query, total // 2, total // 2, query)
-    return Widths(query, held["W_k"][0], held["W_v"][0], query if out is None else out)
+    return Widths(query, shapes["W_k"][0], shapes["W_v"][0], query if out is None else out)
 
 
 def axes_of_stack(parts: Parts, letter: str) -> tuple[int, int]:

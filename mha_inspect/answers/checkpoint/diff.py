@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...errors import SpecError
-from ...files.attentions import FoundAttention, StoredProjection, find_attentions
+from ...files.attentions import NamedAttention, StoredProjection, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.stored import StoredTensor
 from ...files.tensors import read_stored
@@ -83,7 +83,7 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
 @dataclass(frozen=True)
 class _Side:
     checkpoint: Checkpoint
-    attentions: dict[str, FoundAttention]
+    attentions: dict[str, NamedAttention]
     """By the path of the module."""
 
     @classmethod
@@ -106,7 +106,7 @@ class _Side:
             tuple(dtype for dtype, _ in dtypes),
         )
 
-    def with_heads(self, attention: FoundAttention, count: int) -> FoundAttention:
+    def with_heads(self, attention: NamedAttention, count: int) -> NamedAttention:
         """Return one attention as it is with so many heads; as it was where they do not fit."""
         tensors = {name: self.tensors[name] for name in attention.stored.parameters}
         return next(iter(find_attentions(tensors, self.checkpoint.config, count)), attention)
@@ -115,7 +115,7 @@ class _Side:
         return read_stored(self.tensors[name], shown(name))
 
 
-def _paired(left: _Side, right: _Side) -> Iterator[tuple[FoundAttention, FoundAttention]]:
+def _paired(left: _Side, right: _Side) -> Iterator[tuple[NamedAttention, NamedAttention]]:
     """Yield the attentions of one path; where names share none, and both have as many, those in one place."""
     ours, theirs = left.attentions, right.attentions
     if not ours.keys() & theirs.keys() and len(ours) == len(theirs):
@@ -127,7 +127,7 @@ def _paired(left: _Side, right: _Side) -> Iterator[tuple[FoundAttention, FoundAt
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-def _parts(one: FoundAttention, other: FoundAttention, left: _Side, right: _Side) -> list[PartPair]:
+def _parts(one: NamedAttention, other: NamedAttention, left: _Side, right: _Side) -> list[PartPair]:
     """Compare two attentions part by part: `W_q`, `b_q` and so on, by head."""
     ours = numbers_of(one.projections, left.tensors)
     theirs = numbers_of(other.projections, right.tensors)
@@ -170,7 +170,7 @@ def _pair(name: str, other: str, left: _Side, right: _Side) -> TensorPair:
 
 
 def _renamed(
-    one: FoundAttention, other: FoundAttention, parts: Iterable[PartPair], left: _Side, right: _Side
+    one: NamedAttention, other: NamedAttention, parts: Iterable[PartPair], left: _Side, right: _Side
 ) -> Iterator[TensorPair]:
     """Yield the tensors of two attentions that have the same parts under other names, or in more tensors or fewer."""
     verdicts = {part.part: part.verdict for part in parts}
