@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ..graph.evaluate import Replay
 from ..layers.spec import Show
 from ..naming.canonical import own_axes
 from ..naming.kind import kinds_of, mask_notes
@@ -39,7 +38,6 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
         before = subject.state()
         seen = _run(subject, show, keep, before)
         seen = replace(seen, wider=subject.wider_run(seen))
-        replay = Replay(seen.recording, subject.leaves(seen.recording))
         made = report(
             seen,
             own_axes(seen),
@@ -48,7 +46,7 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             environment=environment_of(subject),
             layer=layer_of(subject),
         )
-        notes = (*mask_notes(seen, replay), *_of_numbers(subject, before, seen, keep))
+        notes = (*mask_notes(seen, subject.leaves(seen.recording)), *_of_numbers(subject, before, seen, keep))
     absent = show.without_numbers(made.environment.device)
     return replace(made, notes=(*made.notes, *notes, *absent, *subject.notes)), seen
 
@@ -58,11 +56,10 @@ def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
 
     `failed` is how the block ended, and how many attentions were complete by then; None where it did not raise.
     """
-    replay = Replay(seen.recording, {})
     environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
     kinds = kinds_of(seen)
     made = report(seen, own_axes(seen), Show(), environment=environment, layer=layer, kinds=kinds)
-    made = replace(made, notes=(*made.notes, *mask_notes(seen, replay)))
+    made = replace(made, notes=(*made.notes, *mask_notes(seen, {})))
     return made if failed is None else replace(made, attentions=made.attentions[: failed[1]], failure=failed[0])
 
 

@@ -5,20 +5,18 @@ Self is where query and key are of one tensor. Causal is where no query gives we
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import takewhile
 
-import torch
+from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import inside
-from ..graph.evaluate import CannotReplayError, Replay
 from ..record.catalog import axes_rule
-from ..record.ops import Op, TensorRef
+from ..record.ops import TensorRef
 from .subject import Run
 from .visibility import is_causal_attention, masks_of
 
-_BARRED = -1e4
-"""A mask that adds this or less leaves no weight, in any dtype."""
 _LARGEST = 1 << 24
 """Elements of a mask up to which its content is looked at."""
 _FAR = 60
@@ -35,17 +33,16 @@ def kinds_of(seen: Run) -> list[tuple[str, ...]]:
     return kinds
 
 
-def mask_notes(seen: Run, replay: Replay) -> tuple[str, ...]:
-    """Return a line where a mask of 0 and 1 is added to the scores: it bars nothing."""
+def mask_notes(seen: Run, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1, one of the `leaves` or of a kept run, is added to the scores."""
     for found, _ in seen.attentions:
         for op in found.masks:
             masks = [] if op.does("fills") else masks_of(seen.graph, found, op)
             if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
-                try:
-                    value = replay.value(masks[0])
-                except CannotReplayError:
+                value = leaves.get(seen.graph.before_moves(masks[0]).id)
+                if value is None or value.is_meta:
                     continue
-                if not value.is_meta and bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
+                if bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
                     return (
                         "The mask is of the numbers 0 and 1 and is added to the scores: it bars no key. Give bool, or "
                         "-inf where a key is barred.",
@@ -110,50 +107,3 @@ def _is_one(left: TensorRef, right: TensorRef) -> bool:
         right.shape,
         right.stride,
     )
-
-
-def barred_by(seen: Run, found: Attention, op: Op, replay: Replay) -> torch.Tensor | None:
-    """Return where one of an attention's masks leaves no weight, in its own layout.
-
-    None where that is not known, or too much to look at.
-    """
-    masks = masks_of(seen.graph, found, op)
-    if any(mask.numel > _LARGEST for mask in masks):
-        return None
-    try:
-        return _barred(seen, op, masks, replay)
-    except CannotReplayError:
-        return None
-
-
-def _barred(seen: Run, op: Op, others: list[TensorRef], replay: Replay) -> torch.Tensor | None:
-    """Where an operation leaves no weight."""
-    if op.does("fills_where"):
-        mask = next((tensor for tensor in op.inputs if tensor.dtype == "bool"), None)
-        if mask is None:
-            return None
-        value = replay.value(mask)
-        # where(allowed, scores, low) keeps where it is true; masked_fill(scores, barred, low) bars there.
-        picks = op.base_name == "where" and op.inputs[0].id == mask.id
-        keeps = picks and _scores_first(op, others) and not _is_lowered(seen, op.inputs[1])
-        return ~value if keeps else value
-    if len(others) != 1:
-        return None
-    value = replay.value(others[0])
-    value = -value if op.base_name.startswith("sub") else value
-    return value <= _BARRED
-
-
-def _is_lowered(seen: Run, scores: TensorRef) -> bool:
-    """Whether so much was taken off the scores that no weight is left."""
-    op = seen.recording.producer(scores)
-    if op is None or op.base_name.rstrip("_") not in ("add", "sub") or len(op.args) < 2:
-        return False
-    number = op.args[1]
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        return False
-    return (-number if op.base_name.startswith("sub") else number) <= _BARRED
-
-
-def _scores_first(op: Op, others: list[TensorRef]) -> bool:
-    return len(op.inputs) < 2 or op.inputs[1].id not in {tensor.id for tensor in others}
