@@ -1,309 +1,207 @@
 "use strict";
 (() => {
   const root = document.querySelector(".mha-viewer");
-  const held = JSON.parse(document.getElementById("mha-viewer-data").textContent);
+  const { attentions, tokens, colours, first } = JSON.parse(document.getElementById("mha-viewer-data").textContent);
   const at = (selector) => root.querySelector(selector);
-  const selects = { attention: at("[name=attention]"), stage: at("[name=stage]"), head: at("[name=head]") };
-  const sliders = { from: at("[name=from]"), to: at("[name=to]") };
-  const picture = at(".picture"), read = at(".read"), heads = at(".heads");
+  const control = (name) => at(`[name=${name}]`);
+  const make = (tag, properties, ...inside) => {
+    const element = Object.assign(document.createElement(tag), properties);
+    element.append(...inside);
+    return element;
+  };
+  const picture = at(".picture"), heads = at(".heads");
   const EDGE = 64; // cells along a side of a thumbnail
-  const chosen = { attention: held.first.attention, stage: held.first.stage, head: held.first.head };
-  let cell = null, plot = null;
+  const chosen = { ...first };
+  let cell = null; // row and column of the cell that is read
 
-  const tables = held.colours.map((hex) => Array.from({ length: 256 }, (_, i) => parseInt(hex.substr(6 * i, 6), 16)));
+  // -- the numbers of a head, -Infinity where a mask is -------------------------------------------------------------
 
-  // -- the elements: code 0 is masked, the two highest are inf and NaN, and between them the numbers of a head ------
+  const stages = () => attentions[chosen.attention].stages;
+  const current = () => stages().find((stage) => stage.stage === chosen.stage) || stages()[0];
 
-  function stage() {
-    const stages = held.attentions[chosen.attention].stages;
-    return stages.find((one) => one.stage === chosen.stage) || stages[0];
-  }
-
-  function codes(one, head) {
-    if (!one.codes) {
-      const text = atob(one.data), bytes = new Uint8Array(text.length);
-      for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-      one.codes = one.bits === 16 ? new Uint16Array(bytes.buffer) : bytes;
-      one.data = null;
+  // Code 0 is masked, the two highest are inf and NaN, and those between are the numbers of a head in equal steps.
+  function numbers(stage, head) {
+    if (!stage.codes) {
+      const bytes = Uint8Array.from(atob(stage.data), (character) => character.charCodeAt(0));
+      stage.codes = stage.bits === 16 ? new Uint16Array(bytes.buffer) : bytes;
+      stage.data = null;
     }
-    const size = one.cells[0] * one.cells[1];
-    return one.codes.subarray(head * size, (head + 1) * size);
+    const size = stage.cells[0] * stage.cells[1], most = 2 ** stage.bits - 3;
+    const low = stage.low[head], step = (stage.high[head] - low) / (most - 1);
+    return Float32Array.from(stage.codes.subarray(head * size, (head + 1) * size), (code) => {
+      if (code === 0) return -Infinity;
+      if (code > most) return code === most + 1 ? Infinity : NaN;
+      return low + (code - 1) * step;
+    });
   }
 
-  function number(one, head, code) {
-    const most = 2 ** one.bits - 3; // code of the largest number
-    if (code === 0) return -Infinity;
-    if (code > most) return code === most + 1 ? Infinity : NaN;
-    return one.low[head] + ((code - 1) / (most - 1)) * (one.high[head] - one.low[head]);
-  }
-
-  function written(value) {
-    if (Number.isNaN(value)) return "NaN";
-    if (value === -Infinity) return "masked";
-    if (!Number.isFinite(value)) return "inf";
-    const small = value !== 0 && Math.abs(value) < 1e-4;
-    return small ? value.toExponential(3) : String(Number(value.toPrecision(4)));
-  }
-
-  function thumbnail(one, head) {
-    one.thumbnails = one.thumbnails || [];
-    if (!one.thumbnails[head]) {
-      const [rows, columns] = one.cells, all = codes(one, head);
-      const high = Math.ceil(rows / EDGE), wide = Math.ceil(columns / EDGE);
+  // The largest number of each block of cells, of which there are at most 64 along a side.
+  function thumbnail(stage, head) {
+    stage.thumbnails = stage.thumbnails || [];
+    if (!stage.thumbnails[head]) {
+      const [rows, columns] = stage.cells, [high, wide] = stage.cells.map((size) => Math.ceil(size / EDGE));
       const size = [Math.ceil(rows / high), Math.ceil(columns / wide)];
-      const largest = new (one.bits === 16 ? Uint16Array : Uint8Array)(size[0] * size[1]);
-      for (let row = 0, place = 0; row < rows; row++) {
-        const start = Math.floor(row / high) * size[1];
-        for (let column = 0; column < columns; column++, place++) {
-          const to = start + Math.floor(column / wide);
-          if (all[place] > largest[to]) largest[to] = all[place];
-        }
-      }
-      one.thumbnails[head] = { codes: largest, size };
+      const largest = new Float32Array(size[0] * size[1]).fill(-Infinity);
+      numbers(stage, head).forEach((number, i) => {
+        const block = Math.floor(Math.floor(i / columns) / high) * size[1] + Math.floor((i % columns) / wide);
+        largest[block] = Math.max(largest[block], number);
+      });
+      stage.thumbnails[head] = { numbers: largest, size };
     }
-    return one.thumbnails[head];
+    return stage.thumbnails[head];
   }
 
-  // -- colours ----------------------------------------------------------------------------------------------------
-
-  function ends(one) {
-    const [low, high] = one.scale;
-    return [low + ((high - low) * sliders.from.value) / 1000, low + ((high - low) * sliders.to.value) / 1000];
+  function written(number) {
+    if (Number.isNaN(number)) return "NaN";
+    if (!Number.isFinite(number)) return number > 0 ? "inf" : "masked";
+    const small = number !== 0 && Math.abs(number) < 1e-4;
+    return small ? number.toExponential(3) : String(Number(number.toPrecision(4)));
   }
 
-  function image(one, head, all, rows, columns) {
+  // -- colours ------------------------------------------------------------------------------------------------------
+
+  const NAN = 0xffff00ff, INFINITE = 0xffffffff;
+  const tables = colours.map((hex) =>
+    Array.from({ length: 256 }, (_, i) => {
+      const [red, green, blue] = [0, 2, 4].map((place) => parseInt(hex.substr(6 * i + place, 2), 16));
+      return 0xff000000 | (blue << 16) | (green << 8) | red; // as a pixel lies in memory
+    })
+  );
+
+  // The numbers that the first and the last colour stand for.
+  function ends({ scale: [low, high] }) {
+    return ["from", "to"].map((name) => low + ((high - low) * control(name).value) / 1000);
+  }
+
+  function paint(canvas, stage, values, [rows, columns]) {
     const pixels = new ImageData(columns, rows), out = new Uint32Array(pixels.data.buffer);
-    const table = tables[one.signed ? 1 : 0].map((c) => 0xff000000 | ((c & 255) << 16) | (c & 0xff00) | (c >> 16));
-    const [low, high] = ends(one), most = 2 ** one.bits - 3;
-    const start = one.low[head], step = (one.high[head] - start) / (most - 1), whole = high - low || 1;
-    for (let i = 0; i < all.length; i++) {
-      const code = all[i];
-      if (code === 0) continue; // masked: the hatched ground is seen
-      if (code > most) {
-        out[i] = code === most + 1 ? 0xffffffff : 0xffff00ff;
-        continue;
-      }
-      const place = Math.floor(((start + (code - 1) * step - low) / whole) * 256);
-      out[i] = table[place < 0 ? 0 : place > 255 ? 255 : place];
-    }
-    const canvas = document.createElement("canvas");
-    canvas.width = columns;
-    canvas.height = rows;
+    const [low, high] = ends(stage), table = tables[Number(stage.signed)], width = high - low || 1;
+    values.forEach((number, i) => {
+      if (number === -Infinity) return; // masked: the hatched ground is seen
+      const place = Math.floor(((number - low) / width) * 256);
+      if (number === Infinity || Number.isNaN(number)) out[i] = number === Infinity ? INFINITE : NAN;
+      else out[i] = table[Math.min(Math.max(place, 0), 255)];
+    });
+    [canvas.width, canvas.height] = [columns, rows];
     canvas.getContext("2d").putImageData(pixels, 0, 0);
-    return canvas;
   }
 
-  // -- the picture ------------------------------------------------------------------------------------------------
-
-  function labels(one, side) {
-    const names = held.tokens[one.axes[side]] || [];
-    return names.length === one.size[side] ? names : null;
-  }
-
-  function place(one, side, index) {
-    const size = one.block[side], first = index * size, last = Math.min(first + size, one.size[side]) - 1;
-    const names = labels(one, side), name = names ? ` “${names[first]}”${last > first ? "…" : ""}` : "";
-    return `${one.axes[side]} ${first}${last > first ? "–" + last : ""}${name}`;
-  }
-
-  function draw() {
-    const one = stage(), [rows, columns] = one.cells;
-    const style = getComputedStyle(root), ratio = window.devicePixelRatio || 1;
-    const ink = style.getPropertyValue("--ink"), font = "12px " + style.fontFamily;
-    const context = picture.getContext("2d");
-    context.font = font;
-    const shorten = (text) => (text.length > 14 ? text.slice(0, 13) + "…" : text);
-    const down = labels(one, 0), across = labels(one, 1);
-    const widest = (names, numbered) =>
-      Math.ceil(Math.max(...(names ? names.map(shorten) : [String(numbered)]).map((t) => context.measureText(t).width)));
-    const left = widest(down, one.size[0]) + 26, below = (across ? widest(across) : 14) + 28, top = 4, right = 8;
-    const full = picture.clientWidth || 600;
-    let width = Math.max(full - left - right, 40), height = (width * rows) / columns;
-    const tallest = Math.max(Math.min(window.innerHeight * 0.8, 640), 240);
-    if (height > tallest) {
-      height = tallest;
-      if (rows <= 4 * columns) width = (height * columns) / rows;
-    }
-    height = Math.max(height, Math.min(16 * rows, 160));
-    picture.style.height = top + height + below + "px";
-    picture.width = full * ratio;
-    picture.height = (top + height + below) * ratio;
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.clearRect(0, 0, full, top + height + below);
-    plot = { left, top, width, height };
-
-    context.save(); // hatched where nothing is drawn over it: masked
-    context.beginPath();
-    context.rect(left, top, width, height);
-    context.clip();
-    context.strokeStyle = style.getPropertyValue("--hatch");
-    context.lineWidth = 1;
-    context.beginPath();
-    for (let x = -height; x < width; x += 7) {
-      context.moveTo(left + x, top + height);
-      context.lineTo(left + x + height, top);
-    }
-    context.stroke();
+  // A NaN is told apart by more than its colour: a cross of five dots, in cells of three pixels.
+  function cross(values, [rows, columns]) {
+    const context = picture.getContext("2d"), plain = make("canvas", { width: columns, height: rows });
+    plain.getContext("2d").drawImage(picture, 0, 0);
+    [picture.width, picture.height] = [3 * columns, 3 * rows];
     context.imageSmoothingEnabled = false;
-    context.drawImage(image(one, chosen.head, codes(one, chosen.head), rows, columns), left, top, width, height);
-    cross(one, context, width / columns, height / rows);
-    context.restore();
-    context.strokeStyle = style.getPropertyValue("--line");
-    context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
-
-    context.font = font;
-    context.fillStyle = ink;
-    context.textBaseline = "middle";
-    context.textAlign = "right";
-    for (const [index, text] of ticks(one, 0, height, down, 15))
-      context.fillText(shorten(text), left - 5, top + ((index + 0.5) * height) / rows);
-    const room = across ? 15 : context.measureText(String(one.size[1])).width + 10;
-    for (const [index, text] of ticks(one, 1, width, across, room)) {
-      const x = left + ((index + 0.5) * width) / columns;
-      if (across) {
-        context.save();
-        context.translate(x, top + height + 5);
-        context.rotate(-Math.PI / 2);
-        context.fillText(shorten(text), 0, 0);
-        context.restore();
-      } else {
-        context.textAlign = "center";
-        context.fillText(text, x, top + height + 11);
-      }
-    }
-    context.textAlign = "center";
-    context.fillText(`${one.axes[1]} →`, left + width / 2, top + height + below - 8);
-    context.save();
-    context.translate(8, top + height / 2);
-    context.rotate(-Math.PI / 2);
-    context.fillText(`← ${one.axes[0]}`, 0, 0);
-    context.restore();
-    if (cell) {
-      const w = width / columns, h = height / rows, x = left + cell[1] * w, y = top + cell[0] * h;
-      context.lineWidth = 3;
-      context.strokeStyle = "#000";
-      context.strokeRect(x - 1, y - 1, w + 2, h + 2);
-      context.lineWidth = 1;
-      context.strokeStyle = "#fff";
-      context.strokeRect(x - 1, y - 1, w + 2, h + 2);
-    }
+    context.drawImage(plain, 0, 0, 3 * columns, 3 * rows);
+    values.forEach((number, i) => {
+      if (!Number.isNaN(number)) return;
+      for (const dot of [0, 2, 4, 6, 8])
+        context.fillRect(3 * (i % columns) + (dot % 3), 3 * Math.floor(i / columns) + Math.floor(dot / 3), 1, 1);
+    });
   }
 
-  // NaN is told apart by more than its colour, where there is room.
-  function cross(one, context, width, height) {
-    const nan = 2 ** one.bits - 1, all = codes(one, chosen.head), columns = one.cells[1];
-    if (Math.min(width, height) < 6 || !one.signs.some(([kind]) => kind === "nan")) return;
-    context.strokeStyle = "#000";
-    context.beginPath();
-    for (let i = 0; i < all.length; i++) {
-      if (all[i] !== nan) continue;
-      const x = plot.left + ((i % columns) + 0.25) * width, y = plot.top + (Math.floor(i / columns) + 0.25) * height;
-      context.moveTo(x, y);
-      context.lineTo(x + width / 2, y + height / 2);
-      context.moveTo(x, y + height / 2);
-      context.lineTo(x + width / 2, y);
-    }
-    context.stroke();
+  function recolour() {
+    const stage = current(), values = numbers(stage, chosen.head), bar = new ImageData(256, 1);
+    ends(stage).forEach((end, i) => {
+      at([".low", ".high"][i]).textContent = written(end);
+      control(["from", "to"][i]).setAttribute("aria-valuetext", written(end));
+    });
+    new Uint32Array(bar.data.buffer).set(tables[Number(stage.signed)]);
+    at(".bar").getContext("2d").putImageData(bar, 0, 0);
+    [...heads.querySelectorAll("canvas")].forEach((canvas, head) => {
+      const small = thumbnail(stage, head);
+      paint(canvas, stage, small.numbers, small.size);
+    });
+    paint(picture, stage, values, stage.cells);
+    if (Math.max(...stage.cells) < 200 && values.some(Number.isNaN)) cross(values, stage.cells);
   }
 
-  function ticks(one, side, length, names, room) {
-    const count = one.cells[side], most = Math.max(Math.floor(length / room), 1);
-    const apart = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128].find((n) => count / n <= most) || count;
-    const found = [];
-    for (let index = 0; index < count; index += apart) {
-      const first = index * one.block[side];
-      found.push([index, names ? names[first] : String(first)]);
-    }
-    return found;
+  // -- what stands beside the picture, and what is read off it ------------------------------------------------------
+
+  function labels(stage, side) {
+    const names = tokens[stage.axes[side]] || [];
+    return names.length === stage.size[side] ? names : null;
   }
 
-  function tell() {
-    const one = stage();
-    picture.setAttribute(
-      "aria-label",
-      `${one.stage}, ${one.heads[chosen.head]}: ${one.size[0]} places of ${one.axes[0]} by ${one.size[1]} of ${one.axes[1]}`
-    );
+  function ticks() {
+    const stage = current();
+    [".down", ".across"].forEach((selector, side) => {
+      const names = labels(stage, side), count = stage.cells[side], place = ["top", "left"][side];
+      const room = [picture.clientHeight / 16, picture.clientWidth / (names ? 16 : 44)][side];
+      const apart = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128].find((n) => count / n <= room) || count;
+      const shown = Array.from({ length: Math.ceil(count / apart) }, (_, i) => i * apart);
+      const texts = shown.map((index) => (names || [])[index * stage.block[side]] || String(index * stage.block[side]));
+      at(selector).style.setProperty("--longest", Math.max(...texts.map((text) => text.length)));
+      at(selector).classList.toggle("named", Boolean(names));
+      at(selector).replaceChildren(
+        ...shown.map((index, i) => {
+          const tick = make("span", { textContent: texts[i] });
+          tick.style[place] = `${(100 * (index + 0.5)) / count}%`;
+          return tick;
+        })
+      );
+    });
+  }
+
+  function place(stage, side, index) {
+    const size = stage.block[side], start = index * size, last = Math.min(start + size, stage.size[side]) - 1;
+    const names = labels(stage, side), name = names ? ` “${names[start]}”${last > start ? "…" : ""}` : "";
+    return `${stage.axes[side]} ${start}${last > start ? "–" + last : ""}${name}`;
+  }
+
+  function read(chosenCell) {
+    const stage = current(), [rows, columns] = stage.cells, marker = at(".cell");
+    cell = chosenCell && chosenCell[0] < rows && chosenCell[1] < columns ? chosenCell : null;
+    marker.hidden = !cell;
     if (!cell) {
-      read.textContent = `${one.stage}, ${one.heads[chosen.head]}`;
+      at(".read").textContent = `${stage.stage}, ${stage.heads[chosen.head]}`;
       return;
     }
-    const value = number(one, chosen.head, codes(one, chosen.head)[cell[0] * one.cells[1] + cell[1]]);
-    const largest = one.block[0] * one.block[1] > 1 && Number.isFinite(value) ? "at most " : "";
-    read.textContent = `${place(one, 0, cell[0])}, ${place(one, 1, cell[1])}: ${largest}${written(value)}`;
+    const [row, column] = cell, value = numbers(stage, chosen.head)[row * columns + column];
+    const where = { top: row / rows, left: column / columns, height: 1 / rows, width: 1 / columns };
+    for (const [side, share] of Object.entries(where)) marker.style[side] = `${100 * share}%`;
+    const largest = stage.block[0] * stage.block[1] > 1 && Number.isFinite(value) ? "at most " : "";
+    at(".read").textContent = `${place(stage, 0, row)}, ${place(stage, 1, column)}: ${largest}${written(value)}`;
   }
 
-  // -- what is around it ------------------------------------------------------------------------------------------
+  // -- what is chosen -----------------------------------------------------------------------------------------------
 
   function fill(select, names, value) {
-    select.replaceChildren(
-      ...names.map((name, index) => {
-        const option = document.createElement("option");
-        option.value = String(index);
-        option.textContent = name;
-        return option;
-      })
-    );
+    select.replaceChildren(...names.map((name, index) => make("option", { value: index, textContent: name })));
     select.value = String(value);
   }
 
-  function colours() {
-    const one = stage(), [low, high] = ends(one);
-    at(".low").textContent = written(low);
-    at(".high").textContent = written(high);
-    sliders.from.setAttribute("aria-valuetext", written(low));
-    sliders.to.setAttribute("aria-valuetext", written(high));
-    const bar = at(".bar").getContext("2d"), pixels = bar.createImageData(256, 1);
-    tables[one.signed ? 1 : 0].forEach((c, i) => pixels.data.set([c >> 16, (c >> 8) & 255, c & 255, 255], 4 * i));
-    bar.putImageData(pixels, 0, 0);
-    [...heads.querySelectorAll("canvas")].forEach((canvas, head) => {
-      const small = thumbnail(one, head);
-      canvas.width = small.size[1];
-      canvas.height = small.size[0];
-      canvas.getContext("2d").drawImage(image(one, head, small.codes, ...small.size), 0, 0);
-    });
-    draw();
-  }
-
   function show() {
-    const attention = held.attentions[chosen.attention], one = stage();
-    chosen.stage = one.stage;
-    chosen.head = Math.min(chosen.head, one.heads.length - 1);
-    if (cell && (cell[0] >= one.cells[0] || cell[1] >= one.cells[1])) cell = null;
-    fill(selects.attention, held.attentions.map((a) => a.name), chosen.attention);
-    fill(selects.stage, attention.stages.map((s) => s.stage), attention.stages.indexOf(one));
-    fill(selects.head, one.heads, chosen.head);
-    const buttons = [...heads.children];
-    if (buttons.length !== one.heads.length || buttons.some((b, i) => b.dataset.name !== one.heads[i]))
-      heads.replaceChildren(
-        ...one.heads.map((name, head) => {
-          const button = document.createElement("button"), canvas = document.createElement("canvas");
-          const label = document.createElement("span");
-          button.type = "button";
-          button.dataset.name = name;
-          canvas.className = "thumb";
-          canvas.setAttribute("aria-hidden", "true");
-          label.className = "name";
-          label.textContent = name;
-          button.append(canvas, label);
-          button.addEventListener("click", () => go({ head }));
-          return button;
-        })
-      );
-    [...heads.children].forEach((button, head) => {
-      button.setAttribute("aria-pressed", String(head === chosen.head));
-      button.tabIndex = head === chosen.head ? 0 : -1;
-    });
-    at(".notes").textContent = one.notes.join(" ");
-    at(".signs").replaceChildren(
-      ...one.signs.map(([kind, text]) => {
-        const sign = document.createElement("span");
-        sign.className = `sign ${kind}`;
-        sign.textContent = text;
-        return sign;
+    const stage = current(), [rows, columns] = stage.cells, { size, axes } = stage;
+    chosen.stage = stage.stage;
+    chosen.head = Math.min(chosen.head, stage.heads.length - 1);
+    fill(control("attention"), attentions.map((attention) => attention.name), chosen.attention);
+    fill(control("stage"), stages().map((one) => one.stage), stages().indexOf(stage));
+    fill(control("head"), stage.heads, chosen.head);
+    heads.replaceChildren(
+      ...stage.heads.map((name, head) => {
+        const canvas = make("canvas", { className: "thumb", ariaHidden: "true" });
+        const label = make("span", { className: "name", textContent: name });
+        const button = make("button", { type: "button" }, canvas, label);
+        button.setAttribute("aria-pressed", String(head === chosen.head));
+        button.tabIndex = head === chosen.head ? 0 : -1;
+        button.addEventListener("click", () => go({ head }));
+        return button;
       })
     );
-    colours();
-    tell();
+    at(".notes").textContent = stage.notes.join(" ");
+    at(".signs").replaceChildren(
+      ...stage.signs.map(([kind, text]) => make("span", { className: `sign ${kind}`, textContent: text }))
+    );
+    const places = `${size[0]} places of ${axes[0]} by ${size[1]} of ${axes[1]}`;
+    picture.setAttribute("aria-label", `${stage.stage}, ${stage.heads[chosen.head]}: ${places}`);
+    at(".rows").textContent = `← ${axes[0]}`;
+    at(".columns").textContent = `${axes[1]} →`;
+    at(".map").style.setProperty("--ratio", Math.max(columns / rows, 0.25));
+    at(".map").style.setProperty("--least", `${Math.min(16 * rows, 160)}px`);
+    recolour();
+    ticks();
+    read(cell);
   }
 
   function go(change) {
@@ -313,64 +211,55 @@
     if (focused) heads.children[chosen.head].focus();
   }
 
-  function step(what, by) {
-    const count = what === "head" ? stage().heads.length : held.attentions.length;
-    go({ [what]: (chosen[what] + by + count) % count });
+  function range(from, to) {
+    [control("from").value, control("to").value] = [from, to];
+    recolour();
   }
 
-  selects.attention.addEventListener("change", () => go({ attention: Number(selects.attention.value) }));
-  selects.head.addEventListener("change", () => go({ head: Number(selects.head.value) }));
-  selects.stage.addEventListener("change", () => {
-    sliders.from.value = 0;
-    sliders.to.value = 1000;
-    go({ stage: held.attentions[chosen.attention].stages[Number(selects.stage.value)].stage });
+  control("attention").addEventListener("change", (event) => go({ attention: Number(event.target.value) }));
+  control("head").addEventListener("change", (event) => go({ head: Number(event.target.value) }));
+  control("stage").addEventListener("change", (event) => {
+    chosen.stage = stages()[Number(event.target.value)].stage;
+    range(0, 1000);
+    show();
   });
-  sliders.from.addEventListener("input", () => {
-    sliders.from.value = Math.min(sliders.from.value, sliders.to.value - 1);
-    colours();
+  control("from").addEventListener("input", () => {
+    const to = Number(control("to").value);
+    range(Math.min(control("from").value, to - 1), to);
   });
-  sliders.to.addEventListener("input", () => {
-    sliders.to.value = Math.max(sliders.to.value, Number(sliders.from.value) + 1);
-    colours();
+  control("to").addEventListener("input", () => {
+    const from = Number(control("from").value);
+    range(from, Math.max(control("to").value, from + 1));
   });
-  at("[name=whole]").addEventListener("click", () => {
-    sliders.from.value = 0;
-    sliders.to.value = 1000;
-    colours();
-  });
+  control("whole").addEventListener("click", () => range(0, 1000));
 
   function point(event) {
-    const box = picture.getBoundingClientRect(), [rows, columns] = stage().cells;
-    const column = Math.floor(((event.clientX - box.left - plot.left) / plot.width) * columns);
-    const row = Math.floor(((event.clientY - box.top - plot.top) / plot.height) * rows);
-    const inside = row >= 0 && row < rows && column >= 0 && column < columns;
-    if (!inside && !cell) return;
-    cell = inside ? [row, column] : null;
-    draw();
-    tell();
+    if (event.target !== picture) return read(null);
+    const [rows, columns] = current().cells;
+    const share = [event.offsetY / picture.clientHeight, event.offsetX / picture.clientWidth];
+    read([Math.floor(share[0] * rows), Math.floor(share[1] * columns)].map((index) => Math.max(index, 0)));
   }
-  picture.addEventListener("pointermove", point);
-  picture.addEventListener("pointerdown", point);
+  at(".plot").addEventListener("pointermove", point);
+  at(".plot").addEventListener("pointerdown", point);
 
   const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-  picture.addEventListener("keydown", (event) => {
-    const move = MOVES[event.key];
-    if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
-    const [rows, columns] = stage().cells, from = cell || [-move[0], -move[1]];
-    cell = [Math.min(Math.max(from[0] + move[0], 0), rows - 1), Math.min(Math.max(from[1] + move[1], 0), columns - 1)];
-    event.preventDefault();
-    draw();
-    tell();
+  function onArrow(element, act) {
+    element.addEventListener("keydown", (event) => {
+      const move = MOVES[event.key];
+      if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      act(move);
+    });
+  }
+  onArrow(picture, (move) => {
+    const from = cell || [-move[0], -move[1]];
+    read(from.map((index, side) => Math.min(Math.max(index + move[side], 0), current().cells[side] - 1)));
   });
-  heads.addEventListener("keydown", (event) => {
-    const move = MOVES[event.key];
-    if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    if (move[1]) step("head", move[1]);
-    else step("attention", move[0]);
+  onArrow(heads, ([down, across]) => {
+    const what = across ? "head" : "attention", count = across ? current().heads.length : attentions.length;
+    go({ [what]: (chosen[what] + down + across + count) % count });
   });
 
-  new ResizeObserver(() => plot && draw()).observe(root);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  new ResizeObserver(ticks).observe(root);
   show();
 })();

@@ -119,32 +119,16 @@ def file(tmp_path, attentions) -> Path:
 
 
 def hover(page, row: int, column: int, rows: int = 6, columns: int = 6) -> None:
-    """Point at the middle of a cell, found by where the picture's edge is drawn."""
+    """Point at the middle of a cell."""
     from selenium.webdriver import ActionChains
 
-    left, top, width, height = page.run(EDGES)
-    box = page.find(".picture").rect
-    x, y = left + (column + 0.5) * width / columns, top + (row + 0.5) * height / rows
-    from_middle = round(x - box["width"] / 2), round(y - box["height"] / 2)
     page.run("document.querySelector('.picture').scrollIntoView()")
+    width, height = page.run("const p = document.querySelector('.picture'); return [p.clientWidth, p.clientHeight]")
+    from_middle = round(((column + 0.5) / columns - 0.5) * width), round(((row + 0.5) / rows - 0.5) * height)
     ActionChains(page.driver).move_to_element_with_offset(page.find(".picture"), *from_middle).perform()
 
 
-EDGES = """
-const canvas = document.querySelector(".picture"), context = canvas.getContext("2d");
-const line = getComputedStyle(document.querySelector(".mha-viewer")).getPropertyValue("--line");
-const wanted = [1, 3, 5].map((i) => parseInt(line.trim().slice(i, i + 2), 16));
-const data = context.getImageData(0, 0, canvas.width, canvas.height).data, xs = new Map(), ys = new Map();
-for (let y = 0; y < canvas.height; y++) for (let x = 0; x < canvas.width; x++) {
-  const at = 4 * (y * canvas.width + x);
-  if (wanted.every((c, i) => Math.abs(data[at + i] - c) < 2) && data[at + 3] === 255) {
-    xs.set(x, (xs.get(x) || 0) + 1); ys.set(y, (ys.get(y) || 0) + 1);
-  }
-}
-const long = (counts) => [...counts].filter(([, n]) => n > 100).map(([at]) => at).sort((a, b) => a - b);
-const [x, y] = [long(xs), long(ys)];
-return [x[0] + 1, y[0] + 1, x[x.length - 1] - x[0] - 1, y[y.length - 1] - y[0] - 1];
-"""
+PIXEL = "return [...document.querySelector('.picture').getContext('2d').getImageData(...arguments, 1, 1).data]"
 
 
 def test_choose_attention_stage_and_head(page, file, attentions):
@@ -184,22 +168,31 @@ def test_each_cell_has_the_colour_of_its_number(page, file, attentions):
     page.open(file)
     for stage, signed in (("weights", False), ("scores", True)):
         page.choose("stage", stage)
-        left, top, width, height = page.run(EDGES)
         table = [tuple(int(c[i : i + 2], 16) for i in (0, 2, 4)) for c in hex_table(signed)]
         picture = next(one for one in attentions[0][1] if one.title == stage)
         low, high = picture.scale
         for row, column in np.ndindex(6, 6):
             number = picture.values[0, row, column]
-            at = [int(left + (column + 0.5) * width / 6), int(top + (row + 0.5) * height / 6)]
-            script = (
-                "return [...document.querySelector('.picture').getContext('2d').getImageData(...arguments[0],1,1).data]"
-            )
-            *colour, shown = page.run(script, at)
+            *colour, shown = page.run(PIXEL, column, row)
             if np.isfinite(number):
                 assert shown == 255
                 assert abs((table.index(tuple(colour)) + 0.5) / 256 - (number - low) / (high - low)) <= 1.51 / 256
             else:
-                assert tuple(colour) not in table
+                assert shown == 0  # the hatched ground is seen
+
+
+def test_a_nan_has_a_cross_and_inf_is_white(page, tmp_path):
+    values = np.zeros((1, 3, 4), np.float32)
+    values[0, 1, 2], values[0, 2, 0] = np.nan, np.inf
+    pictures = [Picture("weights", ("head 0",), values, Side("query"), Side("key"))]
+    page.open(written(tmp_path / "odd.html", [("one", pictures)]))
+    cell = [[tuple(page.run(PIXEL, 3 * 2 + x, 3 * 1 + y)) for x in range(3)] for y in range(3)]
+    black, magenta = (0, 0, 0, 255), (255, 0, 255, 255)
+    assert cell == [[black, magenta, black], [magenta, black, magenta], [black, magenta, black]]
+    assert page.run(PIXEL, 1, 7) == [255, 255, 255, 255]
+    for row, column, said in ((1, 2, "NaN"), (2, 0, "inf")):
+        hover(page, row, column, 3, 4)
+        assert page.text(".read") == f"query {row}, key {column}: {said}"
 
 
 def test_the_keyboard_moves_between_heads_layers_and_cells(page, file):
@@ -272,7 +265,8 @@ def test_light_and_dark_follow_the_system_and_can_be_read(page, file, dark):
 def test_a_narrow_screen_needs_no_scrolling_sideways(page, file, width):
     page.open(file, width=width, height=700)
     assert page.run("return document.documentElement.scrollWidth") <= width
-    assert page.run("return document.querySelector('.picture').getBoundingClientRect().width") > 0.8 * width
+    assert page.run("return document.querySelector('.plot').getBoundingClientRect().width") > 0.8 * width
+    assert page.run("return document.querySelector('.picture').getBoundingClientRect().width") > 0.5 * width
 
 
 def test_a_hostile_name_is_text(page, file):
