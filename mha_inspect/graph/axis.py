@@ -200,8 +200,10 @@ def _merge(x: Axis, y: Axis) -> None:
         other, place = x.origins.setdefault(size, (whole, start))
         if place == start:
             unify(other, whole)
-    if not x.joined:
-        x.joined = y.joined
+    if [size_of(dim) for dim in x.joined] == [size_of(dim) for dim in y.joined]:
+        for left, right in zip(x.joined, y.joined, strict=True):
+            unify(left, right)
+    x.joined = x.joined or y.joined
 
 
 def _take(atom: Axis, first: Axis) -> Axis:

@@ -10,7 +10,7 @@ import torch
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .parameters import axes_of, dimension_of, indices_of, outside_of, runs_of, slices_of
-from .parts import SIDES, Finder, Part, parts_of
+from .parts import SIDES, Part, PartFinder, parts_of
 from .subject import Run
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
@@ -76,9 +76,9 @@ def _merged(roles: list[ParameterRole]) -> ParameterRole:
 class _OfAttention:
     """Says what the parameters of one attention are for."""
 
-    def __init__(self, run: Run, finder: Finder, parts: list[Part], readers: dict[str, list[Op]]) -> None:
+    def __init__(self, run: Run, finder: PartFinder, parts: list[Part], readers: dict[str, list[Op]]) -> None:
         self._run, self._finder, self._parts, self._readers = run, finder, parts, readers
-        self._graph, self._found, self._names = run.graph, finder.found, finder.names
+        self._graph, self._found, self._names = run.graph, finder.attention, finder.names
 
     def roles(self) -> dict[str, ParameterRole]:
         """The role of each parameter that has a part in this attention."""
@@ -165,7 +165,8 @@ class _OfAttention:
         shape = tensor.shape
         if held.kind in _BESIDE:
             return ParameterRole("", self._plain(held))
-        parts = sorted(held.parts, key=lambda part: min(int(own.min()) for own in part.heads.values()))
+        known = held.parts if all(part.heads for part in held.parts) else []
+        parts = sorted(known, key=lambda part: min(int(own.min()) for own in part.heads.values()))
         if held.kind == "W" and len(shape) == 1:
             parts = []
         if not parts:

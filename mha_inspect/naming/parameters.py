@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graph.elements import coordinates_in
+from ..graph.places import coordinates_in
 from ..reports.params import HeadSlice
 from .parts import Part, parts_of
 from .subject import Run
@@ -130,7 +130,7 @@ def _projection(
     number: int, name: str, parts: list[Part], together: list[Part], heads: int, serves: tuple[tuple[int, ...], ...]
 ) -> Projection:
     first = parts[0]
-    width = max(len(own) for part in parts for own in part.heads.values())
+    width = max((len(own) for part in parts for own in part.heads.values()), default=0)
     covered = torch.zeros(1 if name == "b_o" else heads, width, dtype=torch.long)
     for part in parts:
         for head, places in part.heads.items():
@@ -141,6 +141,7 @@ def _projection(
     shape = (width,) if single else (heads, width, embed) if first.kind == "W" else (heads, width)
     is_whole = (
         bool((covered == 1).all())
+        and width > 0
         and all(head < len(covered) for part in parts for head in part.heads)
         and all(part.moved and (single or not part.is_shared or len(part.heads) == 1) for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
@@ -151,6 +152,8 @@ def _projection(
 
 def _pattern(part: Part, together: list[Part], heads: int) -> tuple[str, int]:
     """The pattern of a parameter, or of this part of it, and where along the dimension of the heads the part begins."""
+    if not all(one.heads for one in together):
+        return "", 0
     dim = dimension_of([part])
     first = min(int(own[own >= 0].min()) for own in part.heads.values() if bool((own >= 0).any()))
     place = torch.tensor([first])

@@ -1,27 +1,38 @@
-"""Which elements of which parameters are a head's: read off a recording, with no gradient and no second run.
+"""What the parameters hold of each head: read off the axes of the tensors between a projection and its heads.
 
-From elements of the heads the walk goes back to the products that gave them, and to the rows of the matrices there;
-from what the output's product takes in it goes back to the heads.
+The first tensor behind a projection whose features are heads and head_dim alone says where each feature of each head
+lies; from there it is arithmetic with strides to the column of the product, and on to the row of its matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.elements import Elements, Met, Origins, elements_at, product_sources
+from ..graph.axis import setting
+from ..graph.dimensions import Axis, Dim, resolve, size_of, wide
+from ..graph.places import Elements, broadcast, coordinates, coordinates_of, origins
+from ..graph.products import summed_places
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
-from .canonical import sizes_in
-from .layout import Layout, number_of_positions
+from .roles import Roles
 from .subject import Run
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""
+_NO_SOURCE = {"new_zeros", "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_full", "bernoulli"}
+_STATISTICS = {"mean", "sum", "amax", "var", "std", "linalg_vector_norm", "var_mean"}
+"""What a norm divides by hangs on all features: it is taken as a number that is given."""
+_LONGEST = 600
+"""Operations after which a walk gives up: no projection takes so many."""
+_LARGE = 1 << 16
+"""Elements of what is no matrix from which on one row of it stands for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +40,14 @@ class Part:
     """What one parameter holds of one matrix, bias, or other numbers of one side of an attention."""
 
     kind: str
-    """`W` and `b` for what projects; else as in `elements.Met`."""
+    """`W` and `b` for what projects, `before` for another projection, `norm` for what is multiplied, `appended` for
+    what is joined, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`."""
     parameter: Named
     heads: dict[int, Tensor]
-    """Head to where in the parameter each of its features is, -1 where it is not there; of what is neither `W` nor `b`
-    all the elements that have a part in it."""
+    """Head to where in the parameter each of its features is, in elements of its memory, -1 where it is not there; of
+    what is neither `W` nor `b` all the elements that have a part in it. Empty where that is not known."""
     inner: tuple[int, int] | None = None
     """How many numbers each feature has in a matrix (what it takes in; for W_o what it gives), and the step from one to
     the next; None for what has one, or where that is not known."""
@@ -56,335 +68,509 @@ class Part:
     @property
     def is_shared(self) -> bool:
         """Whether heads have elements in common: then it belongs to none."""
-        first, *others = self.heads.values()
+        first, *others = self.heads.values() or [torch.zeros(0)]
         return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
 
 
-class Finder:
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """An operation by which a parameter meets what becomes heads."""
+
+    op: Op | None
+    """None where the heads are made of parameters alone."""
+    weight: TensorRef
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """The features of heads in one tensor, at its first position."""
+
+    tensor: TensorRef
+    at: Tensor
+    """Where in memory each is: `heads features`."""
+    start: int
+    """The first of a head's features that are there, where it was put together of several pieces."""
+    width: int
+    """How many features a head has."""
+
+    @property
+    def coordinates(self) -> list[Tensor]:
+        """Where along each dimension of the tensor each of them is."""
+        return coordinates(self.tensor, self.at)
+
+    def in_all(self, row: Tensor) -> Tensor:
+        """Return numbers of the features that are there among those of a head, with -1 for the others."""
+        if len(row) == self.width:
+            return row
+        return torch.full((self.width,), -1).index_copy(0, torch.arange(self.start, self.start + len(row)), row)
+
+
+class PartFinder:
     """Finds what the parameters hold of one attention."""
 
-    def __init__(self, run: Run, origins: Origins, found: Attention, names: AxisNames) -> None:
-        self._run, self._origins, self.found, self.names = run, origins, found, names
-        self._graph = run.graph
-        self._turns = found.branches or (found,)
-        self.serves: tuple[tuple[int, ...], ...] = ()
-        """For each key/value head, the query heads that use it."""
+    def __init__(self, run: Run, attention: Attention, names: AxisNames) -> None:
+        self.attention, self.names = attention, names
+        self._graph, self._recording = run.graph, run.recording
+        self._turns = attention.branches or (attention,)
+        self._roles = [Roles(turn, run.graph.dimensions) for turn in self._turns]
 
     def parts(self) -> list[Part]:
-        """Everything that parameters hold of this attention's heads, and of its output."""
-        found: list[Part] = []
-        for letter in "qkv":
-            found += self._side(letter)
-        return found + self._output()
+        """Return everything that parameters hold of this attention's heads, and of its output."""
+        return [*self._side("q"), *self._side("k"), *self._side("v"), *self._output()]
 
     def num_heads(self, letter: str) -> int:
-        """How many heads there are of `q`, `k`, `v` or `o`."""
+        """Return how many heads there are of `q`, `k`, `v` or `o`."""
         return self.names.num_kv_heads if letter in "kv" else self.names.num_heads
 
-    # -- queries, keys and values ---------------------------------------------------------------------------------
+    @cached_property
+    def serves(self) -> tuple[tuple[int, ...], ...]:
+        """For each key/value head, the query heads that use it; empty where each has its own."""
+        heads, shared = self.names.num_heads, self.names.num_kv_heads
+        if shared >= heads:
+            return ()
+        users = [head * shared // heads for head in range(heads)]
+        every, own = wide(resolve(self._roles[0].heads)), wide(resolve(self._roles[0].kv_heads))
+        if len(self._turns) == heads:
+            keys = [turn.stages["k_heads"].id for turn in self._turns]
+            users = [[*dict.fromkeys(keys)].index(key) for key in keys]
+        elif set(own) <= set(every) and size_of(every) == heads and size_of(own) == shared:
+            users = _grid(every, _row_major([atom for atom in every if atom in own])).tolist()
+        return tuple(tuple(head for head, key in enumerate(users) if key == own) for own in range(shared))
 
-    def _ops(self, side: str) -> list[Op]:
-        ops = [turn.projections[side] for turn in (*self._turns, self.found) if side in turn.projections]
-        return list({op.index: op for op in ops}.values())
+    # -- where heads and features are ---------------------------------------------------------------------------------
+
+    def _table(self, roles: Roles, letter: str, tensor: TensorRef, apart: set[Axis] | None = None) -> _Heads | None:
+        """Return where each feature of each head is in a tensor.
+
+        None where its axes do not tell, and where it has others of the axes `apart`: it is not unpacked yet.
+        """
+        groups = roles.groups(letter)
+        names = ("kv_heads", "heads") if letter in "kv" else ("heads",)
+        maps = roles.maps if letter in "qk" else ()
+        features = [wide(resolve((*maps, *group))) for name, group in groups if name.endswith("head_dim")]
+        dims = self._graph.dimensions.of(tensor)
+        for heads in [wide(resolve(group)) for wanted in names for name, group in groups if name == wanted]:
+            for own in [own for group in features for own in (*_wholes(group), *_turned(dims, group))]:
+                found = _steps(dims, tensor.stride, {*heads, *own})
+                if found is not None and (apart is None or not set(wide(*dims)) & apart - {*heads, *own}):
+                    at = tensor.offset + found[1] + _grid(heads, found[0])[:, None] + _grid(own, found[0])
+                    return _Heads(tensor, at, 0, at.shape[1])
+        return None
+
+    def _unpacked(self, turn: int, letter: str, op: Op, heads: TensorRef) -> _Heads | None:
+        """Return the first tensor behind a projection whose features are those of this side alone, some of them its."""
+        apart = self._apart(op)
+        steps = self._graph.back(heads, lambda passed: passed is not op and not self._graph.is_projection(passed))
+        path = next((step.path[::-1] for step in steps if self._recording.producer(step.tensor) is op), None)
+        if path is None:
+            return None
+        read = [{tensor.id for tensor in passed.inputs} for passed in path] + [{heads.id}]
+        made = [next((t for t in o.outputs if t.id in ids), o.output) for o, ids in zip((op, *path), read, strict=True)]
+        made.append(heads)  # also where it was written into piece by piece
+        tables = (self._table(self._roles[turn], letter, tensor, apart) for tensor in made)
+        return next((table for table in tables if table is not None and self._before(table, op.output)), None)
+
+    def _before(self, heads: _Heads, tensor: TensorRef) -> _Heads | None:
+        """Return where in a tensor the features of heads were that were made of it one by one, those that were.
+
+        None where it is not one run of them, the same for all heads.
+        """
+        start = Elements(heads.tensor, heads.at.flatten(), torch.arange(heads.at.numel()))
+        at, twice = torch.full((heads.at.numel(),), -1), torch.zeros(heads.at.numel(), dtype=torch.bool)
+        for own in origins(self._recording, start, lambda other: other.id == tensor.id):
+            if own.tensor.id == tensor.id:
+                twice[own.ids] |= (at[own.ids] >= 0) & (at[own.ids] != own.at)
+                at[own.ids] = own.at
+        known = ((at >= 0) & ~twice).reshape(heads.at.shape)
+        columns = known.all(0).nonzero().flatten()
+        if not len(columns) or len(columns) <= int(columns[-1] - columns[0]) or bool(known.any(0).sum() > len(columns)):
+            return None
+        return replace(
+            heads, tensor=tensor, at=at.reshape(heads.at.shape)[:, columns], start=heads.start + int(columns[0])
+        )
+
+    def _heads_in(
+        self, turn: int, letter: str, op: Op | None, tensor: TensorRef, unpacked: _Heads | None
+    ) -> _Heads | None:
+        """Return where the features of the heads are in a tensor on the way to them; None where it is not known."""
+        before = None if unpacked is None else self._before(unpacked, tensor)
+        return before or self._table(self._roles[turn], letter, tensor, self._apart(op))
+
+    def _apart(self, op: Op | None) -> set[Axis]:
+        """Return the axes of what a projection gives and takes, which a tensor that is unpacked has no others of."""
+        return set() if op is None else set(wide(*self._graph.dimensions.of(self._weight(op))))
+
+    # -- queries, keys and values -------------------------------------------------------------------------------------
 
     def _side(self, letter: str) -> list[Part]:
-        """What parameters hold of the queries, keys or values, head by head."""
-        stage, side = f"{letter}_heads", SIDES[letter]
-        layouts = self._layouts(stage)
-        if layouts is None:
-            return []
+        """Return what parameters hold of the queries, keys or values, head by head."""
+        side, parts, first = SIDES[letter], list[Part](), 0
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
-        stops = [tensor for tensor in given if not self._graph.is_weight(tensor)]
+        stops = {tensor.id for tensor in given if not self._graph.is_weight(tensor)}
         own = [turn.stages[side] for turn in self._turns if side in turn.stages]
-        # A learned query is made of parameters alone, all of which are followed.
-        made = [-1 if self._graph.is_weight(t) else self._graph.recording.producers.get(t.id, -1) for t in own]
-        ops = self._ops(side)
-        earlier = self.found.earlier.get(side, ())
-        met: list[Met] = []
-        first = 0
-        for layout in layouts:
-            ends = [] if earlier else ops
-            trail = self._origins.back(layout.elements(first), stops, ends=ends, since=min(made, default=-1))
-            met += trail.met
-            first += layout.num_heads
-        last = [op.index for op in ops]
-        met = [replace(one, kind=_kind(one, last)) for one in met]
-        return self._told(letter, met, first, layouts[0].head_dim, self._key_heads(letter, met, layouts, first))
+        since = min((self._recording.producers.get(t.id, -1) for t in own if t.id in stops), default=-1)
+        turns = {turn.stages[f"{letter}_heads"].id: place for place, turn in reversed([*enumerate(self._turns)])}
+        for place in sorted(turns.values()):
+            turn = self._turns[place]
+            heads, op = (
+                turn.stages[f"{letter}_heads"],
+                turn.projections.get(side) or self.attention.projections.get(side),
+            )
+            unpacked = None if op is None else self._unpacked(place, letter, op, heads)
+            count = max(self.num_heads(letter) // len(turns), 1) if unpacked is None else len(unpacked.at)
+            ends = {op.index} if op is not None and not self.attention.earlier.get(side) else set()
+            for met in self._meetings([heads], stops, ends, since):
+                kind = met.kind
+                if op is not None and met.op is not None:
+                    kind = "W" if met.op is op and kind == "before" else kind
+                    early = met.op.index < op.index and self._graph.is_projection(met.op)
+                    kind = "before" if kind == "b" and early else kind
+                where = None if met.op is None else self._heads_in(place, letter, op, met.op.output, unpacked)
+                found = self._parts(letter, _Meeting(met.op, met.weight, kind), where, range(first, first + count))
+                parts += [self._with_reads(part, turn) for part in found] if kind == "W" else found
+            first += count
+        return self._numbered(letter, _merged(parts))
 
-    def _layouts(self, stage: str) -> list[Layout] | None:
-        """The heads of each turn, those that are the same once; None where their axes are not known."""
-        tensors = {turn.stages[stage].id: turn.stages[stage] for turn in self._turns}
-        sizes = sizes_in(self.found, self.names, stage)
-        try:
-            return [Layout(tensor, self.names.of_stage(stage), sizes) for tensor in tensors.values()]
-        except ValueError:
-            return None
+    def _with_reads(self, part: Part, turn: Attention) -> Part:
+        """Return a part of a matrix with the features of what comes in that it reads, where these are not all."""
+        given, op = turn.stages.get(SIDES[part.letter]), part.operation
+        if given is None or not given.shape or op is None or part.inner is None or self.attention.earlier:
+            return part
+        taken, number = self._graph.projected(op), part.inner[0]
+        if number >= given.shape[-1] or op.base_name == "convolution":
+            return part
+        ends = torch.tensor([0, number - 1])
+        at = [ends if place == len(taken.shape) - 1 else torch.zeros_like(ends) for place in range(len(taken.shape))]
+        for own in origins(self._recording, Elements.of(taken, at, ends), lambda tensor: tensor.id == given.id):
+            if own.tensor.id == given.id and len(own.at) == 2:
+                start, stop = coordinates(given, own.at)[-1].tolist()
+                if stop - start == number - 1:
+                    return replace(part, reads=dict.fromkeys(part.heads, start), width=given.shape[-1])
+        return part
 
-    def _key_heads(self, letter: str, met: list[Met], layouts: list[Layout], heads: int) -> list[int]:
-        """For each head of the layouts, its number among those that differ, where as many are shared."""
-        every = list(range(heads))
-        shared = self.names.num_kv_heads
-        if shared == heads == self.names.num_heads or letter == "q":
-            return every
-        width = layouts[0].head_dim
-        kinds = {"W"} if any(one.kind == "W" for one in met) else {one.kind for one in met}
-        signs: list[list[tuple[object, ...]]] = [[] for _ in every]
-        for one in met:
-            if one.kind in kinds:
-                for head in every:
-                    own = torch.unique(one.places[one.ids // width == head])
-                    if len(own):
-                        signs[head].append((one.parameter.name, int(own[0]), int(own[-1]), len(own)))
-        told = list(map(tuple, signs))
-        apart = list(dict.fromkeys(told))
-        numbers = [apart.index(sign) for sign in told] if len(apart) == shared < heads else every
-        if letter == "k" and shared < self.names.num_heads:
-            query = self._layouts("q_heads")
-            if len(numbers) == self.names.num_heads:
-                users = numbers
-            elif query is not None and len(query) == 1:
-                users = query[0].key_heads(shared).tolist()
-            else:
-                users = [head * shared // self.names.num_heads for head in range(self.names.num_heads)]
-            self.serves = tuple(tuple(h for h, k in enumerate(users) if k == own) for own in range(shared))
-        return numbers
-
-    def _told(self, letter: str, met: list[Met], heads: int, width: int, numbers: list[int]) -> list[Part]:
-        """What was met, put together by the parameter and by what is done with it."""
-        groups: dict[tuple[str, str], list[Met]] = {}
-        for one in met:
-            groups.setdefault((one.parameter.name, one.kind), []).append(one)
-        parts = []
-        for (_, kind), several in groups.items():
-            ids = torch.cat([one.ids for one in several])
-            places = torch.cat([one.places for one in several])
-            exact = kind in ("W", "b")
-            table = _by_head(ids, places, heads, width, numbers) if exact else {}
-            for head in range(heads) if not table else ():
-                if numbers[head] in table:
-                    continue
-                own = ids // width == head
-                if not bool(own.any()):
-                    continue
-                features = _by_feature(ids[own] % width, places[own], width) if exact else torch.unique(places[own])
-                table[numbers[head]] = features
-            if self.names.mixes_positions and heads > 1:  # every feature is in every head, at some of the positions
-                table = dict.fromkeys(range(self.num_heads(letter)), torch.unique(torch.cat([*table.values()])))
-            op = several[0].operation
-            inner, moved, reads, comes_in = None, True, None, 0
-            if kind in ("W", "before") and op is not None and letter != "o" and self._graph.is_projection(op):
-                inner, moved = self._inner(op, several[0].parameter.name), self._only_moved(self._weight(op)[0])
-                reads = self._reads(letter, several, width, numbers) if kind == "W" else None
-                comes_in = 0 if inner is None else inner[0]
-                if reads:
-                    comes_in = self.found.stages[SIDES[letter]].shape[-1]
-            parts.append(Part(kind, letter, several[0].parameter, table, inner, comes_in, reads, moved, op))
+    def _numbered(self, letter: str, parts: list[Part]) -> list[Part]:
+        """Return the parts with the numbers of heads that differ, where several heads were found to share one."""
+        shared, count = self.num_heads(letter), 1 + max((head for part in parts for head in part.heads), default=0)
+        if shared < count and letter in "kv":
+            signs = [
+                tuple((p.parameter.name, *p.heads[head][[0, -1]].tolist()) for p in parts if head in p.heads)
+                for head in range(count)
+            ]
+            apart = [*dict.fromkeys(signs)]
+            if len(apart) == shared:
+                parts = [
+                    replace(p, heads={apart.index(signs[h]): own for h, own in reversed(p.heads.items())})
+                    for p in parts
+                ]
         return parts
 
-    def _inner(self, op: Op, name: str, along: int | None = None) -> tuple[int, int] | None:
-        """How many numbers of a parameter a feature has, and the step from one to the next; None where it is not even.
+    def _meetings(self, start: list[TensorRef], stops: set[int], ends: set[int], since: int) -> Iterator[_Meeting]:
+        """Yield the operations by which parameters meet what tensors are made of, on the way back to `stops`.
 
-        They are what a product sums over, or with `along` what it gives along that dimension.
+        The products `ends` end a way. At any other one with a weight what it projects is followed on. Of what was made
+        by the operation `since` or before nothing is followed.
         """
-        weight, number = self._weight(op)
-        number = number if along is None else op.output.shape[along]
-        every = torch.arange(number)
-        coordinates = [every if place == along else torch.zeros_like(every) for place in range(len(op.output.shape))]
-        sources = product_sources(op, coordinates, every if along is None else 0)
-        at = next(at for tensor, at in sources if tensor.id == weight.id)
-        trail = self._origins.back(Elements(weight, at, every, kind="W"))
-        own = [one for one in trail.met if one.parameter.name == name]
-        if not own or len(own[0].places) != number:
-            return None
-        places = own[0].places[torch.argsort(own[0].ids)]
-        step = int(places[1] - places[0]) if number > 1 else 1
-        return (number, step) if step and bool((places - places[0] == step * every).all()) else None
+        queue: list[_Meeting | TensorRef] = [*start]
+        seen = set[int]()
+        while queue and len(seen) < _LONGEST:
+            now = queue.pop()
+            if isinstance(now, _Meeting):
+                yield now
+                continue
+            op = self._recording.producer(now)
+            if self._graph.is_weight(now):
+                yield _Meeting(None, now, "learned")
+            elif op is not None and op.index > since and now.id not in stops and op.index not in seen:
+                seen.add(op.index)
+                queue += reversed([*self._behind(op, ends)])
 
-    def _weight(self, op: Op) -> tuple[TensorRef, int]:
-        """The weight of a product, and how many numbers of it make one number of the result."""
-        if op.base_name == "convolution":
-            return op.inputs[1], op.inputs[1].shape[1]
-        left, right = self._graph.operands(op) or op.inputs[:2]
-        return (right if self._graph.is_weight(right) else left), left.shape[-1]
+    def _behind(self, op: Op, ends: set[int]) -> Iterator[_Meeting | TensorRef]:
+        """Yield what an operation meets, and what it reads that is to be followed, in order."""
+        if self._graph.is_projection(op):
+            for read in op.inputs:
+                if read.id == self._weight(op).id:
+                    yield _Meeting(op, read, "before")
+                elif read.id != self._graph.projected(op).id and self._graph.is_weight(read):
+                    yield _Meeting(op, read, "b")
+            if op.index not in ends:
+                yield self._graph.projected(op)
+        elif not self._is_statistic(op):
+            reads = op.inputs[:1] if op.does("gathers") else op.inputs
+            for read in reads:
+                weight = self._graph.is_weight(read)
+                if weight or read.dtype != "bool":
+                    yield _Meeting(op, read, _kind(op)) if weight else read
 
-    def _only_moved(self, tensor: TensorRef) -> bool:
-        op = self._graph.recording.producer(tensor)
-        if op is None:
-            return True
-        return op.kind in ("view", "copy") and all(map(self._only_moved, op.inputs))
+    def _is_statistic(self, op: Op) -> bool:
+        """Whether this reduces features to a number, which hangs on all of them: a norm divides by it."""
+        if op.base_name not in _STATISTICS or not op.inputs:
+            return op.base_name in _NO_SOURCE
+        dims = self._graph.dimensions.of(op.inputs[0])
+        return any(set(wide(dims[place])) & self._graph.features for place in summed_places(op))
 
-    def _reads(self, letter: str, met: list[Met], width: int, numbers: list[int]) -> dict[int, int] | None:
-        """Head to the first feature that its matrix reads; None where each reads all of them, or it is not known."""
-        side = SIDES[letter]
-        found: dict[int, int] = {}
-        for one in met:
-            given = self.found.stages.get(side)
-            if one.operation is None or given is None or self.found.earlier.get(side) or not given.shape:
-                return None
-            _, number = self._weight(one.operation)
-            if number >= given.shape[-1] or one.operation.base_name == "convolution":
-                return None
-            every = torch.arange(number)
-            coordinates = [torch.zeros_like(every) for _ in one.operation.output.shape]
-            tensor, at = next(
-                pair
-                for pair in product_sources(one.operation, coordinates, every)
-                if not self._graph.is_weight(pair[0])
-            )
-            stops = [turn.stages[side] for turn in self._turns]
-            trail = self._origins.back(Elements(tensor, at, every), stops)
-            if len(trail.reached) != 1 or len(trail.reached[0].at) != number:
-                return None
-            features = trail.reached[0].at % given.shape[-1]
-            if not bool((features - features[0] == every).all()):
-                return None
-            for head in torch.unique(one.ids // width).tolist():
-                found[numbers[head]] = int(features[0])
-        return found
-
-    # -- the output -----------------------------------------------------------------------------------------------
+    # -- the output ---------------------------------------------------------------------------------------------------
 
     def _output(self) -> list[Part]:
-        """What parameters hold of the output: the columns of each head, and what is added."""
-        layouts = self._layouts("context")
-        output = self.found.stages.get("output")
-        ops = self._ops("output")
-        if layouts is None or output is None or not ops:
+        """Return what parameters hold of the output: the columns of each head, and what is added."""
+        output, contexts = self.attention.stages.get("output"), [turn.stages["context"] for turn in self._turns]
+        ops = [turn.projections["output"] for turn in (*self._turns, self.attention) if "output" in turn.projections]
+        ops = [*{op.index: op for op in ops}.values()]
+        if output is None or not ops:
             return []
-        contexts = {layout.tensor.id: layout for layout in layouts}
-        # Where a loop runs over pieces of the sequence, each is an attention, and one product projects them all.
-        beside = [other for other, _ in self._run.attentions if other.projections.get("output") in ops]
-        for other in beside:
-            if not other.branches and other.stages["context"].shape == layouts[0].tensor.shape:
-                contexts.setdefault(other.stages["context"].id, layouts[0].of(other.stages["context"]))
-        first = min(self._graph.recording.producers.get(tensor, -1) for tensor in contexts)
-        turns = {layout.tensor.id: place for place, layout in enumerate(layouts)}
-        width = layouts[0].head_dim
         parts: list[Part] = []
-        met: list[Met] = []
-        for op in ops:
-            taken, rows = self._taken(op)
-            trail = self._origins.back(taken, [layout.tensor for layout in contexts.values()], since=first)
-            owner = torch.full((rows,), -1)
-            for reached in reversed(trail.reached):
-                layout = contexts[reached.tensor.id]
-                head, feature = layout.head_and_feature(reached.at)
-                head = head + turns.get(reached.tensor.id, 0) * layout.num_heads
-                owner[reached.ids] = head * width + feature
-            known = (owner >= 0).nonzero().flatten()
-            weights = self._columns(op, known)
-            met += [Met(one.parameter, "W", owner[one.ids], one.places, op) for one in weights]
-            met += [
-                Met(one.parameter, one.kind if one.kind != "b" else "norm", owner[one.ids], one.places, one.operation)
-                for one in trail.met
-            ]
-        met = [replace(one, ids=one.ids[kept], places=one.places[kept]) for one in met for kept in [one.ids >= 0]]
-        heads = self.names.num_heads
-        for part in self._told("o", [one for one in met if len(one.ids)], heads, width, list(range(heads))):
-            if part.kind == "W" and part.operation is not None:
-                weight, _ = self._weight(part.operation)
-                inner = self._given(part.operation, part.parameter.name)
-                given = 0 if inner is None else inner[0]
-                part = replace(part, inner=inner, width=given, moved=self._only_moved(weight))
-            parts.append(part)
-        return parts + self._added(output, ops, first, {part.parameter.name for part in parts})
+        for turn, op in enumerate(ops):
+            taken = self._graph.projected(op)
+            table = self._table(Roles(self.attention, self._graph.dimensions), "o", taken) if len(ops) == 1 else None
+            table = table or self._table(self._roles[min(turn, len(self._roles) - 1)], "o", taken)
+            heads = range(turn, turn + 1) if len(ops) > 1 else range(self.names.num_heads)
+            parts += self._parts("o", _Meeting(op, self._weight(op), "W"), table, heads)
+            since = min(self._recording.producers.get(context.id, -1) for context in contexts)
+            for met in self._meetings([taken], {context.id for context in contexts}, set(), since):
+                where = table if met.op is not None and met.op.output.shape == taken.shape else None
+                kind = "norm" if met.kind == "b" else met.kind
+                parts += self._parts("o", _Meeting(met.op, met.weight, kind), where, heads)
+        known = {part.parameter.name for part in parts}
+        for met in self._meetings([output], set(), {op.index for op in ops}, min(op.index for op in ops) - 1):
+            if met.op not in ops or met.kind == "b":
+                added = self._parts("o", met, None, range(1))
+                parts += [part for part in added if part.parameter.name not in known]
+        return _merged(parts)
 
-    def _taken(self, op: Op) -> tuple[Elements, int]:
-        """What an output's product takes in, at some positions; ids are the features, of each matrix that it has."""
-        tensor = self._graph.projected(op)
-        weight, number = self._weight(op)
-        many = tensor.shape[0] if len(weight.shape) == 3 and weight.stride[0] and op.base_name != "convolution" else 1
-        left = op.base_name == "convolution" or not self._graph.is_weight(op.inputs[-2])
-        features = 1 if op.base_name == "convolution" else len(tensor.shape) - (1 if left else 2)
-        features = max(features, 0)
+    # -- from operations to parameters --------------------------------------------------------------------------------
+
+    def _parts(self, letter: str, met: _Meeting, where: _Heads | None, heads: range) -> list[Part]:
+        """Return what the parameters behind a weight hold of these heads.
+
+        Args:
+            letter: whose heads.
+            met: how the weight is met.
+            where: each feature of each head in what the operation gives (for W_o: takes); None where it is not known.
+            heads: their numbers.
+        """
+        exact, at = met.kind in ("W", "b"), None if where is None else self._in_weight(letter, met, where.coordinates)
+        whole = self.names.mixes_positions and self.names.num_heads > 1  # every feature is in every head, somewhere
+        heads = range(self.num_heads(letter)) if whole and letter != "o" else heads
+        places = self._all_of(met) if at is None else at
+        parts = []
+        for parameter, ids, found in self._in_parameters(met.weight, [own.flatten() for own in places]):
+            by_head: dict[int, Tensor] = {}
+            if whole or at is None:
+                belongs_to_none = not exact or whole or letter == "o"
+                by_head = dict.fromkeys(heads, torch.unique(found)) if belongs_to_none else {}
+            elif where is not None and len(at[0]) == len(heads):
+                table = torch.full((at[0].numel(),), -1)
+                table[ids] = found
+                for head, row in zip(heads, table.reshape(at[0].shape), strict=True):
+                    if bool((row >= 0).all() if exact else (row >= 0).any()):
+                        by_head[head] = where.in_all(row) if exact else torch.unique(row[row >= 0])
+            part = Part(met.kind, letter, parameter, by_head, operation=met.op)
+            first = [own.flatten()[ids[:1]] for own in places]
+            parts.append(self._with_inner(part, met.weight, first) if self._is_factor(met) else part)
+        return parts
+
+    def _in_weight(self, letter: str, met: _Meeting, where: list[Tensor]) -> list[Tensor] | None:
+        """Return where in a weight each feature of each head is met; None where it is not known."""
+        op, weight = met.op, met.weight
+        if op is None:
+            return None
+        if self._is_factor(met):
+            if letter == "o":
+                return None if met.kind == "before" else _taking(op, weight, where)
+            return _giving(op, weight, where)
+        if op.base_name == "convolution" or "batch_norm" in op.base_name or "group_norm" in op.base_name:
+            return [where[1]]
+        if op.base_name in ("cat", "stack"):
+            dim = setting(op, 1, "dim", 0) % len(op.output.shape)
+            return [torch.zeros_like(c) if place == dim else c for place, c in enumerate(where)]
+        return broadcast(where, op.output.shape, weight.shape)
+
+    def _all_of(self, met: _Meeting) -> list[Tensor]:
+        """Return where all of a weight is: of a matrix that all gives, and of a large table a row."""
+        op, shape = met.op, met.weight.shape
+        if op is not None and self._is_factor(met):
+            features = torch.arange(op.output.shape[_features_of(op, met.weight)] if op.output.shape else 1)
+            place = _features_of(op, met.weight) % max(len(op.output.shape), 1)
+            out = [features if dim == place else torch.zeros_like(features) for dim in range(len(op.output.shape))]
+            return _giving(op, met.weight, out)
+        if met.weight.numel <= _LARGE:
+            return coordinates_of(torch.arange(met.weight.numel), shape)
+        row = torch.arange(shape[-1])
+        return [row if dim == len(shape) - 1 else torch.zeros_like(row) for dim in range(len(shape))]
+
+    def _in_parameters(self, weight: TensorRef, at: list[Tensor]) -> Iterator[tuple[Named, Tensor, Tensor]]:
+        """Yield each parameter that elements of a weight come from, their numbers, and where in its memory they are."""
+        pieces: dict[str, tuple[Named, list[Tensor], list[Tensor]]] = {}
+        start = Elements.of(weight, at, torch.arange(len(at[0]) if at else 1))
+        for own in origins(self._recording, start, lambda tensor: False):
+            for parameter in {named.name: named for named in self._recording.parameters}.values():
+                tensor = parameter.tensor
+                places = own.at - tensor.offset
+                span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
+                kept = (places >= 0) & (places <= span)
+                if tensor.storage == own.tensor.storage and bool(kept.any()):
+                    _, ids, found = pieces.setdefault(parameter.name, (parameter, [], []))
+                    ids.append(own.ids[kept])
+                    found.append(places[kept])
+        for parameter, ids, found in pieces.values():
+            yield parameter, torch.cat(ids), torch.cat(found)
+
+    def _with_inner(self, part: Part, weight: TensorRef, first: list[Tensor]) -> Part:
+        """Return a part of a matrix with how many numbers each of its features has, and how far apart they are."""
+        op = part.operation
+        assert op is not None, "a matrix is a factor of a product"
+        place = _inner_of(op, weight, taken=part.letter == "o")
+        number = weight.shape[place]
+        ends = torch.tensor([0, min(1, number - 1), number - 1])
+        at = [ends if dim == place % len(weight.shape) else c.expand(3) for dim, c in enumerate(first)]
+        inner = None
+        for parameter, ids, places in self._in_parameters(weight, at):
+            if parameter.name == part.parameter.name and len(ids) == 3:
+                start, step, last = (int(places[ids == at_end][0]) for at_end in range(3))
+                step = step - start if number > 1 else 1
+                inner = (number, step) if step > 0 and last - start == step * (number - 1) else None
+        taps = weight.shape[2:] if op.base_name == "convolution" else ()
+        moved = prod(taps) == 1 and self._only_moved(weight)
+        return replace(part, inner=inner, width=0 if inner is None else number, moved=moved)
+
+    def _is_factor(self, met: _Meeting) -> bool:
+        """Whether a weight is the matrix of a projection."""
+        return met.op is not None and met.kind in ("W", "before") and met.weight.id == self._weight(met.op).id
+
+    def _weight(self, op: Op) -> TensorRef:
+        """Return the weight of a projection."""
         if op.base_name == "convolution":
-            number = tensor.shape[1]
-        positions = max([1, *(size for dim, size in enumerate(tensor.shape) if dim != features)])
-        spread = torch.arange(number_of_positions(positions, many * number))
-        at, matrix, feature = torch.cartesian_prod(spread, torch.arange(many), torch.arange(number)).reshape(-1, 3).T
-        coordinates = [at * (size - 1) // max(len(spread) - 1, 1) for size in tensor.shape]
-        coordinates[features] = feature
-        if many > 1:
-            coordinates[0] = matrix
-        return elements_at(tensor, coordinates, matrix * number + feature), many * number
+            return op.inputs[1]
+        left, right = self._graph.operands(op) or op.inputs[:2]
+        return right if self._graph.is_weight(right) else left
 
-    def _columns(self, op: Op, ids: Tensor) -> list[Met]:
-        """Where in the parameters the columns of an output's matrix are, for its first row."""
-        weight, number = self._weight(op)
-        if op.base_name == "convolution":
-            number = self._graph.projected(op).shape[1]
-        coordinates = [torch.zeros_like(ids) for _ in op.output.shape]
-        if len(op.output.shape) == 3 and op.base_name != "convolution":
-            coordinates[0] = ids // number
-        tensor, at = next(one for one in product_sources(op, coordinates, ids % number) if one[0].id == weight.id)
-        return self._origins.back(Elements(tensor, at, ids, kind="W")).met
+    def _only_moved(self, tensor: TensorRef) -> bool:
+        op = self._recording.producer(tensor)
+        return op is None or (op.kind in ("view", "copy") and all(map(self._only_moved, op.inputs)))
 
-    def _given(self, op: Op, name: str) -> tuple[int, int] | None:
-        """How many numbers a column of an output's matrix has, and the step from one to the next."""
-        weight, _ = self._weight(op)
-        if op.base_name == "convolution":
-            return self._inner(op, name, along=1)
-        rows = self._graph.operands(op) is not None and weight.id == op.inputs[-2].id and len(op.output.shape) > 1
-        return self._inner(op, name, along=len(op.output.shape) - (2 if rows else 1))
 
-    def _added(self, output: TensorRef, ops: list[Op], since: int, known: set[str]) -> list[Part]:
-        """What is added to the output, or scales it: it belongs to no head."""
-        size = output.shape[-1] if output.shape else 1
-        positions = torch.arange(number_of_positions(max(output.numel // max(size, 1), 1), size))
-        if ops[0].base_name == "convolution":
-            start = elements_at(output, [torch.zeros(1, dtype=torch.long)] * len(output.shape), torch.zeros(1).long())
+def _kind(op: Op) -> str:
+    """Return what an operation that is no projection does with a parameter."""
+    if op.does("joins"):
+        return "appended"
+    name = "mul" if op.does("norms") else op.base_name.rstrip("_")
+    return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
+
+
+def _giving(op: Op, weight: TensorRef, out: list[Tensor]) -> list[Tensor]:
+    """Return where in a projection's weight are the first factors of numbers of what it gives."""
+    zero = torch.zeros_like(out[-1])
+    if op.base_name == "convolution":
+        return [out[1], *(zero for _ in weight.shape[1:])]
+    if len(weight.shape) == 1:
+        return [zero]
+    if weight.id == op.inputs[-1].id:
+        return [*out[:-2], zero, out[-1]]
+    return [out[0], zero] if len(op.inputs[-1].shape) == 1 else [*out[:-1], zero]
+
+
+def _taking(op: Op, weight: TensorRef, taken: list[Tensor]) -> list[Tensor]:
+    """Return where in a projection's weight are the first factors that numbers of what it takes in meet."""
+    zero = torch.zeros_like(taken[-1])
+    if op.base_name == "convolution":
+        return [zero, taken[1], *(zero for _ in weight.shape[2:])]
+    if len(weight.shape) == 1:
+        return [taken[-1]]
+    if weight.id == op.inputs[-1].id:
+        return [*taken[:-2], taken[-1], zero]
+    return [zero, taken[0]] if len(taken) == 1 else [*taken[:-2], zero, taken[-2]]
+
+
+def _features_of(op: Op, weight: TensorRef) -> int:
+    """Return which dimension of what a projection gives the features are."""
+    if op.base_name == "convolution":
+        return 1
+    return -2 if weight.id != op.inputs[-1].id and len(op.output.shape) > 1 else -1
+
+
+def _inner_of(op: Op, weight: TensorRef, *, taken: bool) -> int:
+    """Return which dimension of a projection's weight is summed over; with `taken`, which one it gives."""
+    if op.base_name == "convolution":
+        return 0 if taken else 1
+    if len(weight.shape) == 1:
+        return 0
+    return -1 if (weight.id == op.inputs[-1].id) == taken else -2
+
+
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    """Return one part for each parameter and what is done with it, with the heads of all."""
+    merged: dict[tuple[str, str], Part] = {}
+    for part in parts:
+        key = part.parameter.name, part.kind
+        known = merged.get(key)
+        if known is None:
+            merged[key] = part
         else:
-            at, feature = torch.cartesian_prod(positions, torch.arange(size)).reshape(-1, 2).T
-            start = Elements(output, at * size + feature, feature)
-        trail = self._origins.back(start, ends=ops, since=since)
-        met = [one for one in trail.met if one.kind != "W" and one.parameter.name not in known]
-        return self._told("o", met, 1, size, [0])
+            reads = {**(part.reads or {}), **(known.reads or {})} or None
+            merged[key] = replace(known, heads={**part.heads, **known.heads}, reads=reads)
+    return [replace(part, heads=dict(sorted(part.heads.items()))) for part in merged.values()]
 
 
-def _kind(met: Met, projections: Sequence[int]) -> str:
-    """What is done with a parameter, seen from the projections of a side: what is added earlier is no bias of one."""
-    if met.operation is None or not projections:
-        return met.kind
-    if met.kind == "before" and met.operation.index in projections:
-        return "W"
-    early = met.operation.index < min(projections)
-    return "before" if met.kind == "b" and early and len(met.operation.inputs) == 3 else met.kind
+def _steps(dims: Iterable[Dim], strides: Iterable[int], wanted: set[Axis]) -> tuple[dict[Axis, int], int] | None:
+    """Return how far apart in memory the places along each of these axes are, and where the first is; None where not
+    all are there."""
+    steps, start = dict[Axis, int](), 0
+    for dim, stride in zip(dims, strides, strict=True):
+        own, offset = _piece(dim, wanted)
+        start += offset * stride
+        steps |= {atom: step * stride for atom, step in _row_major(own).items() if atom in wanted}
+    return (steps, start) if steps.keys() == wanted else None
 
 
-def _by_head(ids: Tensor, places: Tensor, heads: int, width: int, numbers: list[int]) -> dict[int, Tensor]:
-    """Head to where each of its features is, where each is at one place; empty where one is at several or at none."""
-    table = torch.full((heads * width,), -1)
-    table[ids] = places
-    if bool((table[ids] != places).any()) or bool((table < 0).any()):
-        return {}
-    by_head = table.reshape(heads, width).unbind(0)
-    return {numbers[head]: by_head[head] for head in reversed(range(heads))}
+def _wholes(features: Dim) -> Iterator[Dim]:
+    """Yield the features of a head, and all that they were before a piece of them was turned."""
+    yield features
+    start = 0
+    for piece in features[0].joined if len(features) == 1 else ():
+        own = resolve(piece)
+        whole, place = own[0].origins.get(size_of(own), ((), 0)) if own else ((), 0)
+        if size_of(whole) == size_of(features) and place == start:
+            yield wide(resolve(whole))
+        start += size_of(own)
 
 
-def _by_feature(features: Tensor, places: Tensor, width: int) -> Tensor:
-    """Where each feature is; where several places have a part in one (a rotation), each in the order they lie in."""
-    pairs = torch.unique(torch.stack([features, places], dim=1), dim=0)
-    table = torch.full((width,), -1)
-    if len(torch.unique(pairs[:, 0])) == len(pairs):
-        table[pairs[:, 0]] = pairs[:, 1]
-        return table
-    several: dict[int, list[int]] = {}
-    for feature, place in zip(features.tolist(), places.tolist(), strict=True):
-        if place not in several.setdefault(feature, []):
-            several[feature].append(place)
-    order = torch.unique(places).tolist()
-    if len(order) == width and all(order[feature] in own for feature, own in several.items()):
-        return torch.tensor(order)
-    taken: set[int] = set()
-    for feature, own in several.items():
-        place = next((one for one in own if one not in taken), own[0])
-        taken.add(place)
-        table[feature] = place
-    return table
+def _turned(dims: Iterable[Dim], features: Dim) -> Iterator[Dim]:
+    """Yield what stands for the features of a head, where some of their axes are others since they were turned."""
+    for dim in dims:
+        for place in range(len(dim) - len(features) + 1):
+            own = dim[place : place + len(features)]
+            if set(own) & set(features) and [atom.size for atom in own] == [atom.size for atom in features]:
+                yield own
 
 
-def parts_of(run: Run) -> list[tuple[Finder, list[Part]]]:
-    """What the parameters hold of each attention of a run."""
-    origins = Origins(run.graph)
-    finders = [Finder(run, origins, found, names) for found, names in run.attentions]
+def _piece(dim: Dim, wanted: set[Axis]) -> tuple[Dim, int]:
+    """Return the piece of a dimension that has these axes, where several were joined, and where it begins."""
+    offset = 0
+    for part in dim[0].joined if len(dim) == 1 and dim[0] not in wanted else ():
+        if wanted & set(resolve(part)):
+            return resolve(part), offset
+        offset += size_of(part)
+    return dim, 0
+
+
+def _row_major(atoms: Iterable[Axis]) -> dict[Axis, int]:
+    """Return how far apart the places along each axis of a dimension are."""
+    steps, step = dict[Axis, int](), 1
+    for atom in reversed([*atoms]):
+        steps[atom] = step
+        step *= atom.size
+    return steps
+
+
+def _grid(atoms: Iterable[Axis], steps: Mapping[Axis, int]) -> Tensor:
+    """Return where the places along these axes are, in row-major order."""
+    at = torch.zeros(1, dtype=torch.long)
+    for atom in atoms:
+        at = (at[:, None] + torch.arange(atom.size) * steps.get(atom, 0)).flatten()
+    return at
+
+
+def parts_of(run: Run) -> list[tuple[PartFinder, list[Part]]]:
+    """Return what the parameters hold of each attention of a run."""
+    finders = [PartFinder(run, attention, names) for attention, names in run.attentions]
     return [(finder, finder.parts()) for finder in finders]
