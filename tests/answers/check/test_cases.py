@@ -16,8 +16,8 @@ from .cases import CASES, Case
 def report_of(case: Case, *, wrong: bool, declared: bool = True) -> CheckReport:
     torch.manual_seed(7)
     module = case.make(wrong)
-    kwargs, dtype = case.inputs()
-    return check(Subject(module.to(dtype), (), kwargs), case.intent if declared else Intent())
+    kwargs = case.inputs()
+    return check(Subject(module.to(kwargs["x"].dtype), (), kwargs), case.intent if declared else Intent())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -24,8 +24,7 @@ from mha_inspect.record.arguments import first_tensor
 from mha_inspect.testing import assert_attention_is_right
 
 from ...foreign import styles, unusual
-from . import cases
-from .cases import B, D, E, H, N, Right
+from .cases import MADE, B, D, E, H, N, Right
 
 FOREIGN = {
     name: style
@@ -59,7 +58,7 @@ class Mixes(Right):
     """Neighbours are mixed before, and heads after, attention with a bias for distance: all of it on purpose."""
 
     def __init__(self) -> None:
-        super().__init__(False)
+        super().__init__()
         self.conv, self.talk = nn.Conv1d(E, E, 3), nn.Linear(H, H, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,14 +97,14 @@ class SharesMemory(Right):
 
 def test_a_memory_that_rows_share_may_be_meant() -> None:
     torch.manual_seed(0)
-    report = mha_inspect.check(SharesMemory(False), torch.randn(B, N, E))
+    report = mha_inspect.check(SharesMemory(), torch.randn(B, N, E))
     assert not report.failed
     assert [finding.check for finding in report.findings] == ["batch"]
 
 
 def test_merged_tokens_are_no_fault() -> None:
     torch.manual_seed(0)
-    assert not mha_inspect.check(MergesTokens(False), torch.randn(B, N, E)).failed
+    assert not mha_inspect.check(MergesTokens(), torch.randn(B, N, E)).failed
 
 
 HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "openai-gpt")
@@ -137,13 +136,13 @@ def fact(report: Any, name: str) -> str:
 def test_the_facts_say_scale_sight_and_masks() -> None:
     torch.manual_seed(0)
     x, mask = torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
-    report = mha_inspect.check(cases.PaddingTurnedRound(False), x, mask=mask)
+    report = mha_inspect.check(MADE["PaddingTurnedRound"](False), x, mask=mask)
     assert fact(report, "scale") == f"{D**-0.5:.4g} = 1/√head_dim (head_dim {D})"
     assert fact(report, "who sees whom") == "every query sees every key"
     assert fact(report, "mask") == "mask: True keeps a key, False ignores it"
-    turned = mha_inspect.check(cases.PaddingTurnedRound(True), x, mask=~mask)
+    turned = mha_inspect.check(MADE["PaddingTurnedRound"](True), x, mask=~mask)
     assert fact(turned, "mask") == "mask: False keeps a key, True ignores it"
-    window = mha_inspect.check(cases.WindowOneWide(False), x)
+    window = mha_inspect.check(MADE["WindowOneWide"](False), x)
     assert fact(window, "who sees whom") == "causal, a window of 4"
     assert next(f for f in window.facts if f.picture).picture[:5] == (
         "■·········",
@@ -152,19 +151,19 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
         "■■■■······",
         "·■■■■·····",
     )
-    assert "1: none" in fact(mha_inspect.check(cases.NoScale(True), x), "scale")
+    assert "1: none" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
 
 
 def test_a_head_counts_as_its_context_does() -> None:
     torch.manual_seed(0)
-    module, x = Right(False), torch.randn(B, N, E)
+    module, x = Right(), torch.randn(B, N, E)
     heads = mha_inspect.check(module, x).heads
     with torch.no_grad():
         module.o.weight[:, D : 2 * D] = 0
     without = mha_inspect.check(module, x).heads
     assert without[1].output_change == without[1].gradient_share == 0
     # The context of head 0 alone, projected, beside the output, in float64.
-    exact = Right(False).double()
+    exact = Right().double()
     exact.load_state_dict(module.state_dict())
     q, k, v = (exact.split(p(x.double())) for p in (exact.q, exact.k, exact.v))
     context = exact.join(exact.attend(q, k, v))
@@ -212,7 +211,7 @@ def test_heads_in_groups_with_a_dimension_of_their_own_are_told() -> None:
 
 def test_the_module_is_left_as_it_was() -> None:
     torch.manual_seed(0)
-    module = cases.KeepsKeysBetweenCalls(True).train()
+    module = MADE["KeepsKeysBetweenCalls"](True).train()
     before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     x = torch.randn(B, N, E, generator=torch.Generator().manual_seed(1))
     first = x.clone()
@@ -255,7 +254,7 @@ def test_what_is_scripted_is_checked_and_left_as_it_was() -> None:
 def test_one_recording_is_enough_for_what_it_shows() -> None:
     torch.manual_seed(0)
     report = mha_inspect.check(
-        cases.CausalOneLate(True), torch.randn(B, N, E), intent=Intent(causal=True), evidence_only=True
+        MADE["CausalOneLate"](True), torch.randn(B, N, E), intent=Intent(causal=True), evidence_only=True
     )
     assert report.runs == 1
     assert [finding.check for finding in report.findings] == ["causal"]
@@ -267,16 +266,16 @@ def test_bad_input_says_what_there_is() -> None:
     with pytest.raises(InputError, match=r"no attention to check: .* saw 2 products \(addmm"):
         mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
     with pytest.raises(InputError, match=r"msk is no argument of PaddingOnQueries.forward, which takes x, mask"):
-        mha_inspect.check(cases.PaddingOnQueries(True), x, intent=Intent(padding="msk"))
+        mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="headz is no check"):
-        mha_inspect.check(Right(False), x, only=["headz"])
+        mha_inspect.check(Right(), x, only=["headz"])
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         mha_inspect.check(len, x)
 
 
 def test_on_meta_what_needs_numbers_is_left_out() -> None:
     report = mha_inspect.check(
-        Right(False).to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
+        Right().to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
     )
     reasons = {out.check: out.reason for out in report.left_out}
     assert "gets a gradient" in reasons["parameters"]
@@ -284,7 +283,7 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
     assert "meta" in reasons["heads"]
     assert {held.check for held in report.held} == {"scale", "parameters"}
     assert report.runs == 1
-    twice = cases.KeyServesTwice(True).to("meta")
+    twice = MADE["KeyServesTwice"](True).to("meta")
     assert mha_inspect.check(twice, torch.randn(B, N, E, device="meta")).failed
 
 
@@ -297,7 +296,7 @@ class Refuses(Right):
 
 def test_a_forward_that_raises_under_another_input_is_told() -> None:
     x = torch.full((B, N, E), 0.5)
-    report = mha_inspect.check(Refuses(False), x)
+    report = mha_inspect.check(Refuses(), x)
     assert not report.failed
     reasons = {out.check: out.reason for out in report.left_out}
     assert reasons["batch"] == "the forward raises under a changed input: ValueError: not this one"
@@ -305,9 +304,9 @@ def test_a_forward_that_raises_under_another_input_is_told() -> None:
 
 def test_the_assertion_tells_the_fix() -> None:
     torch.manual_seed(0)
-    assert_attention_is_right(Right(False), torch.randn(B, N, E))
+    assert_attention_is_right(Right(), torch.randn(B, N, E))
     with pytest.raises(AssertionError, match=r"heads: The heads are merged .*cases\.py:\d+\)\n  evidence: .*\n  fix: "):
-        assert_attention_is_right(cases.MergedByReshape(True), torch.randn(B, N, E))
+        assert_attention_is_right(MADE["MergedByReshape"](True), torch.randn(B, N, E))
 
 
 MODEL = """
@@ -393,7 +392,7 @@ def test_an_image_of_patches_is_not_accused() -> None:
 
     class Patches(Right):
         def __init__(self) -> None:
-            super().__init__(False)
+            super().__init__()
             self.cut = nn.Conv2d(3, E, 4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -423,7 +422,7 @@ class OverTheBatch(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("module", "axis"), [(OverTheBatch(), 0), (Right(False), 1)])
+@pytest.mark.parametrize(("module", "axis"), [(OverTheBatch(), 0), (Right(), 1)])
 def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: int) -> None:
     """A row alone has one key, which gives its query no gradient and another output: neither is a fault of its own."""
     report = mha_inspect.check(module, torch.randn(B, N, E), intent=Intent(batch_axis=axis))
@@ -432,5 +431,5 @@ def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: i
 
 
 def test_a_key_behind_its_query_is_said_to_be_behind() -> None:
-    (finding,) = mha_inspect.check(Right(False), torch.randn(B, N, E), intent=Intent(window=2)).findings
+    (finding,) = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(window=2)).findings
     assert finding.evidence == "Query 0 gives weight to key 2, 2 behind it."
