@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from inspect import Parameter
-from typing import Any, get_args, get_origin, is_typeddict
+from typing import Any, get_origin, is_typeddict
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -15,7 +15,7 @@ from ..build.values import InputShape
 from ..build.vocabulary import ALIASES, Kind, plain
 from ..errors import InputError, SpecError
 from ..layers.spec import AttentionSpec, InputSpec
-from .drawing import Plan
+from .drawing import Axis, Plan
 from .forward import Forward
 from .hugging_face import is_hugging_face
 from .probe import Evidence, Probed
@@ -28,53 +28,39 @@ _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
 
 
 @dataclass(frozen=True)
-class Guess:
-    """What an argument is thought to be."""
-
-    kind: Kind
-    size: int
-    """Width of the last axis; of ids the number of tokens, of an image its channels."""
-
-    def corrected(self, evidence: Evidence | None) -> Guess:
-        """Return it as what the forward did with the argument shows that it should be."""
-        if evidence is None:
-            return self
-        if evidence.kind == "width":
-            return replace(self, size=evidence.size)
-        return Guess(evidence.kind, evidence.size)
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """What a target says of the sizes of its arguments, by names of settings and by its layers."""
+    """What a target says of its arguments, by their names, by names of settings and by its layers."""
 
     target: Target
     forward: Forward
     spec: AttentionSpec | None
     """The sizes of a layer that are known before it runs; None for any other."""
+    unbatched: bool
 
-    def guess(self, name: str, kind: Kind | None = None) -> Guess:
-        """Return what an argument is likely to be, by its name or of this kind."""
+    def plan(self, name: str, kind: Kind | None = None, size: int | None = None) -> Plan:
+        """Return what an argument is likely to be, or a plan of this kind.
+
+        `size` is the width of its last axis, of ids the number of tokens, of an image its channels.
+        """
         kind = kind or self.forward.kind(name)
-        if kind == "ids":
-            return Guess(kind, self.vocabulary())
         if kind == "image":
-            return Guess(kind, _first_int(self.target.arguments, *_CHANNELS) or 3)
-        return Guess(kind, self.width(kind))
-
-    def plan(self, name: str, guess: Guess, inputs: InputSpec) -> Plan:
-        """Return the tensor that a guess means for inputs."""
-        if guess.kind == "image":
-            return Plan("image", (inputs.batch, guess.size, *self._image_size()))
-        if guess.kind == "lengths":
-            return Plan("lengths", (inputs.batch,), "int64", rows=(inputs.seq_len,))
+            channels = size or _first_int(self.target.arguments, *_CHANNELS) or 3
+            return Plan(kind, ("batch", channels, *self._image_size()))
+        if kind == "lengths":
+            return Plan(kind, ("batch",), "int64")
         is_encoded = plain(name) in ("src", "source", "inputids", "xids", "srcids") and self.forward.encodes_and_decodes
-        is_second = self.forward.kind(name) in ("key", "value", "other")
-        length = inputs.keys if is_second or is_encoded else inputs.seq_len
-        places = (length,) if inputs.unbatched else (inputs.batch, length)
-        if guess.kind == "ids":
-            return Plan("ids", places, "int64", guess.size, sequence=not inputs.unbatched)
-        return Plan(guess.kind, (*places, guess.size), sequence=not inputs.unbatched)
+        is_second = is_encoded or self.forward.kind(name) in ("key", "value", "other")
+        length: Axis = "key" if is_second else "query"
+        places: tuple[Axis, ...] = (length,) if self.unbatched else ("batch", length)
+        if kind == "ids":
+            return Plan(kind, places, "int64", size or self.vocabulary())
+        return Plan(kind, (*places, size or self.width(kind)))
+
+    def corrected(self, name: str, plan: Plan, evidence: Evidence | None) -> Plan:
+        """Return a plan as what the forward did with the argument shows that it should be."""
+        if evidence is None:
+            return plan
+        return self.plan(name, plan.kind if evidence.kind == "width" else evidence.kind, evidence.size)
 
     def of_shape(self, name: str, shape: InputShape) -> Plan:
         """Return a tensor of the shape that somebody gave it."""
@@ -169,61 +155,56 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
 
 
 def guessed(
-    sizes: Sizes, names: Sequence[str], others: Collection[str], run: Callable[[Mapping[str, Guess], bool], Probed]
-) -> dict[str, Guess]:
-    """Return what arguments are, by what the forward does with them: one run, or more where it raises.
+    sizes: Sizes, names: Sequence[str], others: Collection[str], run: Callable[[Mapping[str, Plan], bool], Probed]
+) -> dict[str, Plan]:
+    """Return plans for arguments, by what the forward does with them: in one run, or in more where it raises.
 
     Args:
         sizes: what the target says.
         names: of the arguments.
         others: those that are given.
-        run: runs the forward with guesses, to the end where that is asked for.
+        run: runs the forward with plans, to the end where that is asked for.
 
     Raises `InputError` where it needs something that nothing tells.
     """
-    forward, target = sizes.forward, sizes.target
+    forward = sizes.forward
     # An argument of an unknown name that stands behind others may be left out, or is one that somebody must give.
     behind = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or others)]
     extra = [name for name in behind if forward.kind(name) in ("unknown", "lengths")]
-    attempts = _attempts(sizes, names, extra)
-    tried: list[tuple[int, dict[str, Guess], Probed]] = []
-    for attempt in attempts:
+    tried: list[tuple[int, dict[str, Plan], Probed]] = []
+    for attempt in _attempts(sizes, names, extra):
         probed = run(attempt, bool(extra))
         if probed.holder is not None:
-            raise InputError(several(forward, target, probed.holder))
+            raise InputError(several(forward, sizes.target, probed.holder))
         known = len(probed.evidence) if probed.error is not None else len(names) + 1
         tried.append((known, attempt, probed))
         if known >= len(names):
             break
     _, chosen, probed = max(tried, key=lambda attempt: attempt[0])
     firm = {name for name, evidence in probed.evidence.items() if evidence.firm}
-    unknown = [name for name in extra if forward.kind(name) == "unknown" and name not in firm]
-    untold = [name for name in unknown if name in chosen or probed.error is not None]
-    if is_hugging_face(forward.module) and probed.error is not None:
-        untold += [name for name in names if name not in firm]
+    is_guesswork = is_hugging_face(forward.module) and probed.error is not None  # its configuration says the rest
+    open_names = names if is_guesswork else [name for name in extra if forward.kind(name) == "unknown"]
+    untold = [n for n in open_names if n not in firm and (n in chosen or probed.error is not None)]
     if untold:
-        plans = {name: sizes.plan(name, guess, InputSpec(batch=2)) for name, guess in attempts[0].items()}
-        known_plans = {name: plan for name, plan in plans.items() if name not in untold}
+        lines = function_of(sizes.target, {n: None if n in untold else sizes.plan(n) for n in names})
         raise InputError(
             f"{forward.label} needs {untold[0]}, and nothing tells what that is. Give it: --input-shape "
             f"{untold[0]}=2x10x512:float32 with its own sizes, --input FILE with {untold[0]} in it, or as a function "
-            f"that returns it with the module:\n{function_of(target, {**known_plans, **dict.fromkeys(untold)})}"
+            f"that returns it with the module:\n{lines}"
         )
-    return {name: guess.corrected(probed.evidence.get(name)) for name, guess in chosen.items()}
+    return {name: sizes.corrected(name, plan, probed.evidence.get(name)) for name, plan in chosen.items()}
 
 
-def _attempts(sizes: Sizes, names: Sequence[str], extra: Sequence[str]) -> list[dict[str, Guess]]:
-    """Return what to try, the likeliest first: without what may be left out, and with ids or images for vectors."""
-    guesses = {name: sizes.guess(name) for name in names}
-    certain = {name: guess for name, guess in guesses.items() if name not in extra}
-    attempts = [certain, guesses] if extra else [guesses]
-    loose = [name for name, guess in guesses.items() if guess.kind in ("hidden", "unknown", "query")]
-    kinds: tuple[Kind, ...] = ("ids", "image") if loose else ()
-    return attempts + [
-        {name: sizes.guess(name, kind) if name in loose else guess for name, guess in attempt.items()}
-        for kind in kinds
-        for attempt in attempts
-    ]
+def _attempts(sizes: Sizes, names: Sequence[str], extra: Sequence[str]) -> Iterator[dict[str, Plan]]:
+    """Yield what to try, the likeliest first: without what may be left out, and with ids or images for vectors."""
+    plans = {name: sizes.plan(name) for name in names}
+    loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
+    kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
+    for kind in kinds:
+        changed = {name: sizes.plan(name, kind if name in loose else None) for name in names}
+        if extra:
+            yield {name: plan for name, plan in changed.items() if name not in extra}
+        yield changed
 
 
 # -- what nobody can guess ---------------------------------------------------------------------------------------------
@@ -231,9 +212,6 @@ def _attempts(sizes: Sizes, names: Sequence[str], extra: Sequence[str]) -> list[
 
 def _holds_tensors(annotation: Any) -> bool:
     """Return whether an annotation says that an argument holds several tensors."""
-    parts = [part for part in get_args(annotation) if part is not type(None)]
-    if type(None) in get_args(annotation) and len(parts) == 1:
-        return _holds_tensors(parts[0])
     kind = get_origin(annotation) or annotation
     if not isinstance(kind, type) or kind is Parameter.empty or issubclass(kind, (str, Tensor)):
         return False

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.spec import InputSpec
-from .drawing import Plan
+from .drawing import Axis, Plan
 
 _OF_DECODERS = ("decoder_input_ids", "decoder_input_values")
 """What a decoder beside an encoder cannot do without."""
@@ -24,14 +23,14 @@ def is_hugging_face(module: nn.Module) -> bool:
     return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
 
 
-def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputSpec) -> dict[str, Plan]:
+def plans_of(module: nn.Module, names: list[str], free: set[str], seq_len: int) -> dict[str, Plan]:
     """Return plans for the arguments that a model's configuration tells about.
 
     Args:
         module: of transformers.
         names: arguments that are needed; what has to come with them is planned as well.
         free: arguments that nobody has given.
-        inputs: for batch and lengths.
+        seq_len: for a sound, which has its own length.
     """
     config: Any = module.config
     wanted = [*names]
@@ -40,7 +39,7 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], inputs: InputS
     if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
         wanted += [name for name in _HELD_AGAINST if name in free][:1]
     decodes = "decoder_input_ids" in wanted
-    plans = {name: _plan(config, name, inputs, decodes=decodes) for name in dict.fromkeys(wanted)}
+    plans = {name: _plan(config, name, seq_len, decodes=decodes) for name in dict.fromkeys(wanted)}
     return {name: plan for name, plan in plans.items() if plan is not None}
 
 
@@ -49,23 +48,23 @@ def beside(plans: Mapping[str, Plan], free: set[str]) -> list[str]:
     return [other for name in plans if (other := _BESIDE.get(name)) in free and other not in plans]
 
 
-def _plan(config: Any, name: str, inputs: InputSpec, *, decodes: bool) -> Plan | None:
+def _plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None:
     match name:
         case "input_ids" | "decoder_input_ids":
             words = config.get_text_config(decoder=name == "decoder_input_ids")
             words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
             known = getattr(words, "vocab_size", None)
-            length = inputs.keys if decodes and name == "input_ids" else inputs.seq_len
+            length: Axis = "key" if decodes and name == "input_ids" else "query"
             if not isinstance(known, int):
                 return None
-            return Plan("ids", (inputs.batch, length), "int64", known, _special(words))
+            return Plan("ids", ("batch", length), "int64", known, _special(words))
         case "pixel_values" | "pixel_values_videos":
-            return _image(_of_images(config), inputs)
+            return _image(_of_images(config))
         case "input_values" | "input_features":
-            return _sound(name, getattr(config, "audio_config", config), inputs)
+            return _sound(name, getattr(config, "audio_config", config), seq_len)
         case "encoder_hidden_states":
             width = _held(config, "encoder_hidden_size", "hidden_size")
-            return None if width is None else Plan("other", (inputs.batch, inputs.keys, width))
+            return None if width is None else Plan("other", ("batch", "key", width))
     return None
 
 
@@ -83,7 +82,7 @@ def _of_images(config: Any) -> Any:
     return inner if hasattr(inner, "image_size") and not hasattr(vision, "image_size") else vision
 
 
-def _image(config: Any, inputs: InputSpec) -> Plan:
+def _image(config: Any) -> Plan:
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
     if isinstance(size, Mapping):
         size = (size["height"], size["width"])
@@ -91,18 +90,18 @@ def _image(config: Any, inputs: InputSpec) -> Plan:
     frames = [config.num_frames] if hasattr(config, "num_frames") else [8] * hasattr(config, "tubelet_size")
     names = ("num_channels", "in_channels", "in_chans")
     channels = next((int(getattr(config, name)) for name in names if hasattr(config, name)), 3)
-    return Plan("image", (inputs.batch, *frames, channels, height, width))
+    return Plan("image", ("batch", *frames, channels, height, width))
 
 
-def _sound(name: str, config: Any, inputs: InputSpec) -> Plan | None:
+def _sound(name: str, config: Any, seq_len: int) -> Plan | None:
     """Return a waveform of as many frames as there are positions, or the spectrogram that whisper takes."""
     bins, longest = _held(config, "num_mel_bins"), getattr(config, "max_source_positions", None)
     if name == "input_values" and hasattr(config, "audio_channels"):
-        return Plan("other", (inputs.batch, config.audio_channels, prod(config.upsampling_ratios) * inputs.seq_len))
+        return Plan("other", ("batch", config.audio_channels, prod(config.upsampling_ratios) * seq_len))
     if name == "input_values" and bins is None:
-        return Plan("other", (inputs.batch, 400 + 320 * (inputs.seq_len - 1)))
+        return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
     if name == "input_features" and bins is not None and longest is not None:
-        return Plan("other", (inputs.batch, bins, 2 * longest))
+        return Plan("other", ("batch", bins, 2 * longest))
     return None
 
 

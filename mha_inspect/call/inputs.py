@@ -6,7 +6,7 @@ says how wide it is (`guess`, `probe`). --input-shape and --input say it outrigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from ..layers.spec import AttentionSpec, InputSpec
 from ..naming.subject import Subject
 from ..text import printable, shown
 from .call import Call
-from .drawing import Plan, draw, generator_of
+from .drawing import Plan, generator_of
 from .forward import Forward
-from .guess import Guess, Sizes, guessed, needed
+from .guess import Sizes, guessed, needed
 from .hugging_face import beside, is_hugging_face, plans_of
 from .layout import batch_first_of
 from .learn_masks import MaskForm, learn_masks
@@ -96,8 +96,8 @@ class _Recipe:
     target: Target
     asked: Asked
     forward: Forward
-    plans: Callable[[InputSpec], dict[str, Plan]]
-    """What to draw for inputs, by name."""
+    plans: Mapping[str, Plan]
+    """What to draw, by name."""
     given: Mapping[str, Any]
     """Arguments that are there."""
     forms: tuple[MaskForm, ...] = ()
@@ -110,17 +110,18 @@ class _Recipe:
         As often as it is called, they are the same.
         """
         forward, values, generator = self.forward, dict(self.given), generator_of(self.asked.seed)
-        for name, plan in sorted(self.plans(inputs).items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
+        for name, plan in sorted(self.plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
             like: Kind = "key" if plan.kind == "value" and "key" in forward.kinds else "query"
             is_apart = name in self.asked.shapes or (inputs.key_len is not None and like == "query")
+            shape = plan.shape(inputs)
             alike = [] if plan.kind not in ("key", "value") or is_apart else values.items()
             tensors = [t for n, t in alike if forward.kind(n) == like and isinstance(t, Tensor)]
-            fitting = (t for t in tensors if t.dim() == len(plan.shape) and t.shape[-1] == plan.shape[-1])
+            fitting = (t for t in tensors if t.dim() == len(shape) and t.shape[-1] == shape[-1])
             tensor = next(fitting, None)
             if tensor is None:
-                tensor = draw(plan, forward.dtype, forward.device, generator)
+                tensor = plan.draw(inputs, forward.dtype, forward.device, generator)
                 # Always drawn batch first: the content of a row does not hang on the layout.
-                if plan.sequence and not forward.batch_first:
+                if plan.is_sequence and not forward.batch_first:
                     tensor = tensor.transpose(0, 1).contiguous()
             values[name] = tensor
         return values
@@ -142,11 +143,11 @@ class _Recipe:
     def call(self, module: nn.Module, inputs: InputSpec) -> Call:
         """Return a call of the module, or of a copy of it, with inputs."""
         recipe = replace(self, forward=replace(self.forward, module=module))
-        forward, plans, values = recipe.forward, self.plans(inputs), recipe.values(inputs)
+        forward, values = recipe.forward, recipe.values(inputs)
         values |= recipe.masks(inputs, values)[0]
         values |= {form.argument: form.mask(inputs, forward.device) for form in self.forms}
         values = {**_switches(forward, self.asked.flags), **values}
-        drawn = tuple(name for name in forward.in_order(plans) if plans[name].kind != "lengths")
+        drawn = tuple(name for name in forward.in_order(self.plans) if self.plans[name].kind != "lengths")
         shaped = forward.named(self.asked.shapes, "--input-shape")
         shapes = {
             name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
@@ -167,7 +168,7 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
     module, inputs = target.module, asked.inputs
     spec = target.spec or (torch_mha.spec_of(module) if type(module) is nn.MultiheadAttention else None)
     forward = Forward.of(module, target.name)
-    sizes = Sizes(target, forward, spec)
+    sizes = Sizes(target, forward, spec, inputs.unbatched)
     shapes = forward.named(asked.shapes, "--input-shape")
     given = {**target.forward_settings, **_of_file(target, forward, asked, spec), **_of_text(forward, asked)}
     twice = next((name for name in shapes if name in given), None)
@@ -175,11 +176,11 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
         raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
     shaped = {name: sizes.of_shape(name, shape) for name, shape in shapes.items()}
     notes = () if shapes or inputs.input is not None else sizes.of_lazy()
-    recipe = _Recipe(target, asked, forward, lambda at: shaped, given, notes=notes)
+    recipe = _Recipe(target, asked, forward, shaped, given, notes=notes)
     names = needed(forward, target, inputs, {*given, *shaped})
     if is_hugging_face(module):
         recipe = _as_configured(recipe, names)
-        names = [name for name in names if name not in recipe.plans(inputs)]
+        names = [name for name in names if name not in recipe.plans]
     recipe = _with_guesses(recipe, sizes, names)
     recipe = _laid_out(recipe, spec)
     values = recipe.values(inputs)
@@ -197,13 +198,13 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
 
 def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:
     """Return the recipe with what the configuration of a model says of these arguments, and of those beside them."""
-    module, inputs, shaped = recipe.forward.module, recipe.asked.inputs, recipe.plans
-    free = set(recipe.forward.parameters) - {*recipe.given, *shaped(inputs)}
+    module, shaped = recipe.forward.module, recipe.plans
+    free = set(recipe.forward.parameters) - {*recipe.given, *shaped}
 
     def of(names: list[str]) -> _Recipe:
-        return replace(recipe, plans=lambda at: {**plans_of(module, names, free, at), **shaped(at)})
+        return replace(recipe, plans={**plans_of(module, names, free, recipe.asked.inputs.seq_len), **shaped})
 
-    others = beside(of(names).plans(inputs), free)
+    others = beside(of(names).plans, free)
     if not others or of(names).probe((), whole=True).error is None:
         return of(names)
     both = of([*names, *others])
@@ -211,29 +212,24 @@ def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:
 
 
 def _with_guesses(recipe: _Recipe, sizes: Sizes, names: list[str]) -> _Recipe:
-    """Return the recipe with guesses of these arguments."""
-    known = recipe.plans
+    """Return the recipe with plans for these arguments."""
 
-    def having(guesses: Mapping[str, Guess]) -> _Recipe:
-        return replace(
-            recipe, plans=lambda at: {**known(at), **{n: sizes.plan(n, guess, at) for n, guess in guesses.items()}}
-        )
+    def having(plans: Mapping[str, Plan]) -> _Recipe:
+        return replace(recipe, plans={**recipe.plans, **plans})
+
+    def run(plans: Mapping[str, Plan], whole: bool) -> Probed:
+        return having(plans).probe([n for n, plan in plans.items() if plan.kind != "lengths"], whole=whole)
 
     if not names or sizes.spec is not None:
-        return having({name: sizes.guess(name) for name in names})
-
-    def run(guesses: Mapping[str, Guess], whole: bool) -> Probed:
-        return having(guesses).probe([n for n, g in guesses.items() if g.kind != "lengths"], whole=whole)
-
-    others = {*recipe.given, *known(recipe.asked.inputs)}
-    return having(guessed(sizes, names, others, run))
+        return having({name: sizes.plan(name) for name in names})
+    return having(guessed(sizes, names, {*recipe.given, *recipe.plans}, run))
 
 
 def _laid_out(recipe: _Recipe, spec: AttentionSpec | None) -> _Recipe:
     """Return the recipe with the batch first or not, and a sentence on that where it is not plain."""
     forward, asked = recipe.forward, recipe.asked
-    plans = recipe.plans(asked.inputs)
-    names = [n for n, plan in plans.items() if len(plan.shape) > 1 and plan.kind not in ("image", "mask", "lengths")]
+    plans = recipe.plans
+    names = [n for n, plan in plans.items() if len(plan.axes) > 1 and plan.kind not in ("image", "mask", "lengths")]
     names += [n for n, value in recipe.given.items() if isinstance(value, Tensor) and value.dim() > 1]
     why = ""
     if "batch_first" in asked.flags.given:
