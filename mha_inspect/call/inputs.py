@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..build.target import Target
 from ..build.values import InputShape
-from ..build.vocabulary import Flags, Kind, dashed
+from ..build.vocabulary import Flags, Kind, dashed, flag_of
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers import torch_mha
@@ -36,7 +36,7 @@ from .triple import Triple, require_fit
 
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
-_OF_INPUTS = ("batch", "key_len", "unbatched", "input", "input_shape", "text", "attn_mask", "padding")
+_OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "text", "attn_mask", "padding")
 """Flags that make the inputs."""
 
 
@@ -76,7 +76,8 @@ def make_call(target: Target, asked: Asked) -> Call:
 def _returned_call(target: Target, asked: Asked) -> Call:
     """Return a call with the arguments that came with the module. Raises `SpecError` where others are asked for."""
     assert target.call is not None
-    typed = next((flag for flag in _OF_INPUTS if flag in asked.flags.typed), None)
+    unheard = asked.flags.typed - {flag_of(name) for name in target.arguments}
+    typed = next((flag for flag in _OF_INPUTS if flag in unheard), None)
     if typed is not None:
         raise SpecError(
             f"{shown(target.made_from)} returns what its forward is called with, and {dashed(typed)} would make "
@@ -84,9 +85,8 @@ def _returned_call(target: Target, asked: Asked) -> Call:
         )
     args, kwargs = target.call
     call = call_with(target.module, args, {**kwargs, **target.forward_settings}, "returned with the module")
-    is_unheard = "causal" in asked.flags.typed and "causal" not in target.arguments
     said = f"--causal made no mask: {shown(target.made_from)} returns what its forward is called with."
-    return replace(call, said=(said,) if is_unheard else ())
+    return replace(call, said=(said,) if "causal" in unheard else ())
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,10 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
         call = recipe.forward.call({**values, **masks, **learned})
         return replace(call.of(module), seed=asked.seed, grad=False)
 
-    forms, said = learn_masks(recipe.forward, inputs, flags, recipe.free_masks(values), run)
+    try:
+        forms, said = learn_masks(recipe.forward, inputs, flags, recipe.free_masks(values), run)
+    except SpecError as error:  # it may be laid out the other way
+        raise SpecError(" ".join((str(error), *recipe.notes))) from None
     return replace(recipe, forms=tuple(forms), notes=(*recipe.notes, *said, *(form.words for form in forms)))
 
 

@@ -156,7 +156,7 @@ def _likeliest(flag: str, free: Sequence[str]) -> list[str]:
 
     def rank(name: str) -> int:
         word = plain(name)
-        return any(part in word for part in bad) - any(part in word for part in good)
+        return sum(part in word for part in bad) - sum(part in word for part in good)
 
     return sorted(free, key=rank)
 

@@ -46,17 +46,6 @@ def test_gradients_are_as_asked_and_put_back(grad: bool) -> None:
         assert torch.is_grad_enabled() is not grad
 
 
-class Attend(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(12, 36), nn.Linear(12, 12)
-
-    def forward(self, x: Tensor, barred: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        scores = (q @ k.mT / 2).masked_fill(barred, float("-inf"))
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
 def test_a_target_says_what_it_was_made_with_and_called_with() -> None:
     target = Target(nn.Linear(6, 2), "torch.nn:Linear", {"in_features": 6}, notes=("Linear was built so.",))
     own = subject_of(target, call_target(target, Asked(InputSpec(batch=2, seq_len=3))), seed=5)
