@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mha_inspect.answers.trace import trace
+from mha_inspect.call.call import Call
 from mha_inspect.call.load import load_layer
+from mha_inspect.call.part import layer_inputs
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.trace import Trace
+
+
+@dataclass(frozen=True)
+class Layer(Subject):
+    """A layer of the catalog, and the specs that it was made from."""
+
+    spec: AttentionSpec = field(default_factory=AttentionSpec, kw_only=True)
+    inputs: InputSpec = field(default_factory=InputSpec, kw_only=True)
+    run: RunSpec = field(default_factory=RunSpec, kw_only=True)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, laid out as the layer takes them."""
+        return layer_inputs(self.module, Call(self.args, self.kwargs, ""))
+
+
+def with_specs(subject: Subject, spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> Layer:
+    """Return a layer with the specs that it was made from."""
+    own = {one.name: getattr(subject, one.name) for one in fields(Subject)}
+    return Layer(**own, spec=spec, inputs=inputs, run=run)
+
+
+def built_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Layer:
+    return with_specs(load_layer(spec, inputs, run, layer), spec, inputs, run)
 
 
 def trace_layer(

@@ -12,13 +12,13 @@ from einops import rearrange
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mha_inspect.call.load import Layer, load_layer
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import InputSpec, RunSpec
 from mha_inspect.naming.canonical import NamedAxes, own_axes
 from mha_inspect.naming.subject import Run
 
+from .built import Layer, built_layer
 from .layers.declared import read_weights
 
 
@@ -50,7 +50,7 @@ class Setting:
     def build(self) -> Layer:
         """The forward pass, with biases that are not zero."""
         spec = spec_for(LAYERS[self.layer], **self.spec)
-        forward = load_layer(spec, InputSpec(**self.inputs), RunSpec(**self.run), self.layer)
+        forward = built_layer(spec, InputSpec(**self.inputs), RunSpec(**self.run), self.layer)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in forward.module.parameters():

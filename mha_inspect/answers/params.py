@@ -13,11 +13,10 @@ from torch.nn.parameter import is_lazy
 from ..build.target import Target
 from ..call.call import explaining
 from ..call.inputs import Asked, make_call
-from ..call.load import Layer
 from ..errors import InputError
 from ..layers import torch_mha
 from ..layers.catalog import find_layer
-from ..layers.spec import InputSpec, Show, evaluate, symbols
+from ..layers.spec import AttentionSpec, InputSpec, Show, evaluate, symbols
 from ..measure.statistics import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
@@ -106,7 +105,7 @@ def _known(own: Subject, seen: Run | None) -> Roles:
     if seen is None:
         return _by_kind(own.module)
     shown = dict(roles_of(seen))
-    if isinstance(own, Layer):
+    if own.layer:
         return shown
     roles = _by_kind(own.module)
     return roles | {name: replace(role, axes=role.axes or roles.get(name, role).axes) for name, role in shown.items()}
@@ -138,8 +137,8 @@ def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
 
 def _formula(own: Subject) -> tuple[str, int | None]:
     """Return the closed formula of a layer's parameter count, and what that gives; of any other module nothing."""
-    if isinstance(own, Layer):
-        kind, spec = find_layer(own.layer), own.spec
+    if own.layer:
+        kind, spec = find_layer(own.layer), AttentionSpec(**own.made_with)
     elif type(own.module) is nn.MultiheadAttention:
         kind, spec = find_layer("torch"), torch_mha.spec_of(own.module)
     else:

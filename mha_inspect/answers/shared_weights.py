@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..call.load import Layer
 from ..errors import WeightsError
 from ..measure.weights import PARTS, Carried, LeftOut, Weights, carry, draw
 from ..record.rounding import same_bits
@@ -54,12 +53,12 @@ def share(left: Side, right: Side) -> Shared:
     """
     # The coarser of two dtypes rounds the numbers: the finer one can hold them.
     source, target = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
-    if isinstance(left.subject, Layer) and isinstance(right.subject, Layer):
+    if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
     if _agree(source.subject.module, target.subject.module):
         _load(target, source.subject.module.state_dict())
         return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", ()))
-    if isinstance(source.subject, Layer):
+    if source.subject.layer:
         source, target = target, source
     direction = _direction(source, target)
     if isinstance(direction, _Direction):
@@ -80,7 +79,7 @@ def _direction(source: Side, target: Side) -> _Direction | str:
         return _Direction(source, target, carried)
     # What has no place for some numbers can still give its own to what has a place for all; a layer takes what it can,
     # and gives its own to what is of other sizes.
-    if not isinstance(target.subject, Layer) or carried.sizes:
+    if not target.subject.layer or carried.sizes:
         back = _all_or_none(target, source)
         if isinstance(back, tuple):
             return _Direction(target, source, back)

@@ -11,7 +11,7 @@ import torch
 
 from ..build.layer_sides import LayerSide, layer_side, require_same_input, written
 from ..call.call import Call
-from ..call.load import Layer, load_layer
+from ..call.load import load_layer
 from ..call.part import layer_inputs
 from ..call.triple import Triple
 from ..errors import SpecError
@@ -85,10 +85,8 @@ class Side(ComparableRun):
 
     @cached_property
     def weights(self) -> tuple[Weights, ...]:
-        """Where the weights of each attention are; a layer shows that with little input."""
-        small = isinstance(self.subject, Layer) and "run" not in vars(self)
-        seen = ComparableRun(self.subject.small()) if small and isinstance(self.subject, Layer) else self
-        return weights_of(seen.run, self.subject.module)
+        """Where the weights of each attention are."""
+        return weights_of(self.run, self.subject.module)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """Return how this side has a stage; None where it does not."""

@@ -20,7 +20,10 @@ from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
 from ..text import a_kind, did_you_mean
-from .load import Layer, called_with, load_layer, require_memory_of_layer
+from .call import Call
+from .load import layer_called, load_layer, require_memory_of_layer
+from .part import layer_inputs
+from .triple import Triple
 
 
 def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
@@ -77,18 +80,23 @@ def layers_with_heads(
     for one in specs:
         require_memory_of_layer(one, inputs, run)
     base = load_layer(specs[0], inputs, run, layer)
-    return [(base.spec.num_heads, base), *((one.num_heads, _beside(base, one, inputs)) for one in specs[1:])]
+    call = Call(base.args, base.kwargs, "")
+    given = layer_inputs(base.module, call)
+    return [
+        (base.made_with["num_heads"], base),
+        *((s.num_heads, _beside(base, s, inputs, run, given)) for s in specs[1:]),
+    ]
 
 
-def _beside(base: Layer, spec: AttentionSpec, inputs: InputSpec) -> Layer:
-    """The same inputs into a layer with another head count."""
+def _beside(base: Subject, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, given: Triple) -> Subject:
+    """Return the layer with another head count, and the same inputs."""
     kind = find_layer(base.layer)
     with blank():
-        module = kind.build(spec, base.run.device)
-    own, others = ({name: held.shape for name, held in one.state_dict().items()} for one in (module, base.module))
-    if own != others:
-        module = kind.build(spec, base.run.device)
-    return called_with(module, spec, inputs, base.run, base.layer, base.tensors)
+        module = kind.build(spec, run.device)
+    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (module, base.module))
+    if shapes != of_base:
+        module = kind.build(spec, run.device)
+    return layer_called(module, spec, inputs, run, base.layer, given)
 
 
 def modules_with_heads(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..build.device import resolve
@@ -14,44 +13,18 @@ from ..build.target import Target
 from ..build.vocabulary import Flags
 from ..errors import InputError
 from ..files.memory import require_memory
-from ..files.tensors import read_tensor
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings
-from ..layers.spec import DTYPES, AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
+from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..naming.subject import Subject
 from .call import Call, TargetFailedError, explained
 from .inputs import Asked, make_call
-from .part import layer_inputs
 from .triple import Triple
 
 
-@dataclass(frozen=True)
-class Layer(Subject):
-    """A layer of the catalog with its inputs, and the specs that they were made from."""
-
-    layer: str
-    spec: AttentionSpec
-    run: RunSpec
-    inputs: InputSpec
-
-    @property
-    def tensors(self) -> Triple:
-        """Query, key and value, laid out as the layer takes them."""
-        return layer_inputs(self.module, Call(self.args, self.kwargs, ""))
-
-    def small(self) -> Layer:
-        """Return the same layer with little input: enough to see where its weights are."""
-        asked = InputSpec(batch=1 if self.inputs.unbatched else 2, seq_len=3, unbatched=self.inputs.unbatched)
-        return called_with(self.module, self.spec, asked, self.run, self.layer)
-
-
 def load_layer(
-    spec: AttentionSpec,
-    inputs: InputSpec,
-    run: RunSpec,
-    layer: str = "torch",
-    given: Triple | None = None,
-) -> Layer:
+    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch", given: Triple | None = None
+) -> Subject:
     """Build a layer of the catalog, and make its inputs, or take query, key and value as they are `given`.
 
     Raises:
@@ -65,7 +38,7 @@ def load_layer(
     check_settings(kind, spec, inputs, run)
     resolve(run.device, spec.dtype)
     require_memory_of_layer(spec, inputs, run)
-    return called_with(kind.build(spec, run.device), spec, inputs, run, layer, given)
+    return layer_called(kind.build(spec, run.device), spec, inputs, run, layer, given)
 
 
 def require_memory_of_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> None:
@@ -84,81 +57,39 @@ def require_memory_of_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec
     require_memory(need, run.device, sizes, way_out)
 
 
-def called_with(
-    module: nn.Module,
-    spec: AttentionSpec,
-    inputs: InputSpec,
-    run: RunSpec,
-    layer: str,
-    given: Triple | None = None,
-    blank: Tensor | None = None,
-) -> Layer:
-    """Return a layer that was built from this spec, with inputs; `blank` stands for a mask that bars nothing."""
+def layer_called(
+    module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str, given: Triple | None = None
+) -> Subject:
+    """Return a layer that was built from this spec, with inputs."""
     switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
-    asked = Asked(
-        inputs,
-        Flags(switches, frozenset(switches), frozenset({"causal"})),
-        seed=spec.seed,
-        given=given,
-        blank=blank,
-    )
-    call = make_call(Target(module, layer, {}, spec=spec, masks=find_layer(layer).masks), asked)
-    own = Layer(
-        module,
-        call.args,
-        call.kwargs,
-        label=layer,
-        made_with=plain_fields(spec),
-        seed=spec.seed,
-        grad=run.grad,
-        layer=layer,
-        spec=spec,
-        run=run,
-        inputs=inputs,
-    )
-    return replace(own, without_ones=_without_ones(own))
-
-
-def _without_ones(own: Layer) -> Callable[[nn.Module], Layer] | None:
-    """Make what runs a copy of the module on the same kind of inputs at small sizes, of which none is one.
-
-    Where a size of the layer itself is one, another layer of its kind is built. None where no size is one.
-    """
-    spec, unbatched = own.spec, own.inputs.unbatched
-    query, key, value = own.tensors
-    own_ones = 1 in (spec.num_heads, int(spec.head_dim), spec.embed_dim, spec.key_width, spec.value_width)
-    if not own_ones and 1 not in (*query.shape[:-1], *key.shape[:-1]):
-        return None
-    asked = InputSpec(
-        batch=1 if unbatched else 7,
-        seq_len=11,
-        key_len=13 if key is not query or query.shape != key.shape else None,
-        unbatched=unbatched,
-        padding=(2,) if own.inputs.padding else (),
+    flags = Flags(switches, frozenset(switches), frozenset({"causal"}))
+    target = Target(module, layer, plain_fields(spec), spec=spec, masks=find_layer(layer).masks)
+    call = make_call(target, Asked(inputs, flags, seed=spec.seed, given=given))
+    subject = replace(subject_of(target, call, spec.seed, run.grad), label=layer, layer=layer, notes=(), hint="")
+    if 1 not in (spec.num_heads, spec.head_dim, spec.embed_dim, spec.key_width, spec.value_width):
+        return subject
+    small, few = (
+        _small(spec),
+        InputSpec(
+            batch=1 if inputs.unbatched else 7,
+            seq_len=11,
+            key_len=None if inputs.key_len is None else 13,
+            unbatched=inputs.unbatched,
+            causal=inputs.causal or inputs.attn_mask is not None,
+            padding=(2,) if inputs.padding else (),
+        ),
     )
 
-    def make(module: nn.Module) -> Layer:
-        weight = next(module.parameters())
-        small = replace(spec, dtype=next(name for name in DTYPES if getattr(torch, name) == weight.dtype))
-        there = replace(own.run, device=str(weight.device))
-        if own_ones:
-            small = _small(small)
-            module = find_layer(own.layer).build(small, there.device)
-        blank = torch.zeros(1, 1, dtype=torch.bool) if own.inputs.causal else None
-        blank = blank if own.inputs.attn_mask is None else read_tensor(own.inputs.attn_mask)
-        made = called_with(module, small, asked, there, own.layer, blank=blank)
-        q, k, v = made.tensors
-        if value is key or v is not k:
-            return made
-        return called_with(module, small, asked, there, own.layer, (q, k, v.clone()), blank)
+    def wider(_: nn.Module) -> Subject:
+        return layer_called(find_layer(layer).build(small, run.device), small, few, run, layer)
 
-    return make
+    return replace(subject, without_ones=wider)
 
 
 def _small(spec: AttentionSpec) -> AttentionSpec:
-    """The same settings and as many heads, but not one, at small sizes: no size one and independent sizes prime."""
+    """Return a spec with the same settings and as many heads, or three for one, of which no size is one."""
     num_heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10 if spec.rope else 5
-    given = num_heads * head_dim if spec.head_dim == spec.embed_dim else head_dim + 4
+    wide = spec.head_dim == spec.embed_dim
     return replace(
         spec,
         num_heads=num_heads,
@@ -166,7 +97,7 @@ def _small(spec: AttentionSpec) -> AttentionSpec:
         embed_dim=num_heads * head_dim,
         kdim=17 if spec.key_width != spec.embed_dim else None,
         vdim=19 if spec.value_width != spec.embed_dim else None,
-        head_dim=given if spec.head_dim_given else DerivedInt(0),
+        head_dim=(num_heads * head_dim if wide else head_dim + 4) if spec.head_dim_given else DerivedInt(0),
     )
 
 

@@ -103,6 +103,8 @@ class Subject:
     kwargs: dict[str, Any]
     label: str = field(default="", kw_only=True)
     """What reports call it; empty: the name of its class."""
+    layer: str = field(default="", kw_only=True)
+    """The name that it has in the catalog, whose spec is what it was made with; empty for any other module."""
     made_with: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     """What it was built with, by name, as plain data."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)

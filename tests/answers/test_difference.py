@@ -12,13 +12,14 @@ from mha_inspect.answers.diff import diff as diff_of_sides
 from mha_inspect.answers.shared_weights import share
 from mha_inspect.answers.side import two_layers
 from mha_inspect.build.layer_sides import make_sides
-from mha_inspect.call.load import called_with, load_layer
+from mha_inspect.call.load import layer_called
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.reports.diff import DiffReport, StageRow
 
+from ..built import built_layer
 from ..layers.declared import canonical_weights, load_weights
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
@@ -45,7 +46,7 @@ def run(layer: str, weights=None, inputs: InputSpec = INPUTS, run: RunSpec | Non
     module = code.build(spec)
     load_weights(module, canonical_weights(spec) if weights is None else weights)
     with torch.no_grad():
-        return called_with(module, spec, inputs, run, layer).plain()[0]
+        return layer_called(module, spec, inputs, run, layer).plain()[0]
 
 
 SAME = ("torch", "split-heads", "fold-heads", "per-head", "grouped-query")
@@ -110,7 +111,7 @@ def test_narrow_is_as_far_from_torch_as_torch_says():
     assert report.verdict == "differs"
     assert report.output.max_abs_difference == pytest.approx(float((whole - cut).abs().max()), rel=1e-5)
     assert report.output.relative_difference == pytest.approx(float((whole - cut).norm() / whole.norm()), rel=1e-5)
-    query = load_layer(SPEC, INPUTS, RunSpec()).tensors[0]
+    query = built_layer(SPEC, INPUTS, RunSpec()).tensors[0]
     projected = [query @ w.w_q.reshape(EMBED, EMBED).T for w in (weights, kept)]
     row = stage(report, "q_proj")
     assert report.first_differing_stage == "q_proj"
@@ -145,7 +146,7 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     report = diff("torch", "split-heads", inputs)
     # By hand: −1e9 swallows every score in float32, all weights are 1/7, and the context is the mean of the values.
     spec, weights = SPEC, canonical_weights(SPEC)
-    value = load_layer(spec, inputs, RunSpec()).tensors[2][0]
+    value = built_layer(spec, inputs, RunSpec()).tensors[2][0]
     mean = (value @ weights.w_v.reshape(EMBED, EMBED).T + weights.b_v.flatten()).mean(dim=0)
     expected = weights.w_o.reshape(EMBED, EMBED) @ mean + weights.b_o
     torch.testing.assert_close(run("split-heads", inputs=inputs)[0, 0], expected)
@@ -178,7 +179,7 @@ def test_a_dtype_costs_what_it_is_off_the_exact_result():
 def test_two_sides_of_one_coarse_dtype_are_not_charged_for_rounding_the_weights():
     # Both hold the same rounded weights: only the arithmetic is noise, and at the input there is none.
     report = diff("torch", "fold-heads", dtype="bfloat16")
-    rounded = load_layer(replace(SPEC, dtype="bfloat16"), INPUTS, RunSpec()).tensors[0].double()
+    rounded = built_layer(replace(SPEC, dtype="bfloat16"), INPUTS, RunSpec()).tensors[0].double()
     module = find_layer("torch").build(replace(SPEC, dtype="float64"))
     load_weights(module, canonical_weights(replace(SPEC, dtype="bfloat16")))
     with torch.no_grad():

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mha_inspect import compare_heads
-from mha_inspect.call.load import load_layer
 from mha_inspect.errors import MhaInspectError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+
+from ..built import built_layer
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
@@ -23,7 +24,7 @@ def by_hand(heads: int, dtype: torch.dtype = torch.float32, **inputs) -> torch.T
     """torch's layer with this head count and the weights and inputs of the seed."""
     name = str(dtype).removeprefix("torch.")
     spec = AttentionSpec(embed_dim=EMBED, num_heads=heads, dtype=name)
-    forward = load_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec())
+    forward = built_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec())
     with torch.no_grad():
         return forward.module(*forward.args, **forward.kwargs)[0]
 
@@ -68,7 +69,7 @@ def test_the_reason_says_what_was_found_with_its_numbers():
 def test_the_noise_floor_is_the_distance_from_the_same_run_in_float64(dtype):
     name = str(dtype).removeprefix("torch.")
     report = compare_heads((5, 3), **SIZES, dtype=name)
-    forward = load_layer(
+    forward = built_layer(
         AttentionSpec(embed_dim=EMBED, num_heads=5, dtype=name), InputSpec(batch=3, seq_len=7), RunSpec()
     )
     exact = copy.deepcopy(forward.module).double()

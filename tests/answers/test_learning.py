@@ -11,12 +11,13 @@ from torch import nn
 from mha_inspect import compare_heads
 from mha_inspect.answers.compare_heads import HeadRun, carry
 from mha_inspect.answers.learning import Learner, gradient_of, train
-from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.record.rounding import same_bits
+
+from ..built import built_layer
 
 EMBED = 30
 SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
@@ -24,7 +25,7 @@ SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
 
 def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **inputs):
     spec = spec_for(LAYERS[layer], embed_dim=EMBED, num_heads=heads, dtype=dtype)
-    return load_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
+    return built_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
 
 
 def learner_of(forward) -> Learner:
@@ -140,7 +141,7 @@ def test_weights_are_carried_as_matrices_and_blocks():
 
 def test_a_gradient_is_laid_out_as_the_weights_are():
     spec = AttentionSpec(embed_dim=EMBED, num_heads=3, kdim=11, vdim=13)
-    forward = load_layer(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
+    forward = built_layer(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
     gradient = gradient_of(learner_of(forward)).parts
     assert {part: tuple(tensor.shape) for part, tensor in gradient.items() if part.startswith("W")} == {
         "W_q": (EMBED, EMBED),

@@ -11,13 +11,13 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.params import params
-from mha_inspect.call.load import load_layer
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.params import Parameter, ParamsReport
 
+from ..built import built_layer
 from ..foreign import styles
 from ..foreign.styles import D, E, H
 from ..foreign.truth import cut
@@ -94,7 +94,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
     for settings in SETTINGS:
         spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
         try:
-            forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+            forward = built_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
             continue  # a layer has no use for every setting
         found = params(forward, per_head=True).parameters
@@ -110,7 +110,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
 
 
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
-    forward = load_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
+    forward = built_layer(AttentionSpec(embed_dim=12, num_heads=3), InputSpec(), RunSpec(), "narrow")
     row = params(forward).parameters[0]
     assert (row.axes, row.role) == (
         "head_dim 4",

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+
+from ..built import built_layer
 
 SPEC = AttentionSpec(embed_dim=10, num_heads=2)
 
@@ -28,7 +29,7 @@ class Inputs:
 
 
 def made(spec: AttentionSpec = SPEC, device: str = "cpu", **inputs: Any) -> Inputs:
-    own = load_layer(spec, InputSpec(**inputs), RunSpec(device=device))
+    own = built_layer(spec, InputSpec(**inputs), RunSpec(device=device))
     return Inputs(*own.tensors, own.kwargs["attn_mask"], own.kwargs["key_padding_mask"])
 
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Triple
-from mha_inspect.call.load import Layer, called_with
+from mha_inspect.call.load import layer_called
+from mha_inspect.call.part import layer_inputs
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.naming.subject import Subject
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
 
@@ -27,8 +30,8 @@ class Inputs:
     asked: InputSpec
     tensors: Triple
 
-    def into(self, name: str, layer: nn.Module, **run: Any) -> Layer:
-        return called_with(layer, self.spec, self.asked, RunSpec(**run), name, self.tensors)
+    def into(self, name: str, layer: nn.Module, **run: Any) -> Subject:
+        return layer_called(layer, self.spec, self.asked, RunSpec(**run), name, self.tensors)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Bench:
             asked = replace(asked, attn_mask=self.folder / "mask.pt", causal=False)
         spec = spec or self.spec()
         torchs = find_layer("torch").build(replace(spec, num_kv_heads=None, rope=False))
-        return Inputs(spec, asked, called_with(torchs, spec, asked, RunSpec(), "torch").tensors)
+        subject = layer_called(torchs, spec, asked, RunSpec(), "torch")
+        return Inputs(spec, asked, layer_inputs(torchs, Call(subject.args, subject.kwargs, "")))
 
     def run(self, name: str, layer: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and weights of every head."""

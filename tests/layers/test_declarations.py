@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parameter import is_lazy
 
-from mha_inspect.call.load import called_with, load_layer
+from mha_inspect.call.load import layer_called, load_layer
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
@@ -153,7 +153,7 @@ def test_what_is_taken_is_heard(bench, name, setting):
         spec = bench.spec(name, embed_dim=32, num_heads=4, training=setting == "dropout", **sizes)
         inputs = InputSpec(batch=1, seq_len=5, unbatched=asked and setting == "unbatched")
         need_weights = not (asked and setting == "need_weights")
-        own = called_with(kind.build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
+        own = layer_called(kind.build(spec), spec, inputs, RunSpec(need_weights=need_weights), name)
         output, weights = own.plain()
         return [output] if weights is None else [output, weights]
 

@@ -74,7 +74,9 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
 def test_so_it_is_for_several_head_counts():
     """No head count of `wide` needs to divide embed_dim."""
     plain, own = AttentionSpec(embed_dim=15, num_heads=5), spec_for(LAYERS["wide"], embed_dim=15, num_heads=5)
-    made = ([one.spec for _, one in layers_with_heads(s, (1, 2), InputSpec(), RunSpec(), "wide")] for s in (plain, own))
+    made = (
+        [one.made_with for _, one in layers_with_heads(s, (1, 2), InputSpec(), RunSpec(), "wide")] for s in (plain, own)
+    )
     assert next(made) == next(made)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.call.load import called_with
+from mha_inspect.call.load import layer_called
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
@@ -78,9 +78,13 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
         torch.save(torch.zeros(5, 5).masked_fill(causal, float("-inf")), tmp_path / "mask.pt")
         inputs = replace(inputs, causal=False, attn_mask=tmp_path / "mask.pt")
     layer = TORCH.build(SPEC)
-    own = called_with(layer, SPEC, inputs, RunSpec(average_weights=False), "torch")
+    own = layer_called(layer, SPEC, inputs, RunSpec(average_weights=False), "torch")
     output, weights = own.plain()
-    expected, expected_weights = layer(*own.tensors, attn_mask=both.repeat_interleave(2, 0), average_attn_weights=False)
+    expected, expected_weights = layer(
+        *(own.kwargs[name] for name in ("query", "key", "value")),
+        attn_mask=both.repeat_interleave(2, 0),
+        average_attn_weights=False,
+    )
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(weights, expected_weights)
     assert weights.shape == (3, 2, 5, 5)
@@ -89,5 +93,5 @@ def test_padding_beside_a_mask_gives_what_torch_gives_for_both_in_one(
 
 def test_weights_are_returned_as_the_run_asks() -> None:
     inputs, layer = InputSpec(batch=3, seq_len=5), TORCH.build(SPEC)
-    assert called_with(layer, SPEC, inputs, RunSpec(need_weights=False), "torch").plain()[1] is None
-    assert called_with(layer, SPEC, inputs, RunSpec(), "torch").plain()[1].shape == (3, 5, 5)
+    assert layer_called(layer, SPEC, inputs, RunSpec(need_weights=False), "torch").plain()[1] is None
+    assert layer_called(layer, SPEC, inputs, RunSpec(), "torch").plain()[1].shape == (3, 5, 5)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.call.load import Layer, load_layer
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.measure.weights import Weights, carry, draw, weights_of
 from mha_inspect.naming.parameters import projections
 from mha_inspect.naming.subject import Subject
 
+from ..built import Layer, built_layer
 from ..foreign import styles, unusual
 
 E, H, G, D = 22, 6, 3, 5
@@ -153,7 +153,7 @@ def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
 
 def filled(layer: str, **sizes: int) -> tuple[Layer, Weights]:
     spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **sizes})  # type: ignore[arg-type]
-    forward = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
+    forward = built_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
     with torch.no_grad():
         for parameter in forward.module.parameters():
             parameter.copy_(torch.randn(parameter.shape))
