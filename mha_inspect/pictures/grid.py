@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Side:
+class PictureAxis:
     """What goes down a picture, or across it."""
 
     name: str
@@ -53,8 +53,8 @@ class Picture:
     """What each one is: `head 3`."""
     values: Floats
     """Laid out as `panel row column`. -inf is masked, NaN and +inf are what they are."""
-    rows: Side
-    columns: Side
+    rows: PictureAxis
+    columns: PictureAxis
     signed: bool = False
     """Whether zero is the middle of the colours, and not where they begin."""
     notes: tuple[str, ...] = ()
@@ -124,11 +124,11 @@ def steps(values: Floats, scale: tuple[float, float], count: int) -> npt.NDArray
     with np.errstate(invalid="ignore", over="ignore"):
         # In float64: the difference of two float32 may be more than one can hold.
         part = (values.astype(np.float64) - low) / ((high - low) or 1.0) * count
-        found = np.clip(np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0), 0, count - 1).astype(np.int64)
-    found[values == -np.inf] = -1
-    found[np.isnan(values)] = -2
-    found[values == np.inf] = -3
-    return found
+        places = np.clip(np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0), 0, count - 1).astype(np.int64)
+    places[values == -np.inf] = -1
+    places[np.isnan(values)] = -2
+    places[values == np.inf] = -3
+    return places
 
 
 Depth = Literal["true", "256", "none"]
@@ -153,13 +153,14 @@ def codes(signed: bool, depth: Literal["true", "256"]) -> tuple[str, ...]:
     """Return each step of a map as a terminal is told of it, behind `38;` for the ink and `48;` for the ground."""
     if depth == "256":
         return tuple(f"5;{entry}" for entry in (_COOLWARM_256 if signed else _VIRIDIS_256))
-    return tuple("2;" + ";".join(str(int(one[i : i + 2], 16)) for i in (0, 2, 4)) for one in hex_table(signed))
+    return tuple("2;" + ";".join(str(part) for part in bytes.fromhex(colour)) for colour in hex_table(signed))
 
 
-NO_NUMBER = {"true": "2;255;0;255", "256": "5;201"}
-"""NaN: magenta, which is in neither map."""
-INFINITE = {"true": "2;255;255;255", "256": "5;231"}
-"""+inf: white, which is in neither map."""
+SPECIAL: dict[Depth, dict[int, str]] = {
+    "true": {-2: "2;255;0;255", -3: "2;255;255;255"},
+    "256": {-2: "5;201", -3: "5;231"},
+}
+"""The steps of NaN and +inf: magenta and white, which are in neither map."""
 
 
 def depth_shown() -> Depth:

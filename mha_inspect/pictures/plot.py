@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..text import printable
-from .grid import Picture, Side, hex_table
+from .grid import Picture, PictureAxis, hex_table
 from .terminal import number
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _panel(picture: Picture, place: int, axes: Axes) -> Any:
     return image
 
 
-def _ticks(axis: Any, side: Side, size: int, rotation: int) -> None:
+def _ticks(axis: Any, side: PictureAxis, size: int, rotation: int) -> None:
     if side.labels:
         apart = -(-size // 40)
         names = [_plain(name[:14]) for name in side.labels[::apart]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..errors import SpecError
 from ..naming.stages import CANONICAL_AXES
 from ..reports.params import HeadNorms
 from ..text import plural
-from .grid import Floats, Picture, Side
+from .grid import Floats, Picture, PictureAxis
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,45 +55,46 @@ class Attended:
         Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
         """
         contents = self.contents()
-        title = title or (f"{stage} of {self.name}" if self.name else stage)
-        if stage in contents and contents[stage].is_meta:
-            raise SpecError(
-                f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
-                "Try a smaller --seq-len."
-            )
         if stage not in contents:
             instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
             raise SpecError(
                 f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
                 + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
             )
-        tensor = contents[stage]
+        tensor, axes = contents[stage], re.findall(r"\w+", CANONICAL_AXES[stage])
+        if tensor.is_meta:
+            raise SpecError(
+                f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
+                "Try a smaller --seq-len."
+            )
         if batch_row not in range(tensor.shape[0]):
             raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
         count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
-        drawn = _by_head(tensor[batch_row], stage, count)
-        axes = re.findall(r"\w+", CANONICAL_AXES[stage])
-        by_head = "heads" in axes or "kv_heads" in axes
-        chosen = list(heads) if by_head and heads is not None else list(range(len(drawn)))
-        absent = next((head for head in chosen if head not in range(len(drawn))), None)
+        panels = _by_head(tensor[batch_row], stage, count)
+        has_heads = "heads" in axes or "kv_heads" in axes
+        chosen = list(heads) if has_heads and heads is not None else list(range(len(panels)))
+        absent = next((head for head in chosen if head not in range(len(panels))), None)
         if absent is not None:
-            raise SpecError(f"head {absent} is not there: {stage} has {len(drawn)}, counted from 0.")
-        rows, columns = "query" if "query" in axes else "key", axes[-1]
-        picture = Picture(
+            raise SpecError(f"head {absent} is not there: {stage} has {len(panels)}, counted from 0.")
+        rows, columns = (
+            PictureAxis(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())
+            for name, size in zip(("query" if "query" in axes else "key", axes[-1]), panels.shape[1:], strict=True)
+        )
+        if labels and not rows.labels and not columns.labels:
+            raise SpecError(
+                f"{len(labels)} tokens label neither axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
+                f"and {panels.shape[2]} of {columns.name}. Give one for each."
+            )
+        title = title or (f"{stage} of {self.name}" if self.name else stage)
+        return Picture(
             title,
-            tuple(f"head {head}" if by_head else title for head in chosen),
-            _numbers(drawn, chosen, _masked(contents, stage, batch_row)),
-            _side(rows, drawn.shape[1], labels),
-            _side(columns, drawn.shape[2], labels),
+            tuple(f"head {head}" if has_heads else title for head in chosen),
+            _numbers(panels, chosen, _masked(contents, stage, batch_row)),
+            rows,
+            columns,
             signed=stage != "weights",
             notes=(f"Row {batch_row} of the batch of {tensor.shape[0]}.",) if tensor.shape[0] > 1 else (),
         )
-        if labels and not picture.rows.labels and not picture.columns.labels:
-            raise SpecError(
-                f"{len(labels)} tokens label neither axis of {stage}: it has {drawn.shape[1]} places of {rows} and "
-                f"{drawn.shape[2]} of {columns}. Give one for each."
-            )
-        return picture
 
 
 def for_viewer(
@@ -112,30 +112,28 @@ def for_viewer(
     The others say what it shows first. A row of the batch that is not there, and labels that fit no axis of a stage,
     are passed over.
     """
-    from .viewer import held, storages
+    from .viewer import storages, viewer_data
 
     names = dict.fromkeys((*_IN_A_PAGE, *more))
 
-    def drawable(one: Attended) -> dict[str, Tensor]:
-        found = one.contents()
-        there = {name: found[name] for name in names if name in found and not found[name].is_meta}
-        return {name: own for name, own in there.items() if batch_row < own.shape[0] and own.numel()}
+    def drawable(attention: Attended) -> dict[str, Tensor]:
+        contents = attention.contents()
+        stages = {name: contents[name] for name in names if name in contents and not contents[name].is_meta}
+        return {name: tensor for name, tensor in stages.items() if batch_row < len(tensor) and tensor.numel()}
+
+    def pictures(attention: Attended) -> list[Picture]:
+        fitting = {name: labels if len(labels) in own.shape[-2:] else () for name, own in drawable(attention).items()}
+        return [attention.picture(name, batch_row=batch_row, labels=own, title=name) for name, own in fitting.items()]
 
     sizes: dict[str, tuple[int, int]] = {}
     for one in attended:
-        for name, content in drawable(one).items():
+        for name, tensor in drawable(one).items():
             elements, panels = sizes.get(name, (0, 0))
-            shape = content.shape
-            sizes[name] = (elements + prod(shape[1:]), panels + (shape[1] if len(shape) == 4 else 1))
+            sizes[name] = elements + tensor[0].numel(), panels + (len(tensor[0]) if tensor.dim() == 4 else 1)
     if not sizes:
         return None
-
-    def pictures(one: Attended) -> list[Picture]:
-        fitting = {name: labels if len(labels) in own.shape[-2:] else () for name, own in drawable(one).items()}
-        return [one.picture(name, batch_row=batch_row, labels=own, title=name) for name, own in fitting.items()]
-
     named = ((one.name or "attention", pictures(one)) for one in attended)
-    return held(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
+    return viewer_data(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
 
 
 def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:
@@ -146,12 +144,12 @@ def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:
     return row if row.dim() == 3 else row[None]
 
 
-def _numbers(drawn: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
+def _numbers(panels: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
     """Return the panels as float32, with -inf where a mask is."""
-    if len(chosen) < len(drawn):
-        drawn = drawn[chosen]
+    if len(chosen) < len(panels):
+        panels = panels[chosen]
         masked = masked[chosen] if masked is not None and len(masked) > 1 else masked
-    numbers = drawn.detach().float()
+    numbers = panels.detach().float()
     if masked is not None:
         numbers = numbers.masked_fill(masked.to(numbers.device), -float("inf"))
     array: Floats = numbers.cpu().numpy()
@@ -176,10 +174,6 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
     return masked
 
 
-def _side(name: str, size: int, labels: Sequence[str]) -> Side:
-    return Side(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())
-
-
 def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
     """Return the norms of each head's part of W_q, W_k, W_v and W_o: a panel for each attention, heads side by side.
 
@@ -187,25 +181,25 @@ def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
     another: a dead head is 0, and twins are alike in every row. A head of keys and values that several heads of queries
     share stands at each of them. Raises `SpecError` where there are no norms.
     """
-    parts = list(dict.fromkeys(one.part for one in norms))
-    owners = list(dict.fromkeys(one.owner for one in norms))
     if not norms:
         raise SpecError("there is nothing to draw: no parameter is known to be split between heads.")
-    most = max(len(one.norms) for one in norms)
-    values = np.full((len(owners), len(parts), most), -np.inf, np.float32)
-    for one in norms:
-        heads = max(len(other.norms) for other in norms if other.owner == one.owner)
-        own = np.array(one.norms)
-        shared = np.repeat(own / (own.mean() or 1.0), heads // max(len(one.norms), 1))
-        values[owners.index(one.owner), parts.index(one.part), : len(shared)] = shared
-    every = {part: [norm for one in norms if one.part == part for norm in one.norms] for part in parts}
-    ranges = ", ".join(f"{part} {min(own):.4g} to {max(own):.4g}" for part, own in every.items())
+    parts = list(dict.fromkeys(matrix.part for matrix in norms))
+    owners = list(dict.fromkeys(matrix.owner for matrix in norms))
+    heads = {owner: max(len(matrix.norms) for matrix in norms if matrix.owner == owner) for owner in owners}
+    values = np.full((len(owners), len(parts), max(heads.values())), -np.inf, np.float32)
+    by_part: dict[str, list[float]] = {part: [] for part in parts}
+    for matrix in norms:
+        relative = np.array(matrix.norms) / (np.mean(matrix.norms) or 1.0)
+        shared = np.repeat(relative, heads[matrix.owner] // max(len(matrix.norms), 1))
+        values[owners.index(matrix.owner), parts.index(matrix.part), : len(shared)] = shared
+        by_part[matrix.part] += matrix.norms
+    ranges = ", ".join(f"{part} {min(numbers):.4g} to {max(numbers):.4g}" for part, numbers in by_part.items())
     return Picture(
         "norm of each head's part, over the mean of its matrix",
         tuple(owner or "the layer itself" for owner in owners),
         values,
-        Side("part", tuple(parts)),
-        Side("head"),
+        PictureAxis("part", tuple(parts)),
+        PictureAxis("head"),
         notes=(f"Norms: {ranges}.",),
     )
 

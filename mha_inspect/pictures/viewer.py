@@ -33,27 +33,21 @@ class Storage(NamedTuple):
     """How many cells a panel has along each side, at most; None where every element is stored."""
 
 
-def storage(elements: int, panels: int, room: int = ROOM) -> Storage:
-    """Return how so many elements in so many panels fit into so much room."""
-    if 2 * elements <= room:
-        return Storage(16, None)
-    if elements <= room:
-        return Storage(8, None)
-    return Storage(8, max(int((room / max(panels, 1)) ** 0.5), 1))
-
-
-def storages(sizes: Mapping[str, tuple[int, int]], room: int = ROOM) -> dict[str, Storage]:
+def storages(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Storage]:
     """Return how each stage is stored, of which the elements and the panels of all attentions are given.
 
     Where there is not room for all of them whole, half of it is for the weights.
     """
     total = sum(elements for elements, _ in sizes.values())
-    whole = storage(total, 1, room)
-    if whole.cells is None:
-        return dict.fromkeys(sizes, whole)
+    if total <= ROOM:
+        return dict.fromkeys(sizes, Storage(16 if 2 * total <= ROOM else 8, None))
     parts = {name: max(len(sizes) - 1, 1) if name == "weights" else 1 for name in sizes}
-    shares = {name: room * part // sum(parts.values()) for name, part in parts.items()}
-    return {name: storage(elements, panels, shares[name]) for name, (elements, panels) in sizes.items()}
+    stored = {}
+    for name, (elements, panels) in sizes.items():
+        room = ROOM * parts[name] // sum(parts.values())
+        cells = None if elements <= room else max(int((room / max(panels, 1)) ** 0.5), 1)
+        stored[name] = Storage(16 if 2 * elements <= room else 8, cells)
+    return stored
 
 
 def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
@@ -66,26 +60,26 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     values, block = reduced(picture.values, how.cells or rows, how.cells or columns)
     most = 2**how.bits - 3
     ranges = [range_of(panel) for panel in values]
-    low = np.array([one.least for one in ranges], np.float64)[:, None, None]
-    width = np.array([one.most - one.least for one in ranges], np.float64)[:, None, None]
+    low = np.array([panel.least for panel in ranges], np.float64)[:, None, None]
+    width = np.array([panel.most - panel.least for panel in ranges], np.float64)[:, None, None]
     with np.errstate(invalid="ignore"):
         place = np.round((values - low) / np.where(width > 0, width, 1) * (most - 1)) + 1
     codes = np.nan_to_num(place, nan=0, posinf=0, neginf=0).astype("<u2" if how.bits == 16 else "u1")
     codes[values == np.inf] = most + 1
     codes[np.isnan(values)] = most + 2
-    held = picture.range
+    whole = picture.range
     notes = []
-    if held.least < held.most:
-        notes.append(f"All heads together: from {number(held.least)} to {number(held.most)}.")
+    if whole.least < whole.most:
+        notes.append(f"All heads together: from {number(whole.least)} to {number(whole.most)}.")
     if block != (1, 1):
         notes.append(
             f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
             f"{picture.columns.name}): with {rows:,} × {columns:,} for each head the page would be too large."
         )
     notes.append(f"Stored in {how.bits} bits: within {number(float(width.max()) / (most - 1) / 2)} of the number.")
-    signs = [["masked", "masked"]] if held.masked else []
-    signs += [["nan", f"NaN ({held.nan:,})"]] if held.nan else []
-    signs += [["inf", f"inf ({held.infinite:,})"]] if held.infinite else []
+    signs = [["masked", "masked"]] if whole.masked else []
+    signs += [["nan", f"NaN ({whole.nan:,})"]] if whole.nan else []
+    signs += [["inf", f"inf ({whole.infinite:,})"]] if whole.infinite else []
     return {
         "stage": printable(picture.title),
         "axes": [printable(picture.rows.name), printable(picture.columns.name)],
@@ -96,15 +90,15 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
         "signed": picture.signed,
         "scale": list(picture.scale),
         "heads": [printable(name) for name in picture.panels],
-        "low": [one.least for one in ranges],
-        "high": [one.most for one in ranges],
+        "low": [panel.least for panel in ranges],
+        "high": [panel.most for panel in ranges],
         "signs": signs,
         "notes": [*notes, *map(printable, picture.notes)],
         "data": base64.b64encode(codes.tobytes()).decode(),
     }
 
 
-def held(
+def viewer_data(
     attentions: Iterable[tuple[str, Sequence[Picture]]], how: Mapping[str, Storage], first: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return everything that the viewer shows: of each attention the name, and a picture a stage, entitled with it.
@@ -114,8 +108,8 @@ def held(
     tokens: dict[str, list[str]] = {}
     shown = []
     for name, pictures in attentions:
-        sides = [side for picture in pictures for side in (picture.rows, picture.columns)]
-        tokens |= {side.name: list(side.labels) for side in sides if side.labels}
+        axes = [axis for picture in pictures for axis in (picture.rows, picture.columns)]
+        tokens |= {axis.name: list(axis.labels) for axis in axes if axis.labels}
         stages = [encoded(picture, how[picture.title]) for picture in pictures]
         shown += [{"name": printable(name), "stages": stages}] if stages else []
     colours = ["".join(hex_table(signed)) for signed in (False, True)]
@@ -136,8 +130,8 @@ def fragment(data: Mapping[str, Any]) -> str:
 
 def policy() -> str:
     """Return what a browser is to allow in the page: the viewer's own script, styles, and nothing from anywhere."""
-    own = base64.b64encode(hashlib.sha256(_file("viewer.js").encode()).digest()).decode()
-    allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'"
+    script = base64.b64encode(hashlib.sha256(_file("viewer.js").encode()).digest()).decode()
+    allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; base-uri 'none'"
     return f'<meta http-equiv="Content-Security-Policy" content="{allowed}; form-action \'none\'">\n'
 
 

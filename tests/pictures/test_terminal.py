@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect.pictures.grid import RAMP, Picture, Side, codes, hex_table
+from mha_inspect.pictures.grid import RAMP, Picture, PictureAxis, codes, hex_table
 from mha_inspect.pictures.terminal import draw
 
 from .read_back import INF, MASKED, NAN, inkless, panels
+
+AXES = PictureAxis("query"), PictureAxis("key")
 
 
 def picture(heads: int, rows: int, columns: int, *, causal: bool = False, signed: bool = False, **settings) -> Picture:
@@ -21,7 +23,7 @@ def picture(heads: int, rows: int, columns: int, *, causal: bool = False, signed
     if causal:
         numbers[:, np.triu(np.ones((rows, columns), bool), 1)] = -np.inf
     names = tuple(f"head {head}" for head in range(heads))
-    return Picture(settings.pop("title", "weights"), names, numbers, Side("query"), Side("key"), signed, **settings)
+    return Picture(settings.pop("title", "weights"), names, numbers, *AXES, signed, **settings)
 
 
 def assert_within_a_step(found, drawn: Picture, count: int) -> None:
@@ -88,13 +90,13 @@ def test_what_is_no_number_is_told_apart():
 
 def test_where_nothing_is_finite_nothing_is_said_of_a_range():
     numbers = np.full((1, 3, 3), np.nan, np.float32)
-    text = draw(Picture("weights", ("head 0",), numbers, Side("query"), Side("key")))
+    text = draw(Picture("weights", ("head 0",), numbers, *AXES))
     assert "no element is a finite number" in text
     assert text.count("?") == 18 + 1
 
 
 def test_one_number_everywhere():
-    text = draw(Picture("weights", ("head 0",), np.ones((1, 1, 1), np.float32), Side("query"), Side("key")))
+    text = draw(Picture("weights", ("head 0",), np.ones((1, 1, 1), np.float32), *AXES))
     assert "weights: every number is 1" in text
 
 
@@ -138,7 +140,9 @@ def test_ticks_stand_where_they_count():
 
 def test_labels_stand_at_their_rows_and_columns():
     tokens = ("the", "cat", "sat", "because", "日本", "it", "\x1b[31mred")
-    drawn = Picture("weights", ("head 0",), np.ones((1, 7, 7), np.float32), Side("query", tokens), Side("key", tokens))
+    drawn = Picture(
+        "weights", ("head 0",), np.ones((1, 7, 7), np.float32), PictureAxis("query", tokens), PictureAxis("key", tokens)
+    )
     lines = draw(drawn, width=80).split("\n")
     names = ["the", "cat", "sat", "because", "日本", "it", "\\x1b[31mred"]
     assert [line.split("..")[0].strip() for line in lines[1:8]] == names

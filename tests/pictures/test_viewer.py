@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect.pictures.grid import Picture, Side, hex_table
-from mha_inspect.pictures.viewer import ROOM, Storage, encoded, fragment, frame, held, storages, with_viewer
+from mha_inspect.pictures.grid import Picture, PictureAxis, hex_table
+from mha_inspect.pictures.viewer import ROOM, Storage, encoded, fragment, frame, storages, viewer_data, with_viewer
+
+AXES = PictureAxis("query"), PictureAxis("key")
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1">\'\u2028\x1b[31m<!--'
 FIRST = {"attention": 0, "stage": "weights", "head": 0}
@@ -26,7 +28,7 @@ def stages(rows: int, columns: int, *, heads: int = 3, seed: int = 0, labels: tu
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     weights[:, np.triu(np.ones((rows, columns), bool), 1)] = -np.inf
     names = tuple(f"head {head}" for head in range(heads))
-    sides = Side("query", labels), Side("key", labels)
+    sides = PictureAxis("query", labels), PictureAxis("key", labels)
     return [Picture("scores", names, scores, *sides, True), Picture("weights", names, weights, *sides)]
 
 
@@ -82,7 +84,7 @@ def test_storage_keeps_what_fits():
 
 def test_a_hostile_name_ends_nothing():
     pictures = stages(6, 6, labels=TOKENS)
-    text = fragment(held([(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST))
+    text = fragment(viewer_data([(HOSTILE, pictures)], dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST))
     assert text.count("</script>") == 2
     assert "<img" not in text
     assert "\x1b" not in text
@@ -99,7 +101,7 @@ BARE = (
 
 
 def written(file: Path, attentions: list[tuple[str, list[Picture]]], first: dict | None = None) -> Path:
-    data = held(
+    data = viewer_data(
         attentions,
         dict.fromkeys(("scores", "weights"), Storage(16, None)),
         {"attention": 0, "stage": "weights", "head": 0, **(first or {})},
@@ -184,7 +186,7 @@ def test_each_cell_has_the_colour_of_its_number(page, file, attentions):
 def test_a_nan_has_a_cross_and_inf_is_white(page, tmp_path):
     values = np.zeros((1, 3, 4), np.float32)
     values[0, 1, 2], values[0, 2, 0] = np.nan, np.inf
-    pictures = [Picture("weights", ("head 0",), values, Side("query"), Side("key"))]
+    pictures = [Picture("weights", ("head 0",), values, *AXES)]
     page.open(written(tmp_path / "odd.html", [("one", pictures)]))
     cell = [[tuple(page.run(PIXEL, 3 * 2 + x, 3 * 1 + y)) for x in range(3)] for y in range(3)]
     black, magenta = (0, 0, 0, 255), (255, 0, 255, 255)
@@ -297,7 +299,7 @@ def test_nothing_is_fetched_and_nothing_else_may_run(page, file):
 
 
 def test_in_a_notebook_it_runs_in_a_frame(page, tmp_path, attentions):
-    data = held(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST | {"head": 1})
+    data = viewer_data(attentions, dict.fromkeys(("scores", "weights"), Storage(16, None)), FIRST | {"head": 1})
     file = tmp_path / "notebook.html"
     file.write_text(
         f'<!DOCTYPE html><html><head><meta charset="UTF-8"></head><body>{frame(data)}</body></html>', "utf-8"
@@ -315,11 +317,8 @@ def test_48_layers_of_32_heads_open_in_20_megabytes(page, tmp_path):
     how = storages(sizes)
     values = np.random.default_rng(0).random((32, 512, 512), np.float32)
     names = tuple(f"head {head}" for head in range(32))
-    one = [
-        encoded(Picture(name, names, values, Side("query"), Side("key"), name != "weights"), how[name])
-        for name in sizes
-    ]
-    data = held([], how, FIRST)
+    one = [encoded(Picture(name, names, values, *AXES, name != "weights"), how[name]) for name in sizes]
+    data = viewer_data([], how, FIRST)
     data["attentions"] = [{"name": f"attention {n} of 48", "stages": one} for n in range(1, 49)]
     file = tmp_path / "large.html"
     file.write_text(with_viewer(BARE, data), encoding="utf-8")
