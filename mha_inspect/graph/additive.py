@@ -15,7 +15,8 @@ from ..record.ops import Op, TensorRef
 from .axis import setting
 from .dataflow import Graph, Step
 from .dimensions import Axis, Dim, Dimensions, wide
-from .products import Product, ProductAxes, is_wide, summed_places
+from .products import Product, ProductAxes, is_wide
+from .rules import reduced_places
 
 _DISTANCE = "distance"
 _LAYERS = {"add": 1, "sub": 1, "cat": 2, _DISTANCE: 0}
@@ -124,7 +125,7 @@ def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
         return False
     places: tuple[int, ...] = ()
     if axes_rule(op.base_name) == "reduce":
-        places = summed_places(op)
+        places = reduced_places(op)
     elif op.base_name in _ORDERS:
         places = (int(setting(op, _ORDERS[op.base_name], "dim", -1)),)
     dims = graph.dimensions.of(op.inputs[0])

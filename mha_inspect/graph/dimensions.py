@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, fresh, resolve, size_of, slice_piece, uneven_slices, unify, wide
-from .rules import rule_of
+from .axis import Axis, Dim, fresh, resolve, size_of, unify, wide
+from .rules import rule_of, slice_piece, uneven_slices
 
 __all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
 
@@ -73,9 +73,9 @@ class Dimensions:
             return
         rule = partial(slice_piece, is_even=False) if op.index in self._uneven else rule_of(op)
         try:
-            results = list(rule(op, inputs)) if rule is not None else []
+            results = rule(op, inputs) if rule is not None else ()
         except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of
-            results = []
+            results = ()
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()
             if tuple(size_of(dim) for dim in dims) != tensor.shape:

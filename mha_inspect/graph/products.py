@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Dim, Dimensions
+from .rules import reduced_places
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Product:
 
     def _of_broadcast(self, dimensions: Dimensions) -> ProductAxes:
         whole = self.multiply.output
-        summed = summed_places(self.op) if self.op is not self.multiply else ()
+        summed = reduced_places(self.op) if self.op is not self.multiply else ()
         rank = len(whole.shape)
         left, right, out = (((),) * (rank - len(t.shape)) + dimensions.of(t) for t in (self.left, self.right, whole))
         found: dict[str, list[Dim]] = {}
@@ -89,7 +90,7 @@ def product_of(recording: Recording, op: Op) -> Product | None:
         return None
     left, right = multiply.inputs
     rank = len(multiply.output.shape)
-    summed = summed_places(op)
+    summed = reduced_places(op)
     wide = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
     # Each has all that is summed over, and one has what the other has not: else it is no product but a norm, say.
     whole = all(all(places[place] for place in summed) for places in wide)
@@ -104,14 +105,6 @@ def outer_product_of(op: Op) -> Product | None:
     rank = len(op.output.shape)
     pairs = {tuple(is_wide(tensor, rank, place) for tensor in (left, right)) for place in range(rank)}
     return Product(op, op, left, right) if {(True, False), (False, True)} <= pairs else None
-
-
-def summed_places(op: Op) -> tuple[int, ...]:
-    """The dimensions that a sum runs over."""
-    rank = len(op.inputs[0].shape)
-    asked = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
-    dims = range(rank) if asked is None else asked if isinstance(asked, tuple) else (asked,)
-    return tuple(sorted(int(dim) % max(rank, 1) for dim in dims))
 
 
 def _of_matrices(left: tuple[Dim, ...], right: tuple[Dim, ...], out: tuple[Dim, ...]) -> ProductAxes:

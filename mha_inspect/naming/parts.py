@@ -18,7 +18,7 @@ from ..graph.attention import Attention
 from ..graph.axis import setting
 from ..graph.dimensions import Axis, Dim, resolve, size_of, wide
 from ..graph.places import Elements, broadcast, coordinates, coordinates_of, origins
-from ..graph.products import summed_places
+from ..graph.rules import reduced_places
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .roles import Roles
@@ -307,7 +307,7 @@ class PartFinder:
         if op.base_name not in _STATISTICS or not op.inputs:
             return op.base_name in _NO_SOURCE
         dims = self._graph.dimensions.of(op.inputs[0])
-        return any(set(wide(dims[place])) & self._graph.features for place in summed_places(op))
+        return any(set(wide(dims[place])) & self._graph.features for place in reduced_places(op))
 
     # -- the output ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from mha_inspect.graph.rules import _RULES
+from mha_inspect.graph.rules import RULES
 from mha_inspect.record import catalog
 from mha_inspect.record.catalog import Trait, axes_rule, does, named
 
@@ -25,12 +25,12 @@ def overloads(name: str) -> list[torch._ops.OpOverload]:
 def test_every_operation_is_one_of_torchs_with_a_known_rule_and_known_traits(name: str) -> None:
     assert overloads(name)
     rule, traits = OPERATIONS[name]
-    assert rule in {"", *_RULES}
+    assert rule in {"", *RULES}
     assert traits <= set(get_args(Trait))
 
 
 def test_no_rule_and_no_trait_is_left_that_nothing_has() -> None:
-    assert {axes_rule(name) for name in OPERATIONS} - {""} == set(_RULES)
+    assert {axes_rule(name) for name in OPERATIONS} - {""} == set(RULES)
     assert all(named(trait) for trait in get_args(Trait))
 
 
