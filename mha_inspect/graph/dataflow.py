@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Axis, Dimensions
@@ -14,14 +14,13 @@ from .softmax import softmax_of
 
 _FAR = 60
 """Steps after which a walk gives up: attention is never that long."""
-_PLACES = ("int64", "int32")
-"""What is read by is of these, and holds no numbers of what it was made of."""
+_INDICES = ("int64", "int32")
+"""Tensors of these are read by, and hold no numbers of what they were made of."""
 _LINEAR = ("neg", "add", "sub", "rsub", "positive", "conj")
 """Pointwise operations of one tensor that bend nothing."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A tensor that a walk came to, and the operations that it passed, nearest to the start first."""
 
     tensor: TensorRef
@@ -29,31 +28,32 @@ class Step:
 
 
 class Graph:
-    """Walks over the dataflow of a recording."""
+    """The dataflow of a recording, and the axes of its tensors."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.dimensions = Dimensions(recording)
+        self._after_calls: dict[int, TensorRef] = {}
 
     @cached_property
     def _weights(self) -> frozenset[int]:
         """Ids of parameters, of matrices among the buffers, and of what was made of them alone, element by element."""
         buffers = (named.tensor for named in self.recording.buffers)
-        found = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
+        ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
-            alone = op.inputs and op.kind != "write" and all(tensor.id in found for tensor in op.inputs)
-            if alone and (
-                op.kind != "compute" or op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
-            ):
-                found.update(tensor.id for tensor in op.outputs)
-        return frozenset(found)
+            if op.inputs and op.kind != "write" and all(tensor.id in ids for tensor in op.inputs):
+                weighs = op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
+                if weighs or op.kind != "compute":
+                    ids.update(tensor.id for tensor in op.outputs)
+        return frozenset(ids)
 
     @cached_property
     def _from_inputs(self) -> frozenset[int]:
         """Ids of tensors that depend on what came from outside, parameters and buffers aside."""
-        own = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
+        named = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
         read = {tensor.id for op in self.recording.ops for tensor in op.inputs}
-        return frozenset(made_of(read - self.recording.producers.keys() - own, self.recording.ops))
+        outside = read - self.recording.producers.keys() - named
+        return frozenset({*made_of(outside, self.recording.ops), *self.recording.input_ids})
 
     @cached_property
     def _given_or_learned(self) -> frozenset[int]:
@@ -63,47 +63,48 @@ class Graph:
     @cached_property
     def _reread(self) -> dict[int, list[TensorRef]]:
         """Index of a writing operation to the tensors that look at what it wrote, other than those it returned."""
-        found: dict[int, dict[int, TensorRef]] = {}
+        tensors: dict[int, dict[int, TensorRef]] = {}
         for op in self.recording.ops:
             for tensor in op.inputs:
-                made = self.recording.producers.get(tensor.id)
-                if made is not None and all(tensor.id != own.id for own in self.recording.ops[made].outputs):
-                    found.setdefault(made, {})[tensor.id] = tensor
-        return {index: list(tensors.values()) for index, tensors in found.items()}
+                writer = self.recording.producer(tensor)
+                if writer is not None and all(tensor.id != output.id for output in writer.outputs):
+                    tensors.setdefault(writer.index, {})[tensor.id] = tensor
+        return {index: list(found.values()) for index, found in tensors.items()}
 
     @cached_property
     def _next_write(self) -> dict[int, Op]:
         """Index of a writing operation to the next into the same memory: what it wrote may live on there."""
-        found: dict[int, Op] = {}
+        following: dict[int, Op] = {}
         last: dict[int, Op] = {}
         for op in self.recording.ops:
             if op.kind == "write" and op.outputs:
                 storage = op.output.storage
                 if storage in last:
-                    found[last[storage].index] = op
+                    following[last[storage].index] = op
                 last[storage] = op
-        return found
+        return following
 
-    # -- what an operation is -----------------------------------------------------------------------------------------
+    # -- what a tensor is ---------------------------------------------------------------------------------------------
 
     def is_weight(self, tensor: TensorRef) -> bool:
-        """Whether this is a parameter, moved, cast or scaled at most."""
+        """Return whether this is a parameter, moved, cast or scaled at most."""
         return tensor.id in self._weights
 
     def comes_from_inputs(self, tensor: TensorRef) -> bool:
-        """Whether this depends on what the forward was given."""
-        return tensor.id in self._from_inputs or tensor.id in self.recording.input_ids
+        """Return whether this depends on what the forward was given."""
+        return tensor.id in self._from_inputs
 
     def is_given_or_learned(self, tensor: TensorRef) -> bool:
-        """Whether this depends on what the forward was given, or on a parameter."""
-        return tensor.id in self._given_or_learned or tensor.id in self.recording.input_ids
+        """Return whether this depends on what the forward was given, or on a parameter."""
+        return tensor.id in self._given_or_learned
 
     def is_activation(self, tensor: TensorRef) -> bool:
-        """Whether this depends on what the forward was given, and is no matrix picked out of a stack of them."""
+        """Return whether this depends on what the forward was given, and is no matrix picked out of a stack of them."""
+        if not self.comes_from_inputs(tensor) or self.is_weight(tensor):
+            return False
         source = self.recording.producer(self.before_moves(tensor))
         picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
-        is_matrix = picked and source is not None and self.is_weight(source.inputs[0])
-        return self.comes_from_inputs(tensor) and not self.is_weight(tensor) and not is_matrix
+        return not (picked and source is not None and self.is_weight(source.inputs[0]))
 
     @cached_property
     def features(self) -> set[Axis]:
@@ -112,66 +113,67 @@ class Graph:
         weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
         return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
 
+    # -- what an operation is -----------------------------------------------------------------------------------------
+
     def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:
-        """The two factors of a matrix product; None for any other operation."""
+        """Return the two factors of a matrix product; None for any other operation."""
         return (op.inputs[-2], op.inputs[-1]) if op.does("product") and len(op.inputs) >= 2 else None
 
     def is_projection(self, op: Op) -> bool:
-        """Whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
+        """Return whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
         if op.base_name == "convolution":
             return self.is_weight(op.inputs[1])
         factors = self.operands(op)
         return factors is not None and any(map(self.is_weight, factors))
 
+    def projected(self, op: Op) -> TensorRef:
+        """Return what a projection projects."""
+        if op.base_name == "convolution":
+            return op.inputs[0]
+        left, right = self.operands(op) or op.inputs[:2]
+        return left if self.is_weight(right) else right
+
     @cached_property
     def products(self) -> dict[int, Product]:
         """Index of the operation that gives it, to each product of two tensors neither of which is a parameter."""
-        found: dict[int, Product] = {}
+        products: dict[int, Product] = {}
         for op in self.recording.ops:
             product = product_of(self.recording, op)
             if product is None or self.is_weight(product.left) or self.is_weight(product.right):
                 continue
             # A multiplication whose result serves something else too, or with a table, is no product written out.
-            written_out = product.multiply is not op
             alone = len(self.recording.consumers.get(product.multiply.output.id, ())) == 1
             given = self.comes_from_inputs(product.left) and self.comes_from_inputs(product.right)
-            if not written_out or (alone and given):
-                found[op.index] = product
-        return found
+            if product.multiply is op or (alone and given):
+                products[op.index] = product
+        return products
 
     @cached_property
     def _products_by_multiplication(self) -> dict[int, Product]:
         return {product.multiply.index: product for product in self.products.values()}
 
     def product(self, op: Op) -> Product | None:
-        """The product of two tensors, neither of which is a parameter, that an operation gives."""
+        """Return the product of two tensors, neither of which is a parameter, that an operation gives."""
         return self.products.get(op.index)
 
     def product_with(self, op: Op) -> Product | None:
-        """The product whose factors an operation reads, which another may sum."""
+        """Return the product whose factors an operation reads, which another may sum."""
         return self._products_by_multiplication.get(op.index)
 
-    def projected(self, op: Op) -> TensorRef:
-        """What a projection projects."""
-        if op.base_name == "convolution":
-            return op.inputs[0]
-        left, right = self.operands(op) or op.inputs[:2]
-        return left if self.is_weight(right) else right
-
     def scale_of(self, op: Op) -> float | None:
-        """The number that an operation multiplies by; None where it does something else."""
+        """Return the number that an operation multiplies by; None where it does something else."""
         if not op.does("scales"):
             return None
         divides = op.base_name.rstrip("_") == "div"
         numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
         tensors = op.inputs[1:] if divides else op.inputs
-        numbers += [number for t in tensors if (number := self._number(t)) is not None]
+        numbers += [number for tensor in tensors if (number := self._number(tensor)) is not None]
         if len(numbers) != 1 or numbers[0] == 0:
             return None
         return 1 / float(numbers[0]) if divides else float(numbers[0])
 
     def _number(self, tensor: TensorRef) -> float | None:
-        """The number that a tensor of one element holds, where it is known: torch's own, or made of ones."""
+        """Return the number that a tensor of one element holds, where it is known: torch's own, or made of ones."""
         if tensor.id in self.recording.scalars or tensor.numel != 1:
             return self.recording.scalars.get(tensor.id)
         op = self.recording.producer(tensor)
@@ -180,50 +182,50 @@ class Graph:
         return 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
 
     def is_scale(self, op: Op) -> bool:
-        """Whether this multiplies everything by one number."""
-        return op.does("scales") and sum(t.numel > 1 for t in op.inputs) <= 1 and op.output.numel > 0
+        """Return whether this multiplies everything by one number."""
+        return op.does("scales") and sum(tensor.numel > 1 for tensor in op.inputs) <= 1 and op.output.numel > 0
 
     def reduces(self, op: Op) -> bool:
-        """Whether this makes scores of features: a product with a parameter, a sum, a mean, a length."""
+        """Return whether this makes scores of features: a product with a parameter, a sum, a mean, a length."""
         return self.is_projection(op) or op.does("distances") or op.base_name in ("sum", "mean", "linalg_vector_norm")
 
     def bends(self, op: Op) -> bool:
-        """Whether this is a function of one tensor, element by element, that is no multiple of it."""
-        name, several = op.base_name.rstrip("_"), len({tensor.id for tensor in op.inputs}) > 1
+        """Return whether this is a function of one tensor, element by element, that is no multiple of it."""
+        name = op.base_name.rstrip("_")
         if name == "linalg_vector_norm":
             return True
-        if op.kind != "compute" or not op.pointwise or several or name in _LINEAR:
+        if op.kind != "compute" or not op.pointwise or name in _LINEAR or len({t.id for t in op.inputs}) > 1:
             return False
         squares = name == "mul" and len(op.inputs) == 2
         others = op.does("scales", "fills", "copies", "masks", "guards", "draws")
         return squares or op.does("bends", "norms") or not others
 
-    def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
-        """What a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
-        return softmax_of(self.recording, op)
-
     @cached_property
-    def _softmaxes(self) -> frozenset[int]:
-        return frozenset(op.index for op in self.recording.ops if self.softmax(op) is not None)
+    def _softmaxes(self) -> dict[int, tuple[TensorRef, int]]:
+        found = ((op.index, softmax_of(self.recording, op)) for op in self.recording.ops)
+        return {index: softmax for index, softmax in found if softmax is not None}
+
+    def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
+        """Return what a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
+        return self._softmaxes.get(op.index)
 
     def is_softmax(self, op: Op) -> bool:
-        """Whether `softmax` finds one here."""
+        """Return whether `softmax` finds one here."""
         return op.index in self._softmaxes
 
     def moves(self, op: Op) -> bool:
-        """Whether this only moves elements about."""
+        """Return whether this only moves elements about."""
         return op.kind in ("view", "copy") and not op.does("joins") and bool(op.inputs)
 
     def carries(self, op: Op) -> bool:
-        """Whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
-        return (
-            op.kind != "compute" or op.pointwise or op.does("gathers", "carries", "fills_where")
-        ) and not self.is_softmax(op)
+        """Return whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
+        passes = op.kind != "compute" or op.pointwise or op.does("gathers", "carries", "fills_where")
+        return passes and not self.is_softmax(op)
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
-        """Tensors from which `start` was made, nearest first, passing operations that `through` lets pass."""
+        """Yield tensors from which `start` was made, nearest first, passing operations that `through` lets pass."""
         queue, seen = deque([Step(start)]), {start.id}
         while queue:
             step = queue.popleft()
@@ -237,9 +239,9 @@ class Graph:
                     queue.append(Step(tensor, (*step.path, op)))
 
     def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
-        """Operations that read what was made from `start`, nearest first, with the tensor that they read."""
-        made = self.recording.producers.get(start.id, -1)
-        queue = deque(Step(tensor) for tensor in (start, *self._reread.get(made, ())))
+        """Yield operations that read what was made from `start`, nearest first, with the tensor that they read."""
+        writer = self.recording.producers.get(start.id, -1)
+        queue = deque(Step(tensor) for tensor in (start, *self._reread.get(writer, ())))
         seen = {step.tensor.id for step in queue}
         while queue:
             step = queue.popleft()
@@ -251,117 +253,119 @@ class Graph:
                 yield op, step
                 if len(step.path) < _FAR and through(op):
                     for tensor in (*op.outputs, *self._reread.get(op.index, ())):
-                        if tensor.id not in seen and tensor.dtype not in _PLACES:
+                        if tensor.id not in seen and tensor.dtype not in _INDICES:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
         """Return the ids of the forward's inputs that have a part in a tensor."""
-        found, queue, seen = set[int](), [tensor], set[int]()
+        steps = self._all_behind(tensor)
+        return {read.id for read in steps if read.id in self.recording.input_ids}
+
+    def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
+        """Return whether one tensor has a part in another, by whatever operations."""
+        return any(read.id == start.id for read in self._all_behind(end))
+
+    def _all_behind(self, tensor: TensorRef) -> Iterator[TensorRef]:
+        """Yield a tensor, and all that have a part in it."""
+        queue, seen = [tensor], set[int]()
         while queue:
             tensor = queue.pop()
-            if tensor.id in self.recording.input_ids:
-                found.add(tensor.id)
+            yield tensor
             op = self.recording.producer(tensor)
             if op is not None and op.index not in seen:
                 seen.add(op.index)
                 queue += op.inputs
-        return found
 
-    def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
-        """Whether one tensor has a part in another, by whatever operations."""
-        first, last = (self.recording.producers.get(tensor.id, -1) for tensor in (start, end))
-        return end.id in made_of({start.id}, self.recording.ops[first + 1 : last + 1])
-
-    def after_call(self, op: Op) -> TensorRef:
-        """What the call in Python returned that this operation is the heart of: its result, moved and biased."""
-        tensor = op.output
-        while True:
-            followers = [
-                f
-                for f in self.recording.consumers.get(tensor.id, ())
-                if f.call == op.call and f.index > op.index and f.outputs and f.output.id != tensor.id
-            ]
-            if len(followers) != 1 or not (self.moves(followers[0]) or self._adds_bias(followers[0])):
-                return tensor
-            tensor = followers[0].output
+    def before(self, tensor: TensorRef, passes: Callable[[Op], bool]) -> TensorRef:
+        """Return what operations that pass made a tensor from, each from its first operand."""
+        while (op := self.recording.producer(tensor)) is not None and passes(op):
+            tensor = op.inputs[0]
+        return tensor
 
     def before_call(self, op: Op, tensor: TensorRef) -> TensorRef:
-        """What was handed to that call: the operand before the call moved it."""
-        while (behind := self.recording.producer(tensor)) is not None:
-            if behind.call != op.call or not self.moves(behind):
-                break
-            tensor = behind.inputs[0]
-        return tensor
+        """Return what was handed to the call of an operation: the operand before the call moved it."""
+        return self.before(tensor, lambda behind: behind.call == op.call and self.moves(behind))
 
     def before_moves(self, tensor: TensorRef, *, whole: bool = False) -> TensorRef:
-        """Where elements come from that were only moved; with `whole`, as long as all of them were."""
-        while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
-            if whole and behind.inputs[0].numel > tensor.numel:
-                break
-            tensor = behind.inputs[0]
-        return tensor
+        """Return where elements come from that were only moved; with `whole`, as long as all of them were."""
+        return self.before(tensor, lambda op: self.moves(op) and not (whole and op.inputs[0].numel > op.output.numel))
 
     def before_repeats(self, tensor: TensorRef) -> TensorRef:
-        """What a tensor was repeated from, along whatever dimensions; itself where it was moved alone."""
-        found = tensor
-        while (behind := self.recording.producer(tensor)) is not None and self.moves(behind):
-            source = behind.inputs[0]
-            if behind.base_name == "expand" or tensor.numel > source.numel:
-                found = source
+        """Return what a tensor was repeated from, along whatever dimensions; itself where it was moved alone."""
+        once = tensor
+        while (op := self.recording.producer(tensor)) is not None and self.moves(op):
+            source = op.inputs[0]
+            if op.base_name == "expand" or tensor.numel > source.numel:
+                once = source
             tensor = source
-        return found
-
-    def after_projection(self, op: Op) -> TensorRef:
-        """What a projection gives, with its bias, and as it is before the features are cut up."""
-        tensor = self.after_call(op)
-        while True:
-            followers = self.recording.consumers.get(tensor.id, ())
-            if len(followers) != 1 or followers[0].module != op.module or not followers[0].outputs:
-                return tensor
-            follower = followers[0]
-            if not (self._adds_bias(follower) or self._keeps_features(follower)):
-                return tensor
-            tensor = follower.output
+        return once
 
     def before_flattening(self, tensor: TensorRef, module: str) -> TensorRef:
-        """The same features before their rows were put into one dimension, inside the module."""
-        while (behind := self.recording.producer(tensor)) is not None and behind.module == module:
-            if not self._keeps_features(behind):
-                break
-            tensor = behind.inputs[0]
-        return tensor
+        """Return the same features before their rows were put into one dimension, inside the module."""
+        return self.before(tensor, lambda op: op.module == module and self._keeps_features(op))
+
+    def after(self, tensor: TensorRef, counts: Callable[[Op], bool], passes: Callable[[Op], bool]) -> TensorRef:
+        """Return what a tensor becomes, as long as a single operation reads it, of those that count, and passes."""
+        while True:
+            readers = [
+                op
+                for op in self.recording.consumers.get(tensor.id, ())
+                if op.outputs and op.output.id != tensor.id and counts(op)
+            ]
+            if len(readers) != 1 or not passes(readers[0]):
+                return tensor
+            tensor = readers[0].output
+
+    def after_call(self, op: Op) -> TensorRef:
+        """Return what the call in Python returned that this operation is the heart of: its result, moved and biased."""
+        if op.index not in self._after_calls:
+            self._after_calls[op.index] = self.after(
+                op.output,
+                lambda reader: reader.call == op.call and reader.index > op.index,
+                lambda reader: self.moves(reader) or self._adds_bias(reader),
+            )
+        return self._after_calls[op.index]
+
+    def after_projection(self, op: Op) -> TensorRef:
+        """Return what a projection gives, with its bias, and as it is before the features are cut up."""
+
+        def passes(reader: Op) -> bool:
+            return reader.module == op.module and (self._adds_bias(reader) or self._keeps_features(reader))
+
+        return self.after(self.after_call(op), lambda reader: True, passes)
 
     def _keeps_features(self, op: Op) -> bool:
-        """Whether this only changes how the dimensions before the last are counted."""
+        """Return whether this only changes how the dimensions before the last are counted."""
         before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
         return op.does("reshapes") and min(len(before), len(after)) > 1 and before[-1] == after[-1]
 
     def has_bias(self, op: Op) -> bool:
-        """Whether a projection adds a bias, in itself or at the end of its call."""
+        """Return whether a projection adds a bias, in itself or at the end of its call."""
         if len(op.inputs) == 3:
             return True
-        followers = [f for step in (op.output, self.after_call(op)) for f in self.recording.consumers.get(step.id, ())]
-        ends = [self.recording.producer(end) for end in (self.after_call(op), self.after_projection(op))]
-        return any(self._adds_bias(f) for f in (*ends, *followers) if f is not None)
+        called = self.after_call(op)
+        readers = [reader for end in (op.output, called) for reader in self.recording.consumers.get(end.id, ())]
+        ends = [self.recording.producer(end) for end in (called, self.after_projection(op))]
+        return any(self._adds_bias(end) for end in (*ends, *readers) if end is not None)
 
     def _adds_bias(self, op: Op) -> bool:
         return (
             op.base_name.rstrip("_") == "add"
             and len(op.inputs) == 2
-            and any(self.is_weight(t) and t.numel < op.output.numel for t in op.inputs)
+            and any(self.is_weight(tensor) and tensor.numel < op.output.numel for tensor in op.inputs)
         )
 
 
 def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
     """Return these ids of tensors, and those of all that operations, in their order, make of them."""
-    found = set(ids)
+    made = set(ids)
     for op in ops:
-        if any(tensor.id in found for tensor in op.inputs):
-            found.update(tensor.id for tensor in op.outputs)
-    return found
+        if any(tensor.id in made for tensor in op.inputs):
+            made.update(tensor.id for tensor in op.outputs)
+    return made
 
 
 def inside(path: str, module: str) -> bool:
-    """Whether a module is the given one or below it."""
+    """Return whether a module is the given one or below it."""
     return not module or path == module or path.startswith(module + ".")
