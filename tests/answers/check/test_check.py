@@ -265,7 +265,7 @@ def test_bad_input_says_what_there_is() -> None:
     x = torch.randn(B, N, E)
     with pytest.raises(InputError, match=r"no attention to check: .* saw 2 products \(addmm"):
         mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
-    with pytest.raises(InputError, match=r"msk is no argument of PaddingOnQueries.forward, which takes x, mask"):
+    with pytest.raises(InputError, match=r"msk is no argument of Padded.forward, which takes x, mask"):
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="headz is no check"):
         mha_inspect.check(Right(), x, only=["headz"])
