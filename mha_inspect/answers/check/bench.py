@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,6 +26,8 @@ LOOSE = 100.0
 """Results at other sizes are rounded otherwise: so many times what counts at the same sizes."""
 
 T = TypeVar("T")
+Judge = Callable[["Bench", Tokens], Iterator[Finding]]
+"""Yields what is wrong with one attention."""
 
 
 class BaseRun:
@@ -74,19 +76,8 @@ class Bench:
         """The arguments by name."""
         self.draw = torch.Generator().manual_seed(runner.seed)
         """Draws other tokens."""
-        self._remembered: dict[object, Any] = {}
-
-    def remembered(self, make: Callable[[Bench], T]) -> T:
-        """Return what a function makes of this; it is called once. Raises the `NotPossibleError` that it raises."""
-        if make not in self._remembered:
-            try:
-                self._remembered[make] = make(self)
-            except NotPossibleError as error:
-                self._remembered[make] = error
-        result = self._remembered[make]
-        if isinstance(result, NotPossibleError):
-            raise result
-        return cast(T, result)
+        self.memory: dict[object, Any] = {}
+        """What `remembered` functions have made of this."""
 
     @cached_property
     def base(self) -> BaseRun:
@@ -224,23 +215,47 @@ def kinds(run: Run) -> list[tuple[Attention, AxisNames, int]]:
     return [(*group[0], len(group)) for group in groups.values()]
 
 
-def each_kind(
-    bench: Bench, judge: Callable[[Bench, Tokens], Iterator[Finding]], without: str = ""
-) -> Iterator[Finding]:
-    """Yield what a judge finds in each kind of attention, with its module, and how many attentions have it.
+def remembered(make: Callable[[Bench], T]) -> Callable[[Bench], T]:
+    """Have a function called once for each bench: what it returned, or the `NotPossibleError` that it raised, stays."""
 
-    A judge raises `LostError` where it cannot be told. Raises `NotPossibleError`, saying what is `without`, where it
-    can be told of none; unless nothing is said of that.
+    @wraps(make)
+    def once(bench: Bench) -> T:
+        if make not in bench.memory:
+            try:
+                bench.memory[make] = make(bench)
+            except NotPossibleError as error:
+                bench.memory[make] = error
+        result = bench.memory[make]
+        if isinstance(result, NotPossibleError):
+            raise result
+        return cast(T, result)
+
+    return once
+
+
+def each_kind(without: str = "") -> Callable[[Judge], Callable[[Bench], Iterator[Finding]]]:
+    """Make a check of a function that judges one attention, and raises `LostError` where it cannot be told.
+
+    The check yields what it finds in each kind of attention, with its module, and how many attentions have it. Raises
+    `NotPossibleError`, saying what is `without`, where it can be told of none; unless nothing is said of that.
     """
-    is_told = not without
-    for attention, names, count in kinds(bench.recorded):
-        try:
-            findings = list(judge(bench, Tokens(bench.base.flow, attention, names)))
-        except LostError:
-            continue
-        is_told = True
-        more = f" The same in {count} attentions." if count > 1 else ""
-        for finding in findings:
-            yield replace(finding, module=attention.module, evidence=finding.evidence + more)
-    if not is_told:
-        raise NotPossibleError(without)
+
+    def of(judge: Judge) -> Callable[[Bench], Iterator[Finding]]:
+        @wraps(judge)
+        def check(bench: Bench) -> Iterator[Finding]:
+            is_told = not without
+            for attention, names, count in kinds(bench.recorded):
+                try:
+                    findings = list(judge(bench, Tokens(bench.base.flow, attention, names)))
+                except LostError:
+                    continue
+                is_told = True
+                more = f" The same in {count} attentions." if count > 1 else ""
+                for finding in findings:
+                    yield replace(finding, module=attention.module, evidence=finding.evidence + more)
+            if not is_told:
+                raise NotPossibleError(without)
+
+        return check
+
+    return of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...record.arguments import tensors_in
 from ...record.ops import Op
-from .bench import Bench, kinds
+from .bench import Bench, kinds, remembered
 from .outputs import NotPossibleError
 
 MOST_HEADS = 64
@@ -28,16 +28,13 @@ def weight_of(bench: Bench, op: Op) -> str:
     return ""
 
 
+@remembered
 def gradients_of(bench: Bench) -> Gradients:
     """Return the gradient of each projection's parameter that wants one; None where it gets none.
 
     There are those of each kind of attention, and those from the heads to the output. Raises `NotPossibleError` where
     none can be taken.
     """
-    return bench.remembered(_gradients)
-
-
-def _gradients(bench: Bench) -> Gradients:
     run = bench.recorded
     names = {weight_of(bench, op) for attention, _, _ in kinds(run) for op in attention.projections.values()}
     heads = 0

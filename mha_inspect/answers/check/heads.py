@@ -14,12 +14,9 @@ from .tokens import LostError, Row, Side, Tokens
 _SIDES = ("query", "key", "value")
 
 
-def heads(bench: Bench) -> Iterator[Finding]:
+@each_kind("no projection leads to the products by steps that can be computed again")
+def heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield where heads are split or merged so that tokens are mixed."""
-    return each_kind(bench, _heads, "no projection leads to the products by steps that can be computed again")
-
-
-def _heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     looked_at, shared = 0, 0
     split: dict[str, dict[str, str]] = defaultdict(dict)
     for name in ("key", "value", "query"):
@@ -116,12 +113,9 @@ def _merged(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
         return
 
 
-def grouped(bench: Bench) -> Iterator[Finding]:
+@each_kind("no key heads are shared, or it cannot be told which")
+def grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield where shared key heads are given to other query heads than those of their group."""
-    return each_kind(bench, _grouped, "no key heads are shared, or it cannot be told which")
-
-
-def _grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
     attention, names = tokens.attention, tokens.names
     if names.num_kv_heads == 1 and names.num_heads == 1:
         raise LostError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...reports.check import Fact, Finding
 from ...text import shortened, spans
-from .bench import Bench
+from .bench import Bench, remembered
 from .outputs import NotPossibleError
 from .runner import RaisedError
 from .sight import SeenKeys
@@ -56,12 +56,9 @@ class Masked:
         return (self.value, self.other) if self.bars else (self.other, self.value)
 
 
+@remembered
 def masked_runs(bench: Bench) -> list[Masked | Fact]:
     """Return a run for each mask argument, or a fact where the forward does not take another value."""
-    return bench.remembered(_masked_runs)
-
-
-def _masked_runs(bench: Bench) -> list[Masked | Fact]:
     return list(_each_masked_run(bench))
 
 

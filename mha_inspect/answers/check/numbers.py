@@ -25,7 +25,7 @@ def finite(bench: Bench) -> Iterator[Finding]:
     if finding is not None:
         yield finding
         return
-    yield from each_kind(bench, _too_large_for_half)
+    yield from _too_large_for_half(bench)
     unfinite = int((~bench.output.isfinite()).sum())
     if unfinite:
         evidence = f"{unfinite} of {bench.output.numel()} numbers."
@@ -68,6 +68,7 @@ def _unfinite(bench: Bench) -> Iterator[Finding]:
             )
 
 
+@each_kind()
 def _too_large_for_half(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield products of queries and keys that float16 has no number for."""
     largest, op = torch.finfo(torch.float16).max, tokens.attention.score_product.op

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bench import Bench
+from .bench import Bench, remembered
 from .outputs import NotPossibleError
 from .sources import Source
 
@@ -32,16 +32,13 @@ def other_tokens(bench: Bench, source: Source, index: tuple[Any, ...], *, by: fl
     return dict.fromkeys(source.names, changed)
 
 
+@remembered
 def reach_in_bits(bench: Bench) -> Reach:
     """Return what moves, by one bit or more, when a token of the first row is another.
 
     Raises `NotPossibleError` where no token can be changed, `RaisedError` where the forward raises then. Empty where
     the module is run once alone.
     """
-    return bench.remembered(_reach_in_bits)
-
-
-def _reach_in_bits(bench: Bench) -> Reach:
     if bench.once:
         return {}
     if not bench.sources:
@@ -59,12 +56,9 @@ def reach_of_tokens(bench: Bench) -> Reach:
     return {place: bench.beyond_rounding(apart) for place, apart in reach_in_bits(bench).items()}
 
 
+@remembered
 def reach_of_others(bench: Bench) -> Reach:
     """Return for each further source, by its place, what moves when its middle token is another, in the first row."""
-    return bench.remembered(_reach_of_others)
-
-
-def _reach_of_others(bench: Bench) -> Reach:
     reach = {}
     for place, source in enumerate(bench.sources[1:], 1):
         if source.batch is not None and source.positions is not None:

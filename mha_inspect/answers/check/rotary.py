@@ -18,12 +18,9 @@ _NEAR = 1e-3
 """What differs by less, beside the largest, does not differ."""
 
 
-def rotary(bench: Bench) -> Iterator[Finding]:
+@each_kind("nothing turns queries and keys by their positions")
+def rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield where queries and keys of one position are not turned alike, and where values are turned."""
-    return each_kind(bench, _rotary, "nothing turns queries and keys by their positions")
-
-
-def _rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     sides = {name: tokens.side(name) for name in ("query", "key", "value")}
     turns = {name: _turning(bench, {side.source.id}, side.target) for name, side in sides.items()}
     if not any(turns.values()):

@@ -21,10 +21,10 @@ _WEAK = 1.0
 def softmax(bench: Bench) -> Iterator[Finding]:
     """Yield where what the values are averaged with does not sum to one over them."""
     yield from lone_softmaxes(bench)
-    unknown = "the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product"
-    yield from each_kind(bench, _softmax, unknown)
+    yield from _softmax(bench)
 
 
+@each_kind("the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product")
 def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     found = tokens.attention
     weights, over = tokens.weights()
@@ -136,12 +136,9 @@ def masks_everything(sight: SeenKeys) -> bool:
     return sight.masked and not bool(sight.seen.any())
 
 
-def weak_masks(bench: Bench) -> Iterator[Finding]:
+@each_kind()
+def weak_masks(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield masks that leave weight where they mask."""
-    yield from each_kind(bench, _masking)
-
-
-def _masking(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     found = tokens.attention
     for op in found.masks:
         values = [bench.recorded.recording.values.get(tensor.id) for tensor in op.inputs]

@@ -95,7 +95,7 @@ def parameters(bench: Bench) -> Iterator[Finding | LeftOut]:
         raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
     living = Living(bench.recorded.recording)
     yield from _twice(bench, living)
-    yield from each_kind(bench, _copied_heads)
+    yield from _copied_heads(bench)
     for found, _, _ in kinds(bench.recorded):
         yield from _unused(living, found)
         yield from _unread_features(bench, living, found)
@@ -156,6 +156,7 @@ def _is_whole(bench: Bench, op: Op) -> bool:
     return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
 
 
+@each_kind()
 def _copied_heads(_: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield where two turns of a loop over heads have the same weights and the same inputs."""
     signs: dict[tuple[object, ...], int] = {}
