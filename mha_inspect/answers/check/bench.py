@@ -165,6 +165,10 @@ class Bench:
         source, out = self.sources[0], self.output
         return out.dim() > max(source.axes) and all(out.shape[axis] == source.value.shape[axis] for axis in source.axes)
 
+    def base_row(self, positions: slice) -> tuple[Any, ...]:
+        """Return the index of some outputs of row 0."""
+        return self.sources[0].at(0, positions)[: self.output.dim()]
+
     def first_row(self) -> dict[str, Tensor]:
         """Return the arguments of the first row of the batch alone; empty where there is one row, or none is known."""
         source = self.sources[0] if self.sources else None

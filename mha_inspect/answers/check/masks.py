@@ -58,43 +58,60 @@ class Masked:
 
 @remembered
 def masked_runs(bench: Bench) -> list[Masked | Fact]:
-    """Return a run for each mask argument, or a fact where the forward does not take another value."""
-    return list(_each_masked_run(bench))
+    """Return a run for each mask argument, or a fact where the forward does not take another value.
+
+    The declared padding mask is among them where it was not given: it is made for that, and keeps all.
+    """
+    given = {n: v for n, v in bench.values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
+    runs: list[Masked | Fact] = []
+    name = bench.intent.padding
+    if name is not None and bench.values.get(name) is None and bench.sources and bench.sources[0].positions is not None:
+        source = padded_source(bench, name)
+        ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (bench.intent.padding_true != "ignore")
+        run = _masked_run(bench, name, ones)
+        runs += filter(None, [_masked_run(bench, name, ones.long()) if isinstance(run, Fact) else run])
+    for name, value in given.items():
+        run = _masked_run(bench, name, value) if value.dim() > 1 and len(runs) < _MOST else None
+        runs += [] if run is None else [run]
+    return runs
 
 
-def _each_masked_run(bench: Bench) -> Iterator[Masked | Fact]:
-    looked_at = 0
-    for name, given in bench.values.items():
-        if not isinstance(given, Tensor) or not ("mask" in name or given.dtype == torch.bool) or given.dim() < 2:
-            continue
-        source = next((s for s in bench.sources if s.positions is not None and s.length == given.shape[-1]), None)
-        if source is None or source.length < 4 or looked_at == _MOST or name in source.names:
-            continue
-        looked_at += 1
-        keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
-        count = max(2, source.length // 4)
-        causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in bench.sights)
-        # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
-        keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
-        by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
-        if by_row:
-            keys[1::2] = False
-        here = given[..., keys[0]]
-        if not bool((here == here.flatten()[0]).all()):
-            continue
-        value = here.flatten()[0]
-        additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
-        other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
-        changed = given.clone()
-        place = (slice(None, None, 2) if by_row else slice(None), ..., keys[0])
-        changed[place] = other
-        try:
-            masked = bench.with_arguments({name: changed})
-            pairs = tuple(_pairs(bench.sights, masked.sights, source))
-        except (RaisedError, NotPossibleError) as error:
-            yield Fact("mask", f"{name}: the forward does not take another value ({error})")
-            continue
-        yield Masked(name, value, other, keys, source, masked, pairs)
+def _masked_run(bench: Bench, name: str, given: Tensor) -> Masked | Fact | None:
+    """Return a run with another value in a mask; None where its keys are not known, or it has several values there."""
+    source = next((s for s in bench.sources if s.positions is not None and s.length == given.shape[-1]), None)
+    if source is None or source.length < 4 or name in source.names:
+        return None
+    keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
+    count = max(2, source.length // 4)
+    causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in bench.sights)
+    # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
+    keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
+    by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
+    if by_row:
+        keys[1::2] = False
+    value = given[..., keys[0]].flatten()[0]
+    if not bool((given[..., keys[0]] == value).all()):
+        return None
+    additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
+    other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
+    changed = given.clone()
+    changed[slice(None, None, 2) if by_row else slice(None), ..., keys[0]] = other
+    try:
+        masked = bench.with_arguments({name: changed})
+        pairs = tuple(_pairs(bench.sights, masked.sights, source))
+    except (RaisedError, NotPossibleError) as error:
+        return Fact("mask", f"{name}: the forward does not take another value ({error})")
+    return Masked(name, value, other, keys, source, masked, pairs)
+
+
+def padded_source(bench: Bench, name: str) -> Source:
+    """Return the tokens that the declared padding mask is of."""
+    given = bench.values.get(name)
+    sources = [source for source in bench.sources if source.positions is not None]
+    fitting = [source for source in sources if isinstance(given, Tensor) and given.shape[-1] == source.length]
+    if not fitting and any(word in name for word in ("encoder", "memory", "key", "src", "context")):
+        fitting = sources[1:2]
+    return (fitting or sources)[0]
 
 
 def _pairs(
@@ -130,7 +147,8 @@ def mask_faults(bench: Bench) -> Iterator[Finding]:
             continue
         declared = made.name == bench.intent.padding
         yield from _misplaced(made, declared=declared)
-        yield from _without_effect(bench, made, declared=declared)
+        if declared:
+            yield from _of_declared(bench, made)
         yield from _nan(bench, made)
         yield from _of_weights(bench, made)
         made.bench.base.release()
@@ -149,16 +167,22 @@ def _of_weights(bench: Bench, made: Masked) -> Iterator[Finding]:
             yield replace(finding, evidence=evidence)
 
 
-def _without_effect(bench: Bench, made: Masked, *, declared: bool) -> Iterator[Finding]:
-    """Yield a mask that was declared and moves nothing."""
-    if declared and not made.bars and not made.opens and torch.equal(made.bench.output, bench.output):
-        yield Finding(
-            "padding",
-            f"{made.name} changes nothing: no score and no output hangs on it.",
-            f"With {_word(made.other)} at keys {_places(made.keys[0])} of row 0 the output is the same to the bit.",
-            source=made.pairs[0][1].line if made.pairs else "",
-            fix="apply it to the scores before the softmax.",
+def _of_declared(bench: Bench, made: Masked) -> Iterator[Finding]:
+    """Yield a declared mask that moves nothing, or means the opposite of what was declared."""
+    name, told, keys = made.name, bench.intent.padding_true, f"at keys {_places(made.keys[0])} of row 0"
+    line = made.pairs[0][1].line if made.pairs else ""
+    if not made.bars and not made.opens and torch.equal(made.bench.output, bench.output):
+        sentence = f"{name} changes nothing: no score and no output hangs on it."
+        evidence = f"With {_word(made.other)} {keys} the output is the same to the bit."
+        yield Finding("padding", sentence, evidence, source=line, fix="apply it to the scores before the softmax.")
+    kept, ignored = made.meaning
+    if made.bars != made.opens and told and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (told == "keep"):
+        sentence = f"The mask works the other way round: what {name} keeps is barred."
+        evidence = (
+            f"With {_word(ignored)} {keys} they are not seen, and {name} was said to {told} where it is True or 1."
         )
+        fix = f"turn the mask round where it is applied (~{name}), or say what it means otherwise."
+        yield Finding("padding", sentence, evidence, source=line, fix=fix)
 
 
 def _nan(bench: Bench, made: Masked) -> Iterator[Finding]:
