@@ -30,7 +30,6 @@ OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
 # Not Adam: it divides a gradient by its own size, and so makes whole steps of those that are 0 but for rounding.
 _TARGET_STREAM = 0x746172676574
 """Added to the seed of the target, so that it is neither the weights nor the input."""
-
 _WORTH_THREADS = 1 << 27
 """Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
 
@@ -49,7 +48,7 @@ class Learner:
     """Where its matrices and biases are; None: its parts are its parameters."""
     nan: str = ""
     """Why every gradient would be NaN; empty where none needs to be."""
-    said: str = ""
+    dtype: str = ""
     """` in float64`: what sets it apart, where it is a copy in another dtype."""
 
     @classmethod
@@ -57,10 +56,12 @@ class Learner:
         """Return what learns in a run."""
         module = run.subject.module
         attentions = weights_of(run.run, module)
-        held = {name for weights in attentions for part in weights.projections.values() for name in part.parameters}
+        projected = {
+            name for weights in attentions for part in weights.projections.values() for name in part.parameters
+        }
         named = dict(module.named_parameters())
         learns = all(parameter.requires_grad for parameter in named.values())
-        by_head = len(attentions) == 1 and not attentions[0].missing and held == named.keys() and learns
+        by_head = len(attentions) == 1 and not attentions[0].missing and projected == named.keys() and learns
         nan = int(run.returned.isnan().sum())
         why = f"{nan:,} of {run.returned.numel():,} numbers of the output of {run.label} are NaN" if nan else ""
         return cls(num_heads, run.subject, attentions[0] if by_head else None, why)
@@ -73,31 +74,29 @@ class Learner:
     def twice(self, measure: Callable[[Learner], T]) -> tuple[T, T]:
         """Return what is measured of it, and of the same in the dtype that rounding is measured beside.
 
-        Raises `InputError` where it does not run in that.
+        Raises `InputError` where it does not run in that, or every gradient would be NaN.
         """
+        if self.nan:
+            what = "gradients" if measure is gradient_of else "training"
+            raise InputError(f"{what} would be NaN: {self.nan}. Leave each query a key, or leave this out.")
         measured, dtype, label = measure(self), self.beside[0], self.subject.name
-        said = f" in {str(dtype).removeprefix('torch.')}"
-        other = replace(self, subject=in_dtype(label, self.subject.copied, dtype), said=said)
+        copied = in_dtype(label, self.subject.copied, dtype)
+        other = replace(self, subject=copied, dtype=f" in {str(dtype).removeprefix('torch.')}")
         return measured, run_in_dtype(label, dtype, lambda: measure(other))
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
-        """Return what it holds; with `numbers`, by the parameter's name, those stand for what the parameters hold."""
-        if self.weights is None:
-            named = self.subject.module.named_parameters() if numbers is None else numbers.items()
-            return {name: tensor.detach().clone() for name, tensor in named}
+        """Return its weights by part; `numbers`, by the parameter's name, stand for what the parameters hold."""
         module = self.subject.module
+        if self.weights is None:
+            named = module.named_parameters() if numbers is None else numbers.items()
+            return {name: tensor.detach().clone() for name, tensor in named}
         if numbers is not None:
             module = copy_module(module)
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
                     parameter.copy_(numbers[name])
-        held = replace(self.weights, module=module).matrices()
-        return {part: held[part] for part in PARTS if part in held}
-
-    def require_finite(self, what: str) -> None:
-        """Raise `InputError` where every gradient would be NaN."""
-        if self.nan:
-            raise InputError(f"{what} would be NaN: {self.nan}. Leave each query a key, or leave this out.")
+        matrices = replace(self.weights, module=module).matrices()
+        return {part: matrices[part] for part in PARTS if part in matrices}
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -108,19 +107,6 @@ class Learner:
         with self.subject.replaying(self.subject.state()), torch.enable_grad():
             torch.manual_seed((self.subject.seed or 0) % 2**64)
             yield
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run a backward pass in the body. Raises `InputError` where autograd cannot go through the forward."""
-        try:
-            yield
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            raise InputError(
-                f"There is no gradient of {self.subject.name}: {first_line(error)} Leave out --gradients and "
-                "--steps, or let its forward change nothing in place."
-            ) from None
 
     def loss(self) -> Tensor:
         """Return mean((output - target)²) of one run, with its graph; each begins with the state that came in.
@@ -138,6 +124,29 @@ class Learner:
         target = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu")
         return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
 
+    def gradients(self) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss of one run, and its gradient for every parameter that learns; their `.grad` stays as it is.
+
+        Raises `InputError` where autograd cannot go through the forward.
+        """
+        parameters = self.subject.module.named_parameters()
+        named = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        loss = self.loss()
+        try:
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"There is no gradient of {self.subject.name}: {first_line(error)} Leave out --gradients and "
+                "--steps, or let its forward change nothing in place."
+            ) from None
+        by_name = zip(named.items(), gradients, strict=True)
+        return float(loss.detach()), {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in by_name
+        }
+
 
 def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
     """Return them with their numbers by head where those of each can be told so, and else all by parameter."""
@@ -154,15 +163,11 @@ class Gradient:
 
 
 def compare_gradients(learners: Sequence[Learner]) -> Gradients:
-    """Compare the gradients of modules that hold the same weights with those of the first.
-
-    Args:
-        learners: one a head count, the baseline first.
+    """Compare the gradients of modules that hold the same weights with those of the first, the baseline.
 
     Raises:
         InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
     """
-    learners[0].require_finite("gradients")
     counts, base = [], None
     for learner in learners:
         pair = learner.twice(gradient_of)
@@ -172,45 +177,36 @@ def compare_gradients(learners: Sequence[Learner]) -> Gradients:
 
 
 def gradient_of(learner: Learner) -> Gradient:
-    """Return the gradient of the loss for every parameter that learns; the parameters' own `.grad` stays as it is."""
-    named = {
-        name: parameter for name, parameter in learner.subject.module.named_parameters() if parameter.requires_grad
-    }
+    """Return the gradient of the loss for every parameter that learns."""
     with learner.undisturbed():
-        loss = learner.loss()
-        with learner.backward():
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    by_name = {
-        name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(named.items(), found, strict=True)
-    }
-    return Gradient(float(loss.detach()), learner.parts(by_name))
+        loss, gradients = learner.gradients()
+    return Gradient(loss, learner.parts(gradients))
 
 
-def _gradient_row(learner: Learner, own: tuple[Gradient, Gradient], base: tuple[Gradient, Gradient]) -> HeadGradients:
-    """A row of the report, from gradients as they are and in float64."""
+def _gradient_row(learner: Learner, pair: tuple[Gradient, Gradient], base: tuple[Gradient, Gradient]) -> HeadGradients:
+    """Return a row of the report, from gradients as they are and in float64."""
     parts = []
-    for part, gradient in own[0].parts.items():
-        theirs, norm = base[0].parts.get(part), float(gradient.double().norm())
-        if theirs is None or theirs.shape != gradient.shape:
+    for part, gradient in pair[0].parts.items():
+        baseline, norm = base[0].parts.get(part), float(gradient.double().norm())
+        if baseline is None or baseline.shape != gradient.shape:
             parts.append(PartGradient(part, norm, None, None, None, None, None))
             continue
-        largest, relative = distances(theirs, gradient)
-        floor = _larger_error(learner, part, own, base)
+        largest, relative = distances(baseline, gradient)
+        floor = _larger_error(learner, part, pair, base)
         times, verdict = judge(largest, floor)
-        if verdict == "differs" and judge(max_difference(theirs, torch.zeros_like(theirs)), floor)[1] == "same":
+        if verdict == "differs" and judge(max_difference(baseline, torch.zeros_like(baseline)), floor)[1] == "same":
             relative = math.inf  # the baseline's is rounding, and how often that goes into another says nothing
         parts.append(PartGradient(part, norm, largest, relative, floor, times, verdict))
-    return HeadGradients(learner.num_heads, own[0].loss, tuple(parts), overall([part.verdict for part in parts]))
+    return HeadGradients(learner.num_heads, pair[0].loss, tuple(parts), overall([part.verdict for part in parts]))
 
 
 def _larger_error(learner: Learner, part: str, *pairs: tuple[Gradient, Gradient] | tuple[Trained, Trained]) -> float:
-    """The larger rounding error of two results, each beside its exact one.
+    """Return the larger rounding error of two results, each beside its exact one.
 
     Two results that are the same but for rounding are at most twice that apart: a gradient that is 0 but for rounding
     is no difference, however much more one head count rounds than another.
     """
-    return max(rounding_error(own.parts[part], exact.parts[part]) for own, exact in pairs) * learner.beside[1]
+    return max(rounding_error(result.parts[part], exact.parts[part]) for result, exact in pairs) * learner.beside[1]
 
 
 def _gradient_answer(counts: Sequence[HeadGradients]) -> str:
@@ -251,10 +247,10 @@ def compare_training(
     after: Callable[[Learner], None] = lambda learner: None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
-    """Train a copy of each module and compare the weights with those of the first.
+    """Train a copy of each module and compare the weights with those of the first, the baseline.
 
     Args:
-        learners: one a head count, the baseline first, with the same weights.
+        learners: one a head count, with the same weights.
         steps: of the optimiser.
         after: is called with each when it has learned.
         tick: is told before each step how far it is.
@@ -264,7 +260,6 @@ def compare_training(
         InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
     """
     require_steps(steps)
-    learners[0].require_finite("training")
     counts, base = [], None
     for learner in learners:
         pair = learner.twice(partial(train, steps=steps, tick=tick))
@@ -275,37 +270,32 @@ def compare_training(
 
 
 def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda words: None) -> Trained:
-    """Train a copy, and tell `tick` before each step which it is; the module stays as it is."""
+    """Train a copy, and tell `tick` before each step which it is; the module stays as it is.
+
+    The steps are those of `torch.optim.SGD`, which imports torch.compile, in a second.
+    """
     module = copy_module(learner.subject.module)
     copied = replace(learner, subject=replace(learner.subject, module=module))
     losses = []
     with copied.undisturbed(), few_threads(copied.subject):
         for step in range(steps):
-            tick(f"{plural(learner.num_heads, 'head')}, step {step + 1:,} of {steps:,}{learner.said}")
-            module.zero_grad()
-            loss = copied.loss()
-            with copied.backward():
-                loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            _descend(module)
-            losses.append(float(loss.detach()))
+            tick(f"{plural(learner.num_heads, 'head')}, step {step + 1:,} of {steps:,}{learner.dtype}")
+            loss, gradients = copied.gradients()
+            losses.append(loss)
+            with torch.no_grad():
+                for name, gradient in gradients.items():
+                    module.get_parameter(name).add_(gradient, alpha=-LEARNING_RATE)
         last = float(copied.loss().detach())
     return Trained(learner.parts(), copied.parts(), losses[0], last, module)
 
 
-def _descend(module: nn.Module) -> None:
-    """Take one step of plain gradient descent, as torch.optim.SGD does: that one imports torch.compile, in a second."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
-
-
 @contextmanager
-def few_threads(own: Subject) -> Iterator[None]:
+def few_threads(subject: Subject) -> Iterator[None]:
     """Run the body in one thread where a step is so small that threads would wait longer than they work."""
     before = torch.get_num_threads()
-    rows = max((t.numel() // max(t.shape[-1:], default=1) for _, t in tensors_in((own.args, own.kwargs))), default=1)
-    if rows * sum(parameter.numel() for parameter in own.module.parameters()) < _WORTH_THREADS:
+    tensors = tensors_in((subject.args, subject.kwargs))
+    rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for _, tensor in tensors), default=1)
+    if rows * sum(parameter.numel() for parameter in subject.module.parameters()) < _WORTH_THREADS:
         torch.set_num_threads(1)
     try:
         yield
@@ -313,22 +303,25 @@ def few_threads(own: Subject) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _training_row(learner: Learner, own: tuple[Trained, Trained], base: tuple[Trained, Trained]) -> HeadTraining:
-    """A row of the report, from trainings as they are and in float64; nothing is compared that did not start alike."""
-    mine, baseline = own[0], base[0]
-    known = (learner.num_heads, mine.first_loss, mine.last_loss, _distance(mine.parts, mine.before))
-    alike = mine.before.keys() == baseline.before.keys()
-    if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in mine.before.items()):
+def _training_row(learner: Learner, pair: tuple[Trained, Trained], base: tuple[Trained, Trained]) -> HeadTraining:
+    """Return a row of the report, from trainings as they are and in float64.
+
+    Nothing is compared that did not start alike.
+    """
+    trained, baseline = pair[0], base[0]
+    known = (learner.num_heads, trained.first_loss, trained.last_loss, _distance(trained.parts, trained.before))
+    alike = trained.before.keys() == baseline.before.keys()
+    if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in trained.before.items()):
         return HeadTraining(*known, None, None, None, None, None)
     # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
     judged = [
-        (float((after.double() - baseline.parts[part].double()).abs().max()), _larger_error(learner, part, own, base))
-        for part, after in mine.parts.items()
+        (float((after.double() - baseline.parts[part].double()).abs().max()), _larger_error(learner, part, pair, base))
+        for part, after in trained.parts.items()
     ]
     largest = max(difference for difference, _ in judged)
-    difference, floor = max(judged, key=lambda pair: judge(*pair)[0])
+    difference, floor = max(judged, key=lambda measured: judge(*measured)[0])
     movement = _distance(baseline.parts, baseline.before)
-    apart = _distance(mine.parts, baseline.parts) / movement if movement else 0.0
+    apart = _distance(trained.parts, baseline.parts) / movement if movement else 0.0
     return HeadTraining(*known, largest, apart, floor, *judge(difference, floor))
 
 
