@@ -12,7 +12,7 @@ from ..graph.attention import Attention
 from ..layers.spec import Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
-from ..naming.canonical import NamedAxes
+from ..naming.canonical import NamedAxes, own_axes
 from ..naming.stage_facts import StageFacts, without_dot
 from ..naming.stages import STAGES
 from ..naming.subject import Run, Subject
@@ -28,69 +28,69 @@ _PRODUCTS = ("aten.baddbmm", "aten.addmm")
 """Kernels that are a product, with a mask added: they are told as operations like any others."""
 
 
-def path_of(seen: Run) -> Path:
+def path_of(run: Run) -> Path:
     """Return the kernels of a run, why it is not the fast path in torch's own words, and which kernels were opened."""
-    recording = seen.recording
+    recording = run.recording
     outer = [kernel for kernel in recording.kernels if kernel.within is None and not kernel.op.startswith(_PRODUCTS)]
     refusals = dict.fromkeys(reason for reason in recording.fast_path_refusals if reason)
     fast = any(kernel.op.startswith("aten._native_multi_head_attention") for kernel in recording.kernels)
     if recording.fast_path_refusals and not refusals and not fast:
         refusals[_UNSAID] = None
     return Path(
-        plain=_in_one_phrase(seen, outer),
+        plain=_in_one_phrase(run, outer),
         reason="; ".join(" ".join(reason.split()) for reason in refusals) or None,
         opened=tuple(dict.fromkeys(_short(kernel) for kernel in outer if kernel.opened)),
         not_opened=tuple(dict.fromkeys(f"{_short(k)}: {k.note}" for k in recording.kernels if not k.opened)),
     )
 
 
-def _in_one_phrase(seen: Run, outer: list[Kernel]) -> str:
+def _in_one_phrase(run: Run, outer: list[Kernel]) -> str:
     phrases = [f"{_short(kernel)} ({kernel.title})" for kernel in outer]
-    for found, _ in seen.attentions:
-        if found.softmax.kernel is None:
-            product, place = found.score_product, found.score_product.op.kernel
-            scores = product.name if place is None else seen.recording.kernels[place].op.split(".")[1]
-            softmax = found.softmax.base_name.strip("_")
-            phrases.append(f"separate operations: {scores}, {softmax}, {found.value_product.name}")
+    for attention, _ in run.attentions:
+        if attention.softmax.kernel is None:
+            product, place = attention.score_product, attention.score_product.op.kernel
+            scores = product.name if place is None else run.recording.kernels[place].op.split(".")[1]
+            softmax = attention.softmax.base_name.strip("_")
+            phrases.append(f"separate operations: {scores}, {softmax}, {attention.value_product.name}")
     return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
 
 
-def maker_of(seen: Run, tensor: TensorRef) -> OpRef | None:
+def maker_of(run: Run, tensor: TensorRef) -> OpRef | None:
     """Return the operation that made a tensor; None for an input."""
-    op = seen.recording.producer(tensor)
-    return None if op is None else OpRef(op.index, seen.recording.name_of(op), op.source)
+    op = run.recording.producer(tensor)
+    return None if op is None else OpRef(op.index, run.recording.name_of(op), op.source)
 
 
-def is_hidden(seen: Run, stage: str, tensor: TensorRef) -> bool:
+def is_hidden(run: Run, stage: str, tensor: TensorRef) -> bool:
     """Return whether a stage was hidden in a fused kernel, which was opened to show it."""
-    op = seen.recording.producer(tensor)
-    return op is not None and op.kernel is not None and stage in seen.recording.kernels[op.kernel].hides
+    op = run.recording.producer(tensor)
+    return op is not None and op.kernel is not None and stage in run.recording.kernels[op.kernel].hides
 
 
-def has_shape_only(seen: Run, tensor: TensorRef) -> bool:
+def has_shape_only(run: Run, tensor: TensorRef) -> bool:
     """Return whether a stage was never made, its kernel having too many scores to make them."""
-    op = seen.recording.producer(tensor)
-    kernel = None if op is None or op.kernel is None else seen.recording.kernels[op.kernel]
+    op = run.recording.producer(tensor)
+    kernel = None if op is None or op.kernel is None else run.recording.kernels[op.kernel]
     return kernel is not None and kernel.shapes_only and op is not None and not op.makes_result
 
 
-def drops_at_random(seen: Run) -> bool:
+def drops_at_random(run: Run) -> bool:
     """Return whether a run drops elements at random: by a dropout, or in a fused kernel."""
-    ops, kernels = seen.recording.ops, seen.recording.kernels
+    ops, kernels = run.recording.ops, run.recording.kernels
     return any(op.does("draws") for op in ops) or any(kernel.drops for kernel in kernels)
 
 
-def proof_of(seen: Run) -> Proof:
+def proof_of(run: Run) -> Proof:
     """Return how near the steps of the run's kernels come to what the kernels gave: of all of them, the farthest."""
-    kernels = seen.recording.kernels
-    meta = any(tensor.is_meta for _, tensor in tensors_in(seen.returned))
+    kernels = run.recording.kernels
+    meta = any(tensor.is_meta for _, tensor in tensors_in(run.returned))
     if not kernels and not meta:
         return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
     checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
     if not checked:
         return Proof(None, None, None, "device meta has shapes and no numbers" if meta else "; ".join(notes))
-    worst, kernel = max(checked, key=lambda one: (one[0].times, one[0].difference))
+    worst, kernel = max(checked, key=lambda pair: (pair[0].times, pair[0].difference))
     if worst.verdict == "differs":
         notes = {f"{_short(kernel)} differs": None, **notes}
     return Proof(worst.difference, worst.error, worst.verdict != "differs", "; ".join(notes))
@@ -100,26 +100,25 @@ def _short(kernel: Kernel) -> str:
     return kernel.op.rpartition(".")[0] or kernel.op
 
 
-def environment_of(own: Subject) -> Environment:
+def environment_of(subject: Subject) -> Environment:
     """Return what the numbers of a subject are made with."""
-    tensors = [tensor for _, tensor in tensors_in((own.args, own.kwargs))] + list(own.module.parameters())
+    tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))] + list(subject.module.parameters())
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return Environment(
         torch.__version__,
         str(tensors[0].device) if tensors else "cpu",
         "" if floating is None else str(floating.dtype).removeprefix("torch."),
-        own.seed,
+        subject.seed,
     )
 
 
-def layer_of(own: Subject) -> LayerInfo:
+def layer_of(subject: Subject) -> LayerInfo:
     """Return what a subject is called, and what it was made with."""
-    return LayerInfo(own.name, dict(own.made_with))
+    return LayerInfo(subject.name, dict(subject.made_with))
 
 
 def report(
-    seen: Run,
-    axes: NamedAxes,
+    run: Run,
     show: Show,
     *,
     environment: Environment,
@@ -127,33 +126,32 @@ def report(
     proof: Proof | None = None,
     kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
-    """A run as plain data; `proof` is given where there is none to read off it."""
-    content = _Content(seen, show)
-    modules = [found.module for found, _ in seen.attentions]
+    """Return a run as plain data; `proof` is given where there is none to read off it."""
+    axes, content = own_axes(run), _Content(run, show)
+    modules = [attention.module for attention, _ in run.attentions]
     return Trace(
         environment=environment,
         layer=layer,
-        path=path_of(seen),
+        path=path_of(run),
         attentions=tuple(
             replace(
-                _attention(seen, found, names, axes.stages[place], content),
+                _attention(run, attention, names, axes.stages[place], content),
                 kind=kinds[place] if place < len(kinds) else (),
-                call=modules[: place + 1].count(found.module) if modules.count(found.module) > 1 else None,
+                call=modules[: place + 1].count(attention.module) if modules.count(attention.module) > 1 else None,
             )
-            for place, (found, names) in enumerate(seen.attentions)
+            for place, (attention, names) in enumerate(run.attentions)
         ),
-        returns=_returns(seen, axes, content),
-        proof=proof_of(seen) if proof is None else proof,
-        notes=(*_of_rows(seen), *seen.recording.notes),
-        ops=_op_lines(seen, axes) if show.ops else None,
+        returns=_returns(run, axes, content),
+        proof=proof_of(run) if proof is None else proof,
+        notes=(*_of_rows(run), *run.recording.notes),
+        ops=_op_lines(run, axes) if show.ops else None,
     )
 
 
-def _of_rows(seen: Run) -> tuple[str, ...]:
-    """Say what is not seen of rows that are recorded as one buffer: those of kernels that are opened are padded."""
-    closed = any("nested" in kernel.note for kernel in seen.recording.kernels if not kernel.opened)
-    missed = closed or not seen.attentions
-    nested = missed and any("nested" in op.base_name for op in seen.graph.recording.ops)
+def _of_rows(run: Run) -> tuple[str, ...]:
+    """Return what is not seen of rows that are recorded as one buffer: those of kernels that are opened are padded."""
+    missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
+    nested = missed and any("nested" in op.base_name for op in run.recording.ops)
     said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
     return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
 
@@ -161,8 +159,8 @@ def _of_rows(seen: Run) -> tuple[str, ...]:
 class _Content:
     """Statistics and elements of tensors, as far as they are asked for."""
 
-    def __init__(self, seen: Run, show: Show) -> None:
-        self._values = seen.recording.values
+    def __init__(self, run: Run, show: Show) -> None:
+        self._values = run.recording.values
         self._show = show
 
     def of(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> tuple[Stats | None, Values | None]:
@@ -171,33 +169,33 @@ class _Content:
             return None, None
         return stats_of(value, masked) if show.stats else None, values_of(value, show) if show.values else None
 
-    def masked(self, found: Attention) -> torch.Tensor | None:
-        """Where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
-        masked = found.stages.get("masked_scores")
+    def masked(self, attention: Attention) -> torch.Tensor | None:
+        """Return where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
+        masked = attention.stages.get("masked_scores")
         if not self._show.stats or masked is None or masked.id not in self._values:
             return None
-        barred: torch.Tensor = self._values[masked.id] == -torch.inf
-        if "scores" in found.stages:
-            scores = self._values[found.stages["scores"].id]
-            return barred & (scores != -torch.inf).view(barred.shape) if scores.numel() == barred.numel() else barred
-        added: torch.Tensor = self._values[found.masks[0].inputs[0].id] == -torch.inf
-        return barred & added
+        low: torch.Tensor = self._values[masked.id] == -torch.inf
+        if "scores" in attention.stages:
+            scores = self._values[attention.stages["scores"].id]
+            return low & (scores != -torch.inf).view(low.shape) if scores.numel() == low.numel() else low
+        added: torch.Tensor = self._values[attention.masks[0].inputs[0].id] == -torch.inf
+        return low & added
 
 
 def _attention(
-    seen: Run,
-    found: Attention,
+    run: Run,
+    attention: Attention,
     names: AxisNames,
     axes: Mapping[str, str],
     content: _Content,
 ) -> AttentionReport:
-    facts = StageFacts(seen.graph, found, dict(axes))
+    facts = StageFacts(run.graph, attention, dict(axes))
     stages = []
     for name in STAGES:
-        tensor = found.stages.get(name)
+        tensor = attention.stages.get(name)
         if tensor is None:
             continue
-        stats, values = content.of(tensor, content.masked(found) if name == "masked_scores" else None)
+        stats, values = content.of(tensor, content.masked(attention) if name == "masked_scores" else None)
         stages.append(
             Stage(
                 name=name,
@@ -208,38 +206,37 @@ def _attention(
                 nbytes=tensor.nbytes,
                 flops=facts.flops(name),
                 memory=facts.memory(name),
-                opened=is_hidden(seen, name, tensor),
-                op=maker_of(seen, tensor),
+                opened=is_hidden(run, name, tensor),
+                op=maker_of(run, tensor),
                 stats=stats,
                 values=values,
-                shape_only=has_shape_only(seen, tensor),
+                shape_only=has_shape_only(run, tensor),
             )
         )
-    scale = found.scale
     return AttentionReport(
-        module=found.module,
+        module=attention.module,
         num_heads=names.num_heads,
         num_kv_heads=names.num_kv_heads,
         head_dim=names.head_dim,
-        scale=float("nan") if scale is None else scale,
+        scale=float("nan") if attention.scale is None else attention.scale,
         stages=tuple(stages),
-        notes=_notes(found, names, facts),
+        notes=_notes(attention, names, facts),
     )
 
 
-def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    """The sentences that hold, of those that there are."""
+def _notes(attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
+    """Return the sentences that hold."""
     beside = " … is made of all scores of the same query."
-    beside = beside if found.weighing and "…" in facts.formula("weights") else ""
+    beside = beside if attention.weighing and "…" in facts.formula("weights") else ""
     parts = facts.has_other_keys()
-    number = len(found.branches)
-    mixed = ["scores before the softmax"] if found.mixed_scores else []
-    mixed += ["weights after it"] if found.mixed_weights else []
-    said = {
-        without_dot(found): True,
-        f"The weights are made of the scores without a softmax.{beside}": found.weighing,
+    number = len(attention.branches)
+    mixed = ["scores before the softmax"] if attention.mixed_scores else []
+    mixed += ["weights after it"] if attention.mixed_weights else []
+    sentences = {
+        without_dot(attention): True,
+        f"The weights are made of the scores without a softmax.{beside}": attention.weighing,
         "The mask is added inside the product (baddbmm): the scores without it are never made.": (
-            found.masks and "scores" not in found.stages
+            attention.masks and "scores" not in attention.stages
         ),
         "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
         "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose.": (
@@ -248,51 +245,51 @@ def _notes(found: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, 
         "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
         "the features of the keys.": names.over_features,
         "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
-        "need not.": found.over_queries,
+        "need not.": attention.over_queries,
         "The weights are never formed: exponentials of the scores meet the values, and their sum divides that.": (
-            found.divided is not None
+            attention.divided is not None
         ),
         "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
         "shown is a part of the attention.": parts,
         "Sinks stand beside the scores: they take a part of the weight and have no value.": (
-            found.sinks is not None and not parts
+            attention.sinks is not None and not parts
         ),
         f"The weights of {names.maps} maps become those of one head before they meet the values.": names.maps > 1,
         f"The heads are a loop: stages of a single head are those of the first of {number}, and so are their bytes "
-        "and FLOPs.": found.branches,
+        "and FLOPs.": attention.branches,
         f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
         "Weights are shown as softmax gives them, before dropout.": facts.drops(),
     }
-    return tuple(sentence for sentence, holds in said.items() if sentence and holds)
+    return tuple(sentence for sentence, holds in sentences.items() if sentence and holds)
 
 
-def _returns(seen: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
-    """What the module returned: its output, the weights where it gives them, anything else by its place."""
+def _returns(run: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
+    """Return what the module returned: its output, the weights where it gives them, anything else by its place."""
     returned = []
-    for place, (named, pattern) in enumerate(zip(seen.recording.outputs, axes.returned, strict=True)):
+    for place, (named, pattern) in enumerate(zip(run.recording.outputs, axes.returned, strict=True)):
         name = "output" if place == 0 else "weights" if pattern.endswith("query key") else named.name
         tensor = named.tensor
         returned.append(Returned(name, tensor.shape, pattern, tensor.dtype, *content.of(tensor)))
     return tuple(returned)
 
 
-def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
+def _op_lines(run: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
     known: dict[int, tuple[str, str]] = {}
-    for (found, _), patterns in zip(seen.attentions, axes.stages, strict=True):
-        for stage, tensor in found.stages.items():
+    for (attention, _), patterns in zip(run.attentions, axes.stages, strict=True):
+        for stage, tensor in attention.stages.items():
             known.setdefault(tensor.id, (stage, patterns[stage]))
 
     def operands(tensors: tuple[TensorRef, ...]) -> tuple[Operand, ...]:
         return tuple(Operand(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
 
     def stage_of(op: Op) -> str:
-        made = [t for t in op.outputs if seen.recording.producers.get(t.id) == op.index]
-        return ", ".join(known[t.id][0] for t in made if t.id in known)
+        ids = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]
+        return ", ".join(known[number][0] for number in ids if number in known)
 
     return tuple(
         OpLine(
             index=op.index,
-            name=seen.recording.name_of(op),
+            name=run.recording.name_of(op),
             module=op.module,
             source=op.source,
             inputs=operands(op.inputs),
@@ -301,12 +298,12 @@ def _op_lines(seen: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
             memory="view" if op.kind == "view" else "copy" if op.kind == "copy" else "new",
             stage=stage_of(op),
         )
-        for op in seen.recording.ops
+        for op in run.recording.ops
     )
 
 
 def _settings(op: Op) -> str:
-    """The arguments that are no tensors, as Python would write them."""
+    """Return the arguments that are no tensors, as Python would write them."""
     parts = [_written(value) for value in op.args if not _holds_tensor(value)]
     parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _holds_tensor(value)]
     return ", ".join(parts)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from ..layers.spec import Show
-from ..naming.canonical import own_axes
 from ..naming.kind import kinds_of, mask_notes
-from ..naming.subject import Run, State, Subject, run
+from ..naming.subject import Run, State, Subject
+from ..naming.subject import run as record
 from ..reports.common import Environment, LayerInfo
 from ..reports.failure import Failure
 from ..reports.trace import Trace
@@ -36,35 +36,34 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """
     with subject.settings():
         before = subject.state()
-        seen = _run(subject, show, keep, before)
-        seen = replace(seen, wider=subject.wider_run(seen))
-        made = report(
-            seen,
-            own_axes(seen),
+        run = _run(subject, show, keep, before)
+        run = replace(run, wider=subject.wider_run(run))
+        trace = report(
+            run,
             show,
-            kinds=kinds_of(seen),
+            kinds=kinds_of(run),
             environment=environment_of(subject),
             layer=layer_of(subject),
         )
-        notes = (*mask_notes(seen, subject.leaves(seen.recording)), *_of_numbers(subject, before, seen, keep))
-    absent = show.without_numbers(made.environment.device)
-    return replace(made, notes=(*made.notes, *notes, *absent, *subject.notes)), seen
+        notes = (*mask_notes(run, subject.leaves(run.recording)), *_of_numbers(subject, before, run, keep))
+    absent = show.without_numbers(trace.environment.device)
+    return replace(trace, notes=(*trace.notes, *notes, *absent, *subject.notes)), run
 
 
-def of_block(seen: Run, failed: tuple[Failure, int] | None) -> Trace:
+def of_block(run: Run, failed: tuple[Failure, int] | None) -> Trace:
     """Return the trace of what ran in a block of somebody's code, of which nothing is known but the recording.
 
     `failed` is how the block ended, and how many attentions were complete by then; None where it did not raise.
     """
     environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
-    kinds = kinds_of(seen)
-    made = report(seen, own_axes(seen), Show(), environment=environment, layer=layer, kinds=kinds)
-    made = replace(made, notes=(*made.notes, *mask_notes(seen, {})))
-    return made if failed is None else replace(made, attentions=made.attentions[: failed[1]], failure=failed[0])
+    kinds = kinds_of(run)
+    trace = report(run, Show(), environment=environment, layer=layer, kinds=kinds)
+    trace = replace(trace, notes=(*trace.notes, *mask_notes(run, {})))
+    return trace if failed is None else replace(trace, attentions=trace.attentions[: failed[1]], failure=failed[0])
 
 
 def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> tuple[str, ...]:
-    """Return what becomes of queries without keys, or else where NaN begins: one more run keeps what is made."""
+    """Return what becomes of queries without keys, or else where NaN begins: one more run keeps every tensor."""
     blind = blind_attention(run)
     if blind is None:
         return nan_note(subject, before, run, kept=keep)
@@ -73,16 +72,16 @@ def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> tuple[
 
 
 def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:
-    """The run. Raises `ForwardError` where the forward raises."""
-    seen = run(subject.module, subject.args, subject.kwargs, keep=keep)
-    if seen.error is None:
-        return seen
+    """Return the run. Raises `ForwardError` where the forward raises."""
+    run = record(subject.module, subject.args, subject.kwargs, keep=keep)
+    if run.error is None:
+        return run
     from .failure.report import forward_error
 
-    cause: Exception | None = seen.error
-    failure = forward_error(subject, seen, show, before)
+    cause: Exception | None = run.error
+    failure = forward_error(subject, run, show, before)
     try:
         raise failure from (None if failure is cause else cause)
     finally:
         # The error's traceback leads to this frame: what led back to the error would keep its tensors.
-        del seen, cause, failure
+        del run, cause, failure

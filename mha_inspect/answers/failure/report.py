@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
-from ...naming.canonical import own_axes
 from ...naming.subject import Run, State, Subject, run
 from ...record.arguments import with_copies
 from ...record.ops import Op, Recording, TensorRef
@@ -94,7 +93,6 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
         del error  # its traceback leads to this frame
     trace = report(
         failed,
-        own_axes(failed),
         replace(show, stats=False, values=False),
         environment=environment_of(subject),
         layer=layer_of(subject),
