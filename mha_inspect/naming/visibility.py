@@ -6,6 +6,7 @@ or not tensors are kept. On meta, and where a kernel has too many scores, there 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -37,20 +38,21 @@ def sees(weights: Tensor, scores: Tensor | None = None) -> Tensor:
     return seen.any(1)
 
 
-def is_causal(seen: Tensor, shifts: tuple[int, ...] = ()) -> bool:
+def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
     """Return whether no query sees behind its own position, and some see that: of a bool `query key`.
 
-    Queries are the first or the last of more keys, as with a cache, or begin at one of the keys in `shifts`. Where no
-    query at all sees a later key it is padding that masks them.
+    The queries begin at one of the keys in `shifts`; where none are given they are the first or the last of more keys,
+    as with a cache. Where no query at all sees a later key it is padding that masks them.
     """
     queries, keys = seen.shape
     if queries < 2 or keys < 2:
         return False
+    shifts = {0, max(keys - queries, 0)} if shifts is None else shifts
     return any(
         bool(seen.any(0)[1 + shift :].any())
         and not bool(seen.triu(1 + shift).any())
         and bool(seen.diagonal(shift).any())
-        for shift in {0, max(keys - queries, 0), *shifts}
+        for shift in shifts
     )
 
 
@@ -88,11 +90,32 @@ def is_causal_attention(graph: Graph, found: Attention, names: AxisNames) -> boo
     known = visibility(graph, found, names)
     if known is None or known.seen is None:
         return any(_is_cut(graph, tensor) for op in found.masks for tensor in masks_of(graph, found, op))
-    shifts = tuple(range(0, keys - queries + 1, queries)) if names.num_windows > 1 else ()
+    if names.num_windows > 1:
+        return is_causal(known.seen, _shifts_of_windows(graph, found, names))
     # Keys of the layer's own have no position; nor have sinks, which stand beside the scores.
     given = _given_keys(found, names) or keys
     first, last = known.seen[:, :given], known.seen[:, -given:]
-    return any(is_causal(part, shifts) for part in (known.seen, first, last))
+    return any(is_causal(part) for part in (known.seen, first, last))
+
+
+def _shifts_of_windows(graph: Graph, found: Attention, names: AxisNames) -> list[int]:
+    """Return the keys at which the queries of a window may begin: among those beside it, which the first has not all.
+
+    With `[before, own, after]` for keys the first window sees none of those before, and so shows where its own begin.
+    """
+    queries, keys = names.lengths
+    starts = list(range(0, keys - queries + 1, queries))
+    dims = dims_of(names.of_stage("weights"))
+    sight = _noted(graph, found)
+    if sight is None or ["windows"] not in dims or ["key"] not in dims:
+        return starts
+    window, key = dims.index(["windows"]), dims.index(["key"])
+    pair = sight.pairs.get((min(window, key), max(window, key)))
+    if pair is None:
+        return starts
+    seen = (pair if window < key else pair.T)[0].nonzero()
+    start = int(seen[0]) // queries * queries if len(seen) else 0
+    return [start] if start else starts
 
 
 def _given_keys(found: Attention, names: AxisNames) -> int | None:
