@@ -16,7 +16,7 @@ from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.drawing import Plan
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.errors import DoesNotFitError, InputError, MhaInspectError, SpecError
+from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
 
 STYLES = str(Path(__file__).parent / "styles.py")
@@ -176,6 +176,9 @@ def test_shapes_as_they_are_read():
 def test_a_shape_for_no_argument_of_the_forward():
     with pytest.raises(SpecError, match=r"names quary, .*values, keys, query, mask\. Did you mean query\?"):
         call(target("Tutorial"), ("quary=2x3x14",))
+    with pytest.raises(SpecError) as refused:
+        call(target("Configured"), ("\u202ex=2x3",))
+    assert str(refused.value).isprintable()
 
 
 def test_tensors_from_a_file(tmp_path):
@@ -233,19 +236,11 @@ def test_a_forward_of_nothing_but_stars():
     assert tuple(made.args[0].shape) == (3, 5, 7)
 
 
-def test_a_dict_of_errors_is_printable():
-    with pytest.raises(MhaInspectError) as refused:
-        call(target("Configured"), ("\u202ex=2x3",))
-    assert str(refused.value).isprintable()
-
-
 @pytest.mark.parametrize(
     ("held", "asked", "said"),
     [
         ({"query": torch.zeros(3, 5, 12)}, "input", r"embed_dim 14.*Try --embed-dim 12"),
-        ({"query": torch.zeros(3, 5, 14), "key": torch.zeros(2, 5, 14)}, "input", "3, 2 and 2"),
         (torch.zeros(7, 5, dtype=torch.bool), "attn_mask", r"`query key` \[5, 7\].*mask.T"),
-        (torch.eye(5, 7), "attn_mask", "float32 numbers 0 and 1"),
     ],
 )
 def test_files_for_torchs_layer_are_checked_as_for_the_layer_of_that_name(held, asked, said, tmp_path):
@@ -255,14 +250,6 @@ def test_files_for_torchs_layer_are_checked_as_for_the_layer_of_that_name(held, 
     lengths = {} if asked == "input" else {"key_len": 7}
     with pytest.raises(InputError, match=said):
         call(layer, **{asked: file}, **lengths)
-
-
-def test_a_mask_of_torchs_layer_is_merged_with_the_causal_one(tmp_path):
-    file, barred = tmp_path / "mask.pt", torch.zeros(5, 5, dtype=torch.bool)
-    barred[4, 1] = True
-    torch.save(barred, file)
-    made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), attn_mask=file, causal=True)
-    assert torch.equal(made.kwargs["attn_mask"], barred | torch.ones(5, 5).triu(1).bool())
 
 
 def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
