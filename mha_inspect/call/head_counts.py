@@ -20,10 +20,7 @@ from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..naming.subject import Subject
 from ..record.arguments import copy_module
 from ..text import a_kind, did_you_mean
-from .call import Call
 from .load import layer_called, load_layer, require_memory_of_layer
-from .part import layer_inputs
-from .triple import Triple
 
 
 def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
@@ -42,7 +39,7 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     """
     if not heads:
         raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
-    known = [one.name for cls in (AttentionSpec, InputSpec, RunSpec) for one in fields(cls) if one.name != "num_heads"]
+    known = [f.name for cls in (AttentionSpec, InputSpec, RunSpec) for f in fields(cls) if f.name != "num_heads"]
     for name in settings:
         if name not in known:
             raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
@@ -77,26 +74,20 @@ def layers_with_heads(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
-    for one in specs:
-        require_memory_of_layer(one, inputs, run)
+    for each in specs:
+        require_memory_of_layer(each, inputs, run)
     base = load_layer(specs[0], inputs, run, layer)
-    call = Call(base.args, base.kwargs, "")
-    given = layer_inputs(base.module, call)
-    return [
-        (base.made_with["num_heads"], base),
-        *((s.num_heads, _beside(base, s, inputs, run, given)) for s in specs[1:]),
-    ]
+    others = [layer_called(_like(base.module, each, layer, run), each, inputs, run, layer) for each in specs[1:]]
+    return [(each.num_heads, subject) for each, subject in zip(specs, (base, *others), strict=True)]
 
 
-def _beside(base: Subject, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, given: Triple) -> Subject:
-    """Return the layer with another head count, and the same inputs."""
-    kind = find_layer(base.layer)
+def _like(base: nn.Module, spec: AttentionSpec, layer: str, run: RunSpec) -> nn.Module:
+    """Return a layer, without numbers where the baseline's parameters fit into it."""
+    kind = find_layer(layer)
     with blank():
         module = kind.build(spec, run.device)
-    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (module, base.module))
-    if shapes != of_base:
-        module = kind.build(spec, run.device)
-    return layer_called(module, spec, inputs, run, base.layer, given)
+    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (module, base))
+    return module if shapes == of_base else kind.build(spec, run.device)
 
 
 def modules_with_heads(

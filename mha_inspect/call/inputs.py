@@ -52,8 +52,6 @@ class Asked:
     """Tokens of a text, `batch seq`: the forward's `input_ids`."""
     given: Triple | None = None
     """Query, key and value of another forward, laid out as this one takes them."""
-    blank: Tensor | None = None
-    """An attention mask of another size: one like it that masks nothing out is taken."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
@@ -129,7 +127,7 @@ class _Recipe:
     def masks(self, inputs: InputSpec, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return masks by name, and the flags of which nothing tells how the forward takes their masks."""
         if self.target.masks is not None:
-            return of_layer(self.forward, self.target, inputs, values, self.asked.blank), ()
+            return of_layer(self.forward, self.target, inputs, values), ()
         # Where its constructor took --causal, it has a mask of its own.
         module, is_typed = self.forward.module, "causal" in self.asked.flags.typed
         is_built = any(bool(getattr(module, name, False)) for name in ("causal", "is_causal", "masked"))

@@ -17,7 +17,7 @@ from ..layers.catalog import find_layer
 from ..layers.settings import check_settings
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..naming.subject import Subject
-from .call import Call, TargetFailedError, explained
+from .call import Call, TargetFailedError, explaining
 from .inputs import Asked, make_call
 from .triple import Triple
 
@@ -68,16 +68,14 @@ def layer_called(
     subject = replace(subject_of(target, call, spec.seed, run.grad), label=layer, layer=layer, notes=(), hint="")
     if 1 not in (spec.num_heads, spec.head_dim, spec.embed_dim, spec.key_width, spec.value_width):
         return subject
-    small, few = (
-        _small(spec),
-        InputSpec(
-            batch=1 if inputs.unbatched else 7,
-            seq_len=11,
-            key_len=None if inputs.key_len is None else 13,
-            unbatched=inputs.unbatched,
-            causal=inputs.causal or inputs.attn_mask is not None,
-            padding=(2,) if inputs.padding else (),
-        ),
+    small = _small(spec)
+    few = InputSpec(
+        batch=1 if inputs.unbatched else 7,
+        seq_len=11,
+        key_len=None if inputs.key_len is None else 13,
+        unbatched=inputs.unbatched,
+        causal=inputs.causal or inputs.attn_mask is not None,
+        padding=(2,) if inputs.padding else (),
     )
 
     def wider(_: nn.Module) -> Subject:
@@ -118,22 +116,19 @@ def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: C
     module = target.module
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise InputError(f"{target.name} has no forward, and its inside is seen in a call. Name a module that has one.")
-    lazy = any(map(is_lazy, module.parameters()))
     call = like or make_call(target, asked)
-    if lazy:
-        own = subject_of(target, call, asked.seed)
+    if any(map(is_lazy, module.parameters())):
         try:
-            with torch.no_grad():
-                own.plain()
-        except Exception as error:
-            told = explained(error, own)
-            if not (may_fail and isinstance(told, TargetFailedError)):
-                raise told from error
+            with torch.no_grad(), explaining(subject := subject_of(target, call, asked.seed)):
+                subject.plain()
+        except TargetFailedError:
+            if not may_fail:
+                raise
     return call
 
 
 def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) -> Subject:
-    """A target with what its forward is called with, every run of it seeded."""
+    """Return a target with what its forward is called with, every run of it seeded."""
     return replace(
         call.of(target.module),
         label=target.name,

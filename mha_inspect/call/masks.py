@@ -171,42 +171,26 @@ def in_style(mask: Tensor | None, style: MaskStyle, dtype: torch.dtype, layer: s
 
 
 def of_pair(
-    forward: Forward,
-    inputs: InputSpec,
-    query: Tensor,
-    key: Tensor,
-    padded: Tensor,
-    heads: int,
-    blank: Tensor | None = None,
+    forward: Forward, inputs: InputSpec, query: Tensor, key: Tensor, padded: Tensor, heads: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of scores between query and key, and that of the padded keys; None for what nobody asked for.
-
-    In the place of a `blank` mask of another size comes one like it that masks nothing out.
-    """
+    """Return the mask of scores between query and key, and that of the padded keys; None for what nobody asked for."""
     unbatched = query.dim() == 2
     length = 0 if unbatched or not forward.batch_first else 1
     batch = 1 if unbatched else query.shape[1 - length]
     inputs = replace(inputs, unbatched=True, batch=1) if unbatched else inputs
     sizes = MaskSizes(batch, heads, query.shape[length], key.shape[length])
-    if blank is None:
-        scores = attention_mask(inputs, sizes, forward.dtype, forward.device)
-    else:
-        shape = (batch * heads, sizes.query, sizes.key)[3 - blank.dim() :]
-        dtype = torch.bool if blank.dtype == torch.bool else forward.dtype
-        scores = torch.zeros(shape, dtype=dtype, device=forward.device)
+    scores = attention_mask(inputs, sizes, forward.dtype, forward.device)
     return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
 
 
-def of_layer(
-    forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], blank: Tensor | None
-) -> dict[str, Any]:
+def of_layer(forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the masks of a layer of the catalog, in its style."""
     assert target.spec is not None
     assert target.masks is not None
     tensors = {name: values[name] for name in forward.parameters if isinstance(values.get(name), Tensor)}
     query = next(iter(tensors.values()))
     key = next((tensor for name, tensor in tensors.items() if forward.kind(name) in ("key", "other")), query)
-    pair = of_pair(forward, inputs, query, key, key, target.spec.num_heads, blank)
+    pair = of_pair(forward, inputs, query, key, key, target.spec.num_heads)
     if target.masks == "apart":
         return dict(zip(("attn_mask", "key_padding_mask"), apart(*pair), strict=True))
     mask = merged(*pair, None if inputs.unbatched else query.shape[0])
