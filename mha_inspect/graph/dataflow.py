@@ -113,6 +113,11 @@ class Graph:
         weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
         return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
 
+    @cached_property
+    def calls_of_products(self) -> frozenset[int]:
+        """The calls that multiply matrices: what moves a factor for one belongs to it."""
+        return frozenset(op.call for op in self.recording.ops if op.does("product"))
+
     # -- what an operation is -----------------------------------------------------------------------------------------
 
     def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:

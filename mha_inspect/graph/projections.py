@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ..record.ops import Op, TensorRef
 from .axis import setting
 from .dataflow import Graph, inside
 from .dimensions import Axis, wide
 from .pairing import mixing_of
+
+_MOST_BEFORE = 3
+"""Projections one before the other that lead to that of the heads."""
 
 
 @dataclass(frozen=True)
@@ -22,157 +25,156 @@ class Projection:
     """Projections down to something narrower that came before, in order."""
 
 
-class Projections:
-    """Finds projections in one recording."""
+def projections_behind(
+    graph: Graph, heads: Mapping[str, TensorRef], module: str, positions: Mapping[str, set[Axis]]
+) -> dict[str, Projection]:
+    """Return the projections of query, key and value, those that there are.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._recording = graph.recording
+    Args:
+        graph: the dataflow.
+        heads: the heads of queries, keys and values by the names of their stages.
+        module: path of the module that computes the scores.
+        positions: the axes that each of the three is counted along.
+    """
+    query = _projection(graph, heads["q_heads"], module, set()) if "q_heads" in heads else None
+    like = None if query is None else _origin(graph, query.op)
+    nearest = {"query": query} | {
+        name: _projection(graph, heads[f"{name[0]}_heads"], module, positions[name], like)
+        for name in ("key", "value")
+        if f"{name[0]}_heads" in heads
+    }
+    ends = {name: end for name, end in nearest.items() if end and not _is_a_step(graph, end, positions[name])}
+    for name, end in ends.items():
+        others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
+        ends[name] = replace(end, earlier=_earlier(graph, end.op, module, others))
+    return ends
 
-    def behind(
-        self, stages: dict[str, TensorRef], module: str, positions: dict[str, set[Axis]]
-    ) -> dict[str, Projection]:
-        """The projections of query, key and value, those that there are; none of a recurrence's steps is one."""
-        query = self._projection(stages["q_heads"], module, set()) if "q_heads" in stages else None
-        like = None if query is None else self._origin(query.op)
-        found = {"query": query} | {
-            name: self._projection(stages[f"{name[0]}_heads"], module, positions[name], like)
-            for name in ("key", "value")
-            if f"{name[0]}_heads" in stages
-        }
-        ends = {name: end for name, end in found.items() if end and not self._is_a_step(end, positions[name])}
-        for name, end in ends.items():
-            others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
-            ends[name] = self._with_earlier(end, module, others)
-        return ends
 
-    def put_before(self, stages: dict[str, TensorRef], ends: dict[str, Projection]) -> dict[str, Op]:
-        """Put the projections and what they project before the heads; return their products."""
-        before: dict[str, TensorRef] = {}
-        for name, end in ends.items():
-            op = end.earlier[0] if end.earlier else end.op
-            source = self._graph.before_flattening(self._graph.before_call(op, self._graph.projected(op)), op.module)
-            origin = self._graph.before_moves(source)
-            before[name] = origin if origin.id in self._recording.input_ids else source
-        projected = {f"{name[0]}_proj": self._projected(name, ends) for name in ends}
-        heads = dict(stages)
-        stages.clear()
-        stages.update(before)
-        stages.update(projected)
-        stages.update(heads)
-        return {name: end.op for name, end in ends.items()}
+def with_projections(
+    graph: Graph, heads: Mapping[str, TensorRef], ends: Mapping[str, Projection]
+) -> dict[str, TensorRef]:
+    """Return the stages up to the heads: what is projected, what comes of it, and the heads."""
+    given: dict[str, TensorRef] = {}
+    for name, end in ends.items():
+        op = end.earlier[0] if end.earlier else end.op
+        source = graph.before_flattening(graph.before_call(op, graph.projected(op)), op.module)
+        origin = graph.before_moves(source)
+        given[name] = origin if origin.id in graph.recording.input_ids else source
+    return {**given, **{f"{name[0]}_proj": _projected(graph, name, ends) for name in ends}, **heads}
 
-    def _through(self, op: Op) -> bool:
-        """What may stand between a projection and heads."""
-        return not self._graph.operands(op) and (
-            op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
-        )
 
-    def _origin(self, op: Op) -> int:
-        """The id of what a projection projects, before it was moved about."""
-        return self._graph.before_moves(self._graph.projected(op)).id
+def _passes(graph: Graph, op: Op) -> bool:
+    """Return whether this may stand between a projection and heads."""
+    return not graph.operands(op) and (
+        op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
+    )
 
-    def _projection(
-        self, heads: TensorRef, module: str, positions: set[Axis], like: int | None = None
-    ) -> Projection | None:
-        """The nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
 
-        Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
-        that gives `positions` makes fewer keys of many, and is passed where the features come from another.
-        """
-        nearest: Projection | None = None
-        along: Projection | None = None
-        for step in self._graph.back(heads, lambda op: self._through(op) or self._gives(op, positions)):
-            op = self._recording.producer(step.tensor)
-            if op is None or not self._graph.is_projection(op):
-                continue
-            end = Projection(op, tuple(reversed(step.path)))
-            if self._gives(op, positions):
-                along = along or end
-            elif nearest is None:
-                own = inside(op.module, module)
-                if not own and (along or any(passed.does("norms") for passed in step.path)):
-                    break
-                nearest = end
-                added = like is not None and any(map(self._adds, step.path)) and not self._is_of(end, like)
-                if not added and not any(passed.base_name == "cat" for passed in step.path):
-                    break
-            elif self._is_of(end, like) or (inside(op.module, module) and self._feeds(nearest.op, op)):
-                return end
-        return nearest or along
+def _origin(graph: Graph, op: Op) -> int:
+    """Return the id of what a projection projects, before it was moved about."""
+    return graph.before_moves(graph.projected(op)).id
 
-    def _is_a_step(self, end: Projection, positions: set[Axis]) -> bool:
-        """Whether this makes one position of many that are put side by side, as each step of a recurrence does."""
-        for op in end.path:
-            if op.base_name in ("cat", "stack") and len(op.inputs) > 2:
-                joined = self._graph.dimensions.of(op.output)[setting(op, 1, "dim", 0) % len(op.output.shape)]
-                if set(joined) & positions and self._graph.leads_to(op.inputs[0], op.inputs[1]):
-                    return True
-        return False
 
-    def _gives(self, op: Op, positions: set[Axis]) -> bool:
-        """Whether a projection makes positions, and no features."""
-        mixing = mixing_of(self._graph, op) if positions else None
-        dim = () if mixing is None else self._graph.dimensions.of(op.output)[mixing.place]
-        given = set(wide(dim))
-        return bool(given) and given <= positions
+def _projection(
+    graph: Graph, heads: TensorRef, module: str, positions: set[Axis], like: int | None = None
+) -> Projection | None:
+    """Return the nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
 
-    def _adds(self, op: Op) -> bool:
-        """Whether this adds up two tensors that come from what is given."""
-        return op.base_name.rstrip("_") == "add" and sum(map(self._graph.comes_from_inputs, op.inputs)) > 1
-
-    def _is_of(self, end: Projection, like: int | None) -> bool:
-        """Whether a projection, one of several that are added up, projects a tensor, by its id."""
-        return self._origin(end.op) == like and any(map(self._adds, end.path))
-
-    def _feeds(self, first: Op, second: Op) -> bool:
-        """Whether one projection projects what another gives."""
-        steps = self._graph.back(self._graph.projected(second), self._through) if first is not second else ()
-        return any(self._recording.producer(step.tensor) is first for step in steps)
-
-    def _with_earlier(self, end: Projection, module: str, others: set[int]) -> Projection:
-        """With the projections before it, down to something narrower, in the same module and for this side alone."""
-        earlier: list[Op] = []
-        op = end.op
-        while len(earlier) < 3:
-            latent = self._graph.projected(op)
-            found = self._projection(latent, module, set())
-            if found is None or not inside(found.op.module, module) or not latent.shape:
+    Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
+    that gives `positions` makes fewer keys of many, and is passed where the features come from another.
+    """
+    nearest: Projection | None = None
+    of_positions: Projection | None = None
+    for step in graph.back(heads, lambda op: _passes(graph, op) or _gives(graph, op, positions)):
+        op = graph.recording.producer(step.tensor)
+        if op is None or not graph.is_projection(op):
+            continue
+        end = Projection(op, tuple(reversed(step.path)))
+        if _gives(graph, op, positions):
+            of_positions = of_positions or end
+        elif nearest is None:
+            outside = not inside(op.module, module)
+            if outside and (of_positions or any(passed.does("norms") for passed in step.path)):
                 break
-            source = self._graph.projected(found.op)
-            narrow = latent.shape[-1] < min(source.shape[-1], op.output.shape[-1])
-            if not narrow or found.op.index in others or adds_up(found.path):
+            nearest = end
+            added = like is not None and _adds_activations(graph, end.path) and _origin(graph, op) != like
+            if not added and not any(passed.base_name == "cat" for passed in step.path):
                 break
-            earlier.insert(0, found.op)
-            op = found.op
-        return Projection(end.op, end.path, tuple(earlier))
-
-    def _projected(self, name: str, ends: dict[str, Projection]) -> TensorRef:
-        """What a projection gives: the end of its call, or where it is shared, what is unpacked for this one alone."""
-        end = ends[name]
-        whole = self._graph.after_projection(end.op)
-        others = [other.path for side, other in ends.items() if side != name and other.op is end.op]
-        if not others:
-            return whole
-        shared = {op.index for path in others for op in path}
-        last = max((place for place, op in enumerate(end.path) if op.index in shared), default=-1)
-        after = end.path[last + 1] if last + 1 < len(end.path) else None
-        if after is None:
-            return whole
-        # A split hands a piece to each of them, and is shared; what comes next reads its piece. Slices are not.
-        splitting = end.path[last] if last >= 0 and len(end.path[last].outputs) > 1 else None
-        if splitting is not None:
-            pieces = {tensor.id for tensor in splitting.outputs}
-            own = next((tensor for tensor in after.inputs if tensor.id in pieces), None)
         else:
-            own = after.output if self._graph.moves(after) else None
-        # Where heads are already apart from their features it is not the projection any more.
-        merged = own is not None and len(own.shape) <= len(whole.shape) and own.shape[:-1] == whole.shape[:-1]
-        return own if own is not None and merged else whole
+            summand = _adds_activations(graph, end.path) and _origin(graph, op) == like
+            if summand or (inside(op.module, module) and _feeds(graph, nearest.op, op)):
+                return end
+    return nearest or of_positions
+
+
+def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:
+    """Return whether this makes one position of many that are put side by side, as each step of a recurrence does."""
+    for op in end.path:
+        if op.base_name in ("cat", "stack") and len(op.inputs) > 2:
+            joined = graph.dimensions.of(op.output)[setting(op, 1, "dim", 0) % len(op.output.shape)]
+            if set(joined) & positions and graph.leads_to(op.inputs[0], op.inputs[1]):
+                return True
+    return False
+
+
+def _gives(graph: Graph, op: Op, positions: set[Axis]) -> bool:
+    """Return whether a projection makes positions, and no features."""
+    mixing = mixing_of(graph, op) if positions else None
+    given = set() if mixing is None else set(wide(graph.dimensions.of(op.output)[mixing.place]))
+    return bool(given) and given <= positions
+
+
+def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
+    """Return whether two tensors that come from what is given are added up on the way."""
+    added = (op for op in path if op.base_name.rstrip("_") == "add")
+    return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
 
 
 def adds_up(path: Iterable[Op]) -> bool:
-    """Whether two tensors of one size are added up on the way."""
-    return any(
-        op.base_name.rstrip("_") == "add" and sum(t.numel == op.output.numel for t in op.inputs) > 1 for op in path
-    )
+    """Return whether two tensors of one size are added up on the way."""
+    added = (op for op in path if op.base_name.rstrip("_") == "add")
+    return any(sum(tensor.numel == op.output.numel for tensor in op.inputs) > 1 for op in added)
+
+
+def _feeds(graph: Graph, first: Op, second: Op) -> bool:
+    """Return whether one projection projects what another gives."""
+    steps = graph.back(graph.projected(second), lambda op: _passes(graph, op)) if first is not second else ()
+    return any(graph.recording.producer(step.tensor) is first for step in steps)
+
+
+def _earlier(graph: Graph, op: Op, module: str, others: set[int]) -> tuple[Op, ...]:
+    """Return the projections before one, down to something narrower, in the same module and for this side alone."""
+    earlier: list[Op] = []
+    while len(earlier) < _MOST_BEFORE:
+        latent = graph.projected(op)
+        before = _projection(graph, latent, module, set())
+        if before is None or not inside(before.op.module, module) or not latent.shape:
+            break
+        narrow = latent.shape[-1] < min(graph.projected(before.op).shape[-1], op.output.shape[-1])
+        if not narrow or before.op.index in others or adds_up(before.path):
+            break
+        op = before.op
+        earlier.insert(0, op)
+    return tuple(earlier)
+
+
+def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> TensorRef:
+    """Return what a projection gives: the end of its call, or where it is shared, what is unpacked for this one alone.
+
+    In `q, k, v = linear(x).chunk(3, -1)` that is the piece of each of them.
+    """
+    path = ends[name].path
+    whole = graph.after_projection(ends[name].op)
+    others = [other.path for side, other in ends.items() if side != name and other.op is ends[name].op]
+    shared = {op.index for other in others for op in other}
+    last = max((place for place, op in enumerate(path) if op.index in shared), default=-1)
+    if not others or last + 1 == len(path):
+        return whole
+    after = path[last + 1]
+    # A split hands a piece to each of them, and is shared; what comes next reads its piece. Slices are not.
+    if last >= 0 and len(path[last].outputs) > 1:
+        part = next((tensor for tensor in after.inputs if tensor in path[last].outputs), whole)
+    else:
+        part = after.output if graph.moves(after) else whole
+    # Where heads are already apart from their features it is not the projection any more.
+    return part if len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1] else whole

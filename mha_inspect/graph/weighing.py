@@ -27,8 +27,10 @@ class Weighing:
     """Which dimension of them is the keys."""
     ops: tuple[Op, ...]
     """What makes weights of them, in order: the last gives the weights."""
-    behind: Meeting
-    ahead: Meeting
+    scores: Meeting
+    """What made the scores."""
+    values: Meeting
+    """Where the weights meet the values."""
 
 
 def find_weighings(graph: Graph, attentions: Iterable[Attention]) -> Iterator[Weighing]:

@@ -13,7 +13,7 @@ from itertools import islice
 from ...graph.dataflow import Graph
 from ...graph.pairing import as_written, score_product
 from ...graph.products import Product
-from ...graph.projections import Projections
+from ...graph.projections import projections_behind, with_projections
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.subject import Run
@@ -215,8 +215,8 @@ def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dic
             tensor, swaps = op.inputs[0], False
             sides[tensor.id] = side
         heads[f"{role[0]}_heads"] = tensor
-    projections, stages = Projections(graph), dict(heads)
-    projections.put_before(stages, projections.behind(stages, "", {role: set() for role in ("query", *factors)}))
+    ends = projections_behind(graph, heads, "", {role: set() for role in ("query", *factors)})
+    stages = with_projections(graph, heads, ends)
     for name, tensor in stages.items():
         # One product may serve all three: then it is nobody's own.
         side = side_of_stage(name)
