@@ -140,12 +140,10 @@ def test_the_values_are_those_of_torchs_own_layer(invoke: Callable[..., Any], tm
     torch.testing.assert_close(returned[1], weights.detach())
 
 
-def test_a_size_that_no_machine_has_is_refused_with_the_one_that_fits(invoke: Callable[..., Any]) -> None:
+def test_a_size_that_no_machine_has_is_refused_at_once(invoke: Callable[..., Any]) -> None:
     line = "trace --embed-dim 64 --num-heads 8 --seq-len 3000000"
     code, out, err = invoke(*line.split())
     assert (code, out) == (3, "")
     assert len(err.splitlines()) <= 2
-    found = re.search(r"needs about ([\d.]+ \wiB) and ([\d.]+ \wiB) are free on cpu\. .*fits is (\d+)\.", err)
-    assert found is not None
-    assert 1 <= int(found[3]) < 3_000_000
+    assert re.search(r"seq_len 3000000 needs about [\d.]+ \wiB and [\d.]+ \wiB are free on cpu\.", err)
     assert invoke(*line.split(), "--device", "meta").code == 0

@@ -90,8 +90,11 @@ def _typed(text: str, kind: type) -> bool | int | float:
 def _named_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
     """Return what the text names in the target's module or in torch, the literal that it is, or the text."""
     first, *rest = text.split(".")
+    torch = sys.modules["torch"]
+    if isinstance(getattr(torch, text, None), torch.dtype):
+        return getattr(torch, text)
     with suppress(KeyError, AttributeError):
-        value = reduce(getattr, rest, {"torch": sys.modules["torch"], **namespace}[first])
+        value = reduce(getattr, rest, {"torch": torch, **namespace}[first])
         if not isinstance(value, types.ModuleType):
             return value
     with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

