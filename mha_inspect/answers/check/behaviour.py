@@ -25,20 +25,18 @@ _OTHER_KERNELS = 20.0
 def inputs(bench: Bench) -> Iterator[Finding]:
     """Yield arguments that the forward wrote into."""
     before = dict(tensors_in(argument_names(bench.module, *bench.given.of_call({}))))
-    told = set()
-    for known, tensor in tensors_in(argument_names(bench.module, *bench.base.after)):
-        if tensor.shape != before[known].shape or torch.equal(tensor.nan_to_num(), before[known].nan_to_num()):
-            continue
-        if id(tensor) in told or known.split(".")[0] == bench.intent.cache:
-            continue
-        told.add(id(tensor))
-        recording = bench.recorded.recording
-        storages = {named.tensor.storage for named in recording.inputs if named.name == known}
+    changed: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in tensors_in(argument_names(bench.module, *bench.base.after)):
+        same = tensor.shape != before[name].shape or torch.equal(tensor.nan_to_num(), before[name].nan_to_num())
+        if not same and name.split(".")[0] != bench.intent.cache:
+            changed.setdefault(id(tensor), (name, tensor))
+    for name, tensor in changed.values():
+        storages = {named.tensor.storage for named in bench.recorded.recording.inputs if named.name == name}
         yield Finding(
             "inputs",
-            f"The forward writes into its argument {known}.",
-            f"{int((tensor != before[known]).sum())} of {tensor.numel()} numbers are others after the run.",
-            sure=tensor.is_floating_point() and "mask" not in known and "cache" not in known,
+            f"The forward writes into its argument {name}.",
+            f"{int((tensor != before[name]).sum())} of {tensor.numel()} numbers are others after the run.",
+            sure=tensor.is_floating_point() and "mask" not in name and "cache" not in name,
             source=next((op.source for op in _writes(bench) if op.inputs[0].storage in storages), ""),
             fix="write into a copy: x = x + ..., not x += ....",
         )
@@ -60,11 +58,11 @@ def batch(bench: Bench) -> Iterator[Finding]:
     if source.rows < 2:
         yield from _leaks(bench, {0: _moved_of_two(bench, source.batch)}, source)
         return
-    found = list(_leaks(bench, reach_of_tokens(bench), source))
-    yield from found
-    for place, moved in reach_of_others(bench).items() if not found else ():
-        other = bench.sources[place]
-        yield from _leaks(bench, {other.length // 2: moved}, other)
+    findings = list(_leaks(bench, reach_of_tokens(bench), source))
+    yield from findings
+    for place, moved in reach_of_others(bench).items() if not findings else ():
+        further = bench.sources[place]
+        yield from _leaks(bench, {further.length // 2: moved}, further)
 
 
 def _moved_of_two(bench: Bench, axis: int) -> Tensor:
@@ -121,17 +119,12 @@ def _leaks(bench: Bench, reach: Mapping[int, Tensor], source: Source) -> Iterato
         f"Token {place} of row 0 of {source.names[0]} was changed, and the output of row {row + 1} moved at position "
         f"{position} by {float(moved[row + 1, position]):.3g}; {others} of {len(moved) - 1} other rows moved."
     )
-    yield Finding("batch", sentence, evidence, sure, _line(bench), fix=fix)
+    yield Finding("batch", sentence, evidence, sure, bench.scores_line, fix=fix)
 
 
 def _moves_beside(moved: Tensor, place: int) -> bool:
     """Whether anything moves at other positions: `batch position`."""
     return bool((moved[:, torch.arange(moved.shape[1]) != place] > 0).any())
-
-
-def _line(bench: Bench) -> str:
-    found = bench.recorded.attentions
-    return found[0][0].score_product.op.source if found else ""
 
 
 def mixing(bench: Bench) -> Iterator[Finding]:
@@ -151,15 +144,15 @@ def mixing(bench: Bench) -> Iterator[Finding]:
             f"Tokens {', '.join(map(str, reach))} of {source.names[0]} were changed one by one, and no other position "
             "of the output moved, by one bit.",
             sure=not all(sight.alone for sight in bench.sights),
-            source=_line(bench),
+            source=bench.scores_line,
             fix="positions must be the last but one dimension of q, k, v: transpose(1, 2) after the heads are split.",
         )
         return
-    every = bench.sights
-    if not every or not all(sight.open and sight.queries == source.length == sight.keys for sight in every):
+    sights = bench.sights
+    if not sights or not all(sight.open and sight.queries == source.length == sight.keys for sight in sights):
         return
     # A weight that is next to nothing moves nothing: the softmax is saturated.
-    counts = torch.stack([sight.heavy for sight in every]).all(0)
+    counts = torch.stack([sight.heavy for sight in sights]).all(0)
     deaf = [(p, int(i)) for p, moved in reach.items() for i in (~(moved[0] > 0) & counts[:, p]).nonzero()]
     if deaf:
         place, position = deaf[0]
@@ -168,7 +161,7 @@ def mixing(bench: Bench) -> Iterator[Finding]:
             f"Tokens that no mask keeps apart never meet: position {position} does not see token {place}.",
             f"Token {place} was changed, and {sum(p == place for p, _ in deaf)} of {source.length} positions did not "
             "move by one bit; no score is masked.",
-            source=_line(bench),
+            source=bench.scores_line,
             fix="split heads with view(batch, positions, heads, head_dim), then transpose(1, 2).",
         )
 
@@ -190,8 +183,9 @@ def repeat(bench: Bench) -> Iterator[Finding]:
             sure=not any(op.inputs[0].storage in buffers for op in _writes(bench)),
         )
     elif apart > bench.limit:
-        kept = "native_dropout", (False,)  # drops nothing
-        drawn = [op for op in bench.recorded.recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != kept]
+        nothing = "native_dropout", (False,)
+        ops = bench.recorded.recording.ops
+        drawn = [op for op in ops if op.does("draws") and (op.base_name, op.args[2:3]) != nothing]
         dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
         where = next(iter(dropout or drawn), None)
         cause, fix = "Random numbers are drawn in eval, and two runs give different outputs.", ""
@@ -223,11 +217,10 @@ def training(bench: Bench) -> Iterator[Finding]:
         row = bench.first_row()
         if row and _apart_from_eval(bench, row)[1] <= enough:
             return
-        made, apart = _apart_from_eval(bench, {})  # where rows move each other, one alone gives something else
+        output, apart = _apart_from_eval(bench, {})  # where rows move each other, one alone gives something else
         if apart <= enough:
             return
-        other = bench.run(seed=bench.runner.seed + 1)
-        if float(difference(made, other).max()) > bench.limit:
+        if float(difference(output, bench.run(seed=bench.runner.seed + 1)).max()) > bench.limit:
             raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
     yield Finding(
         "training",
@@ -247,25 +240,24 @@ def _train_without_dropout(module: nn.Module) -> None:
 
 def _apart_from_eval(bench: Bench, row: Mapping[str, Tensor]) -> tuple[Tensor, float]:
     """Return what a run with these inputs gives, and how far it is from what the same rows gave in eval."""
-    made = bench.run(row)
+    output = bench.run(row)
     axis = bench.sources[0].batch if row else None
-    base = bench.output if axis is None or made.shape == bench.output.shape else bench.output.narrow(axis, 0, 1)
-    return made, float(difference(made, base).max())
+    base = bench.output if axis is None or output.shape == bench.output.shape else bench.output.narrow(axis, 0, 1)
+    return output, float(difference(output, base).max())
 
 
 def causal(bench: Bench) -> Iterator[Finding]:
     """Yield what a causal module sees of its future, and does not see of its past."""
     if bench.intent.causal is None:
-        found = next(_not_as_called(bench), None)
-        if found is None:
+        findings = list(_not_as_called(bench))[:1]
+        if not findings:
             raise NotPossibleError("not declared: causal")
-        yield found
+        yield from findings
     if not bench.intent.causal:
         return
-    wrong = (sight.against_causal(bench.intent.window) for sight in bench.sights)
-    finding = next(filter(None, wrong), None)
-    if finding is not None:
-        yield finding
+    findings = [f for sight in bench.sights if (f := sight.against_causal(bench.intent.window)) is not None]
+    if findings:
+        yield findings[0]
         return
     reach = reach_of_tokens(bench) if bench.follows and not bench.failed & {"heads", "masking"} else {}
     for place, moved in reach.items():
@@ -305,31 +297,31 @@ def window(bench: Bench) -> Iterator[Finding]:
         raise NotPossibleError("not declared: window")
     if not bench.sights:
         raise NotPossibleError("the scores do not show who sees whom")
-    found = [sight.against_window(width, bench.intent.causal) for sight in bench.sights]
-    local = [finding for sight, finding in zip(bench.sights, found, strict=True) if sight.width is not None]
-    if None in found and len(local) < len(found) and not any(local):
+    findings = [sight.against_window(width, bench.intent.causal) for sight in bench.sights]
+    local = [finding for sight, finding in zip(bench.sights, findings, strict=True) if sight.width is not None]
+    if None in findings and len(local) < len(findings) and not any(local):
         return  # some layers have the window, others see everything, as is common
-    yield from list(filter(None, found))[:1]
+    yield from list(filter(None, findings))[:1]
 
 
 def scale(bench: Bench) -> Iterator[Finding]:
     """Yield scales that are not 1/√head_dim, where that was declared."""
     if bench.intent.scale is None:
         raise NotPossibleError("not declared: scale")
-    for found, names in bench.recorded.attentions:
-        if not found.is_dot:
+    for attention, names in bench.recorded.attentions:
+        if not attention.is_dot:
             raise NotPossibleError("the scores are additive: there is no dot product that a scale is for")
         wanted = max(names.head_dim, 1) ** -0.5
-        if found.scale is None:
+        if attention.scale is None:
             raise NotPossibleError("the scale is no number that can be read off the run")
-        if abs(found.scale / wanted - 1) > 0.01:
+        if abs(attention.scale / wanted - 1) > 0.01:
             yield Finding(
                 "scale",
-                f"The scores are scaled by {scale_words(found, names)}, and 1/√head_dim is {wanted:.4g}.",
+                f"The scores are scaled by {scale_words(attention, names)}, and 1/√head_dim is {wanted:.4g}.",
                 f"head_dim is {names.head_dim}; what q·kᵀ is multiplied by on the way to the softmax was read off the "
                 "run.",
-                source=found.score_product.op.source,
-                module=found.module,
+                source=attention.score_product.op.source,
+                module=attention.module,
                 fix="divide by math.sqrt(head_dim), once.",
             )
             return

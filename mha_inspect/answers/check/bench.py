@@ -136,8 +136,12 @@ class Bench:
     def mask_line(self) -> str:
         """The line of the first mask, or where there is none, of the first scores; empty without any."""
         masks = [attention.masks[0].source for attention, _ in self.recorded.attentions if attention.masks]
-        scores = [attention.score_product.op.source for attention, _ in self.recorded.attentions]
-        return next(iter([*masks, *scores]), "")
+        return masks[0] if masks else self.scores_line
+
+    @property
+    def scores_line(self) -> str:
+        """The line of the first scores; empty without any."""
+        return next((attention.score_product.op.source for attention, _ in self.recorded.attentions), "")
 
     @cached_property
     def output(self) -> Tensor:

@@ -21,8 +21,8 @@ _CHUNKS, _SINGLES = "chunks", "token by token"
 
 def cache(bench: Bench) -> Iterator[Finding]:
     """Yield where going on from a cache gives something else than going in one go."""
-    told = bench.intent.cache
-    name = told or _cache_name(bench)
+    declared = bench.intent.cache
+    name = declared or _cache_name(bench)
     if name is None:
         raise NotPossibleError("not declared: cache")
     bench.given.require(name)
@@ -35,7 +35,7 @@ def cache(bench: Bench) -> Iterator[Finding]:
         _SINGLES: [(0, first), *((at, at + 1) for at in range(first, length))],
     }
     given, base = bench.values, bench.output
-    if told is None:
+    if declared is None:
         # Where nobody declared the cache it costs little to look.
         del ways[_SINGLES]
         row = bench.first_row()
@@ -44,9 +44,9 @@ def cache(bench: Bench) -> Iterator[Finding]:
     apart: dict[str, Tensor] = {}
     for how, steps in ways.items():
         try:
-            made = _stepwise(bench, name, steps, given)
+            output = _stepwise(bench, name, steps, given)
         except RaisedError as error:
-            if told is None:
+            if declared is None:
                 raise NotPossibleError("not declared: cache") from error
             yield Finding(
                 "cache",
@@ -54,7 +54,7 @@ def cache(bench: Bench) -> Iterator[Finding]:
                 f"It was given what it returned second as {name}, and the tokens that follow.",
             )
             return
-        apart[how] = bench.apart(made, base).amax(0)
+        apart[how] = bench.apart(output, base).amax(0)
     wrong = {how: (by > LOOSE * bench.limit).nonzero().flatten().tolist() for how, by in apart.items()}
     hows = [how for how, places in wrong.items() if places]
     if hows:

@@ -93,18 +93,18 @@ def _merged(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
         rows = side.changed(token)
         if len(rows) > tokens.names.num_heads:
             raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
-        made = sorted(tokens.concat_rows(rows))
+        spread = sorted(tokens.concat_rows(rows))
         evidence = f"The context of the query at {list(token)} was changed"
-        if len(made) > 1:
+        if len(spread) > 1:
             sentence = (
-                f"The heads are merged without transposing: the context of one query is spread over {len(made)} tokens "
-                "of concat, each of which holds numbers of several queries."
+                f"The heads are merged without transposing: the context of one query is spread over {len(spread)} "
+                "tokens of concat, each of which holds numbers of several queries."
             )
-            moved = f"{', '.join(str(list(row)) for row in made[:4])}{', …' if len(made) > 4 else ''}"
-            evidence += f" in all heads, and concat moved at {moved}."
-        elif comparable and made and made[0] != token:
+            more = ", …" if len(spread) > 4 else ""
+            evidence += f" in all heads, and concat moved at {', '.join(str(list(row)) for row in spread[:4])}{more}."
+        elif comparable and spread and spread[0] != token:
             sentence = "The context comes out at another token than the one that asked: queries change places."
-            evidence += f", and concat moved at {list(made[0])}."
+            evidence += f", and concat moved at {list(spread[0])}."
         else:
             continue
         op = bench.recorded.recording.producer(concat)
@@ -127,12 +127,12 @@ def grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
     order = sorted(query, key=query.__getitem__)
     reads, each = [key[group] for group in order], heads // kv
     means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]
-    told = f"Query heads 0–{heads - 1} read key heads {', '.join(map(str, reads))}"
+    reading = f"Query heads 0–{heads - 1} read key heads {', '.join(map(str, reads))}"
     if [value[group] for group in order] != reads:
         yield Finding(
             "grouped",
             "A query head takes its values from another head than its keys.",
-            f"{told}, and value heads {', '.join(str(value[group]) for group in order)}.",
+            f"{reading}, and value heads {', '.join(str(value[group]) for group in order)}.",
             source=attention.value_product.op.source,
         )
     elif reads != means:
@@ -142,7 +142,7 @@ def grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
             + ("one after the other (repeat, expand in front)" if reads == tiled else "in an order of its own")
             + f", so query head 1 reads key head {reads[1]}, and a group of {each} neighbours should share one. "
             "Weights that were trained as Llama's or torch's are met by the wrong heads.",
-            f"{told}; in groups it is {', '.join(map(str, means))}.",
+            f"{reading}; in groups it is {', '.join(map(str, means))}.",
             source=attention.score_product.op.source,
             fix="repeat_interleave(group, dim=1), or expand behind the heads.",
         )

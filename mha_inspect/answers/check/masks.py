@@ -60,7 +60,7 @@ class Masked:
 def masked_runs(bench: Bench) -> list[Masked | Fact]:
     """Return a run for each mask argument, or a fact where the forward does not take another value.
 
-    The declared padding mask is among them where it was not given: it is made for that, and keeps all.
+    The declared padding mask is among them where it was not given: it is run for that, and keeps all.
     """
     given = {n: v for n, v in bench.values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
     runs: list[Masked | Fact] = []
@@ -125,15 +125,15 @@ def _pairs(
 
 def mask_facts(bench: Bench) -> Iterator[Fact]:
     """Yield which value of each mask argument keeps a key."""
-    for made in masked_runs(bench):
-        if isinstance(made, Fact):
-            yield made
-        elif made.bars != made.opens:
-            kept, ignored = made.meaning
-            yield Fact("mask", f"{made.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
-        elif made.pairs and not made.bars:
-            place = int(made.keys[0].nonzero()[0])
-            yield Fact("mask", f"{made.name} bars nothing here: key {place} is seen alike with either value")
+    for run in masked_runs(bench):
+        if isinstance(run, Fact):
+            yield run
+        elif run.bars != run.opens:
+            kept, ignored = run.meaning
+            yield Fact("mask", f"{run.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
+        elif run.pairs and not run.bars:
+            place = int(run.keys[0].nonzero()[0])
+            yield Fact("mask", f"{run.name} bars nothing here: key {place} is seen alike with either value")
 
 
 def _word(value: Tensor) -> str:
@@ -142,97 +142,97 @@ def _word(value: Tensor) -> str:
 
 def mask_faults(bench: Bench) -> Iterator[Finding]:
     """Yield masks that bar other keys than those that they mark, whatever their values mean, or bar by no score."""
-    for made in masked_runs(bench):
-        if isinstance(made, Fact):
+    for run in masked_runs(bench):
+        if isinstance(run, Fact):
             continue
-        declared = made.name == bench.intent.padding
-        yield from _misplaced(made, declared=declared)
+        declared = run.name == bench.intent.padding
+        yield from _misplaced(run, declared=declared)
         if declared:
-            yield from _of_declared(bench, made)
-        yield from _nan(bench, made)
-        yield from _of_weights(bench, made)
-        made.bench.base.release()
+            yield from _of_declared(bench, run)
+        yield from _nan(bench, run)
+        yield from _of_weights(bench, run)
+        run.bench.base.release()
 
 
-def _of_weights(bench: Bench, made: Masked) -> Iterator[Finding]:
+def _of_weights(bench: Bench, run: Masked) -> Iterator[Finding]:
     """Yield what is wrong with the weights of a run with a mask, and was not without it."""
     findings: list[Finding] = []
-    if "masking" not in bench.failed and not any(map(masks_everything, made.bench.sights)):
-        findings += weak_masks(made.bench)
+    if "masking" not in bench.failed and not any(map(masks_everything, run.bench.sights)):
+        findings += weak_masks(run.bench)
     with suppress(NotPossibleError):
-        findings += () if "softmax" in bench.failed else softmax(made.bench)
+        findings += () if "softmax" in bench.failed else softmax(run.bench)
     for finding in findings:
         if finding.sure:
-            evidence = f"With {made.name} {_word(made.other)} at some keys. {finding.evidence}"
+            evidence = f"With {run.name} {_word(run.other)} at some keys. {finding.evidence}"
             yield replace(finding, evidence=evidence)
 
 
-def _of_declared(bench: Bench, made: Masked) -> Iterator[Finding]:
+def _of_declared(bench: Bench, run: Masked) -> Iterator[Finding]:
     """Yield a declared mask that moves nothing, or means the opposite of what was declared."""
-    name, told, keys = made.name, bench.intent.padding_true, f"at keys {_places(made.keys[0])} of row 0"
-    line = made.pairs[0][1].line if made.pairs else ""
-    if not made.bars and not made.opens and torch.equal(made.bench.output, bench.output):
+    name, means, keys = run.name, bench.intent.padding_true, f"at keys {_places(run.keys[0])} of row 0"
+    line = run.pairs[0][1].line if run.pairs else ""
+    if not run.bars and not run.opens and torch.equal(run.bench.output, bench.output):
         sentence = f"{name} changes nothing: no score and no output hangs on it."
-        evidence = f"With {_word(made.other)} {keys} the output is the same to the bit."
+        evidence = f"With {_word(run.other)} {keys} the output is the same to the bit."
         yield Finding("padding", sentence, evidence, source=line, fix="apply it to the scores before the softmax.")
-    kept, ignored = made.meaning
-    if made.bars != made.opens and told and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (told == "keep"):
+    kept, ignored = run.meaning
+    if run.bars != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
         sentence = f"The mask works the other way round: what {name} keeps is barred."
         evidence = (
-            f"With {_word(ignored)} {keys} they are not seen, and {name} was said to {told} where it is True or 1."
+            f"With {_word(ignored)} {keys} they are not seen, and {name} was said to {means} where it is True or 1."
         )
         fix = f"turn the mask round where it is applied (~{name}), or say what it means otherwise."
         yield Finding("padding", sentence, evidence, source=line, fix=fix)
 
 
-def _nan(bench: Bench, made: Masked) -> Iterator[Finding]:
+def _nan(bench: Bench, run: Masked) -> Iterator[Finding]:
     """Yield a mask under which a query is left no key, and becomes NaN."""
-    nan = made.bench.output.isnan()
+    nan = run.bench.output.isnan()
     if not bench.follows or bool(bench.output.isnan().any()) or not bool(nan.any()):
         return
-    marked = made.keys if made.source is bench.sources[0] and made.bars else torch.zeros_like(made.keys)
+    marked = run.keys if run.source is bench.sources[0] and run.bars else torch.zeros_like(run.keys)
     rows = bench.apart(nan.float(), torch.zeros_like(bench.output)) > 0
     real = marked.shape != rows.shape or bool((rows & ~marked).any())
     yield Finding(
         "finite",
-        f"With {made.name} some queries are left no key, and give NaN"
+        f"With {run.name} some queries are left no key, and give NaN"
         + ("." if real else ": padding's own rows, which a next layer may spread."),
-        f"{made.name} was {_word(made.other)} at keys {_places(made.keys[0])} of row 0, and the output is NaN at "
+        f"{run.name} was {_word(run.other)} at keys {_places(run.keys[0])} of row 0, and the output is NaN at "
         f"{int(rows.sum())} tokens" + ("." if real else ", all of them padding."),
         sure=real,
-        source=made.pairs[0][1].line if made.pairs else "",
+        source=run.pairs[0][1].line if run.pairs else "",
         fix="bar with a large negative number instead of -inf, or leave each query itself.",
     )
 
 
-def _misplaced(made: Masked, *, declared: bool) -> Iterator[Finding]:
+def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
     """Yield an attention that bars queries for keys, or keys of another row of the batch."""
-    if made.bars == made.opens:
+    if run.bars == run.opens:
         return
-    kept, ignored = made.meaning
-    keys, rows = made.keys, made.keys.any(1)
-    for was, now in made.pairs:
+    kept, ignored = run.meaning
+    keys, rows = run.keys, run.keys.any(1)
+    for was, now in run.pairs:
         changed = was.seen != now.seen
         # What padding's own queries see is of no account.
         real = changed & ~keys[:, :, None] if was.queries == was.keys else changed
         by_key, sure, fix = real.any(1), True, ""
-        evidence = f"With {made.name} {_word(made.other)} at keys {_places(keys[0])} of row 0"
+        evidence = f"With {run.name} {_word(run.other)} at keys {_places(keys[0])} of row 0"
         if bool(changed[~rows].any()):
             sentence = "The mask of one row bars keys of another row."
             other = int((~rows).nonzero()[0])
-            evidence += f" and {_word(made.value)} in row {other}, the scores of that row are masked otherwise as well."
+            evidence += f" and {_word(run.value)} in row {other}, the scores of that row are masked otherwise as well."
             fix = (
                 "repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) for "
                 "(batch heads)."
             )
-        elif made.bars and bool(changed.any()) and not bool(real.any()):
+        elif run.bars and bool(changed.any()) and not bool(real.any()):
             if bool(now.seen[0, keys[0]].any()):
                 continue
             sentence = "The mask bars queries, not keys: what it marks is seen by all others."
             evidence += ", these queries see nothing, and the others see what they saw."
             fix = "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key."
         elif bool((by_key & ~keys).any()):
-            sentence = f"The mask bars other keys than those where {made.name} is {_word(ignored)}."
+            sentence = f"The mask bars other keys than those where {run.name} is {_word(ignored)}."
             evidence += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
             sure = declared
         else:

@@ -36,8 +36,8 @@ def _unfinite(bench: Bench) -> Iterator[Finding]:
     """Yield stages that are not finite, in order."""
     run = bench.recorded
     for attention, names in run.attentions:
-        for stage, made in attention.stages.items():
-            value = run.recording.values.get(made.id)
+        for stage, ref in attention.stages.items():
+            value = run.recording.values.get(ref.id)
             if value is None or not value.is_floating_point() or bool(value.sum().isfinite()):
                 continue
             nan = int(value.isnan().sum())
@@ -50,19 +50,19 @@ def _unfinite(bench: Bench) -> Iterator[Finding]:
                 sentence = f"A query to which no key is left gives NaN, first in {stage}."
                 more = f", and to {len(known.blind) - 1} more" if len(known.blind) > 1 else ""
                 evidence = (
-                    f"Every key is barred to query {query} of row {row}{more}; {nan} of {made.numel} numbers are NaN."
+                    f"Every key is barred to query {query} of row {row}{more}; {nan} of {ref.numel} numbers are NaN."
                 )
                 fix = "leave each query a key, or set the weights of such rows to zero."
-            elif infinite and made.dtype in ("float16", "bfloat16") and stage == "scores":
-                sentence = f"The {stage} overflow in {made.dtype}: {infinite} of {made.numel} are infinite."
+            elif infinite and ref.dtype in ("float16", "bfloat16") and stage == "scores":
+                sentence = f"The {stage} overflow in {ref.dtype}: {infinite} of {ref.numel} are infinite."
                 largest = torch.finfo(value.dtype).max
                 evidence, fix = f"The largest number of this dtype is {largest:.3g}.", _SMALLER_SCORES
             else:
                 sentence = (
-                    f"{stage} is the first stage that is not finite: {nan} NaN and {infinite} infinite of {made.numel}."
+                    f"{stage} is the first stage that is not finite: {nan} NaN and {infinite} infinite of {ref.numel}."
                 )
                 evidence, fix = "Every argument is finite.", ""
-            op = run.recording.producer(made)
+            op = run.recording.producer(ref)
             yield Finding(
                 "finite", sentence, evidence, source=op.source if op else "", module=attention.module, fix=fix
             )

@@ -65,7 +65,7 @@ class _Padded:
 
     def fault(self) -> Finding | LeftOut | None:
         """Return what is wrong, or why its length could not be checked; None where nothing is."""
-        bench, name, told = self._bench, self._name, self._bench.intent.padding_true
+        bench, name, means = self._bench, self._name, self._bench.intent.padding_true
         ends = f"the {'last' if self._side == 'right' else 'first'} {len(self._pads)} tokens of row 0 were padded"
         real = bench.base_row(self._real if self._is_first else slice(None))
         if bool(self._base[real].isnan().any()):
@@ -76,8 +76,8 @@ class _Padded:
         if leaks:
             return self._finding(
                 "The content of padding moves real outputs"
-                + ("." if told else ", whichever value of the mask ignores."),
-                f"With {name} True or 1 for {told or 'keep'}, {ends} and changed, and a real output moved by "
+                + ("." if means else ", whichever value of the mask ignores."),
+                f"With {name} True or 1 for {means or 'keep'}, {ends} and changed, and a real output moved by "
                 f"{leaks:.3g}.",
                 "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
             )
@@ -109,13 +109,13 @@ class _Padded:
         changes: dict[str, Tensor] = {}
         for name, value in {**given, self._name: self._mask}.items():
             sizes, index = list(value.shape), [slice(None)] * value.dim()
-            own = next((source for source in bench.sources if name in source.names), None)
+            same = next((source for source in bench.sources if name in source.names), None)
             pairs = name in given and sizes == [length, length]
-            if own is not None:
-                index = list(own.at(slice(0, 1), self._real if own is self._source else slice(None)))
+            if same is not None:
+                index = list(same.at(slice(0, 1), self._real if same is self._source else slice(None)))
             elif value.dim() > 1 and sizes[0] == rows and not pairs:
                 index[0] = slice(0, 1)
-            if own is None and (self._is_first or name == self._name):
+            if same is None and (self._is_first or name == self._name):
                 for place in range(max(value.dim() - 2, 0), value.dim()):
                     if sizes[place] == length and (place > 0 or pairs):
                         index[place] = self._real

@@ -26,11 +26,11 @@ def rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     if not any(turns.values()):
         raise LostError
     content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
-    found = (
+    attention = (
         _of_scores(tokens, sides, content, turns),
         _of_values(bench, tokens.attention, content["value"], turns["value"]),
     )
-    yield from filter(None, found)
+    yield from filter(None, attention)
 
 
 def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
@@ -71,10 +71,10 @@ def _of_scores(
     groups = min(len(q), len(k))
     q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(sides["key"], seed=2)[:groups]
     near = max(_NEAR, 8 * torch.finfo(getattr(torch, sides["query"].target.dtype)).eps)
-    own = (q * other_key).sum(-1)
+    products = (q * other_key).sum(-1)
     size = q.norm(dim=-1) * other_key.norm(dim=-1)
-    spread = float((own - own[:, :1]).abs().max())
-    angle = own / size.clamp(min=1e-12)
+    spread = float((products - products[:, :1]).abs().max())
+    angle = products / size.clamp(min=1e-12)
     # Scores that a position scales, as for long sequences, keep their angle.
     if spread > near * float(size.max()) and float((angle - angle[:, :1]).abs().max()) > near:
         return _finding(
@@ -99,12 +99,12 @@ def _of_scores(
     return None
 
 
-def _of_values(bench: Bench, found: Attention, rows: Tensor, turns: Op | None) -> Finding | None:
+def _of_values(bench: Bench, attention: Attention, rows: Tensor, turns: Op | None) -> Finding | None:
     """What is wrong where the values are turned, and what comes of them is not turned back; None where they are not."""
     if turns is None or not _vary(rows) or _vary(rows.norm(dim=-1, keepdim=True)):
         return None
-    end = found.stages.get("output") or found.stages.get("concat")
-    context = found.value_product.op.output
+    end = attention.stages.get("output") or attention.stages.get("concat")
+    context = attention.value_product.op.output
     if end is not None and _turning(bench, {context.id}, end) is not None:
         return None
     return _finding(
@@ -138,8 +138,8 @@ def _one_token(side: Side, *, seed: int) -> Tensor:
 
 def _of_equal_tokens(side: Side, *, seed: int) -> Tensor:
     """Return the rows that a side has where all of its tokens are one: `group row feature`, in float64."""
-    value, one = side.flow.value(side.source), _one_token(side, seed=seed)
-    content = side.flow.again({side.source.id: one.expand(value.shape).clone()}, side.target).double()
+    value, token = side.flow.value(side.source), _one_token(side, seed=seed)
+    content = side.flow.again({side.source.id: token.expand(value.shape).clone()}, side.target).double()
     content = content if side.rows == -2 else content.transpose(-1, -2)
     return content.reshape(-1, *content.shape[-2:])
 
@@ -162,15 +162,15 @@ def _turning(bench: Bench, sources: set[int], target: TensorRef) -> Op | None:
             value = recording.values.get(tensor.id)
             if op.base_name.rstrip("_") in ("mul", "addcmul") and value is not None and value.numel() > 1:
                 tables.append((op, value))
-    for place, (op, one) in enumerate(tables):
-        if one.is_complex():
-            if bool(((one.abs() - 1).abs() < _NEAR).all()) and bool((one.imag.abs() > _NEAR).any()):
+    for place, (op, table) in enumerate(tables):
+        if table.is_complex():
+            if bool(((table.abs() - 1).abs() < _NEAR).all()) and bool((table.imag.abs() > _NEAR).any()):
                 return op
             continue
         for _, other in tables[place + 1 :]:
-            if other.shape != one.shape or not one.is_floating_point() or not bool((other.abs() > _NEAR).any()):
+            if other.shape != table.shape or not table.is_floating_point() or not bool((other.abs() > _NEAR).any()):
                 continue
-            near, cos, sin = max(_NEAR, 8 * torch.finfo(one.dtype).eps), one.double(), other.double()
+            near, cos, sin = max(_NEAR, 8 * torch.finfo(table.dtype).eps), table.double(), other.double()
             if bool(((cos**2 + sin**2 - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR:
                 return op
     return None

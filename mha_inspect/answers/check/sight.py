@@ -101,12 +101,12 @@ class SeenKeys:
             return "each query sees itself alone"
         if self.is_causal:
             expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
-            own = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
+            sees_itself = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
             if torch.equal(self.any_row, expected & self.known):
                 barred = int((~self.known).sum())
                 return f"{name}; {barred} keys are barred to all" if barred else name
-            return f"{name}, with gaps" if own else f"{name}, and a query does not see itself"
+            return f"{name}, with gaps" if sees_itself else f"{name}, and a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"{mirrored} positions to each side"
@@ -131,12 +131,12 @@ class SeenKeys:
                 f"{self._first(future, 'weight')}; {int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
-        own = (self.distance == 0) & self.known & ~self.any_row
-        if bool(own.any()) and self.shift == 0:
+        unseen = (self.distance == 0) & self.known & ~self.any_row
+        if bool(unseen.any()) and self.shift == 0:
             return self.finding(
                 "causal",
                 "A position does not see itself: the mask bars the diagonal.",
-                f"Query {int(own.nonzero()[0][0])} gives no weight to its own key; {int(own.sum())} such of "
+                f"Query {int(unseen.nonzero()[0][0])} gives no weight to its own key; {int(unseen.sum())} such of "
                 f"{self.queries}.",
                 "triu(diagonal=1), not diagonal=0.",
             )

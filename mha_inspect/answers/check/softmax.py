@@ -26,43 +26,51 @@ def softmax(bench: Bench) -> Iterator[Finding]:
 
 @each_kind("the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product")
 def _softmax(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
-    found = tokens.attention
+    attention = tokens.attention
     weights, over = tokens.weights()
-    drops = any(op.does("draws") for op in found.weights_path)
-    if found.weighing or found.sinks is not None or found.divided is not None or found.mixed_weights or drops:
+    drops = any(op.does("draws") for op in attention.weights_path)
+    if (
+        attention.weighing
+        or attention.sinks is not None
+        or attention.divided is not None
+        or attention.mixed_weights
+        or drops
+    ):
         raise LostError
     sums, other = _sums(weights, over), _sums(weights, -1 if over == -2 else -2)
     if sums is None or weights.shape[over] < 2 or _are_one(sums):
         return
     lowest, highest = sums
-    through = [op for op in found.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
+    through = [op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
     evidence = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
-    sure, at, fix = True, found.softmax, "softmax over the keys: dim=-1 of scores that are query by key."
-    if other is not None and _are_one(other) and (found.over_queries or not found.weights_changed):
+    sure, at, fix = True, attention.softmax, "softmax over the keys: dim=-1 of scores that are query by key."
+    if other is not None and _are_one(other) and (attention.over_queries or not attention.weights_changed):
         sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
         evidence += " Over the queries they sum to 1."
-    elif through and highest < 1.02 and _is_masked(bench, found, through):
+    elif through and highest < 1.02 and _is_masked(bench, attention, through):
         sentence = (
             "The mask comes after the softmax: what it bars has taken its part of the weight, and the rest does not "
             "sum to one."
         )
         at, fix = through[-1], "mask the scores with -inf before the softmax."
-    elif biased := _biased(bench, found):
+    elif biased := _biased(bench, attention):
         sentence = "A bias is added to the weights, after the softmax: those of a query do not sum to one."
         at, fix = biased, "add it to the scores, before the softmax."
-    elif not through and not found.weights_changed and found.softmax.output.id in bench.recorded.recording.values:
+    elif (
+        not through and not attention.weights_changed and attention.softmax.output.id in bench.recorded.recording.values
+    ):
         axis = "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
         sentence = f"The softmax runs over {axis}, not over the keys: the weights of a query do not sum to one."
     else:
         sentence = "The weights of a query may be meant not to sum to one: they are changed after the softmax."
-        sure, at, fix = False, (through or [found.softmax])[-1], ""
+        sure, at, fix = False, (through or [attention.softmax])[-1], ""
     yield Finding("softmax", sentence, evidence, sure, at.source, fix=fix)
 
 
-def _biased(bench: Bench, found: Attention) -> Op | None:
+def _biased(bench: Bench, attention: Attention) -> Op | None:
     """Return what adds to the weights something that hangs on nothing that was given, as biases of positions do."""
     graph = bench.recorded.graph
-    adding = (op for op in found.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
+    adding = (op for op in attention.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
     return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
 
@@ -77,11 +85,11 @@ def _are_one(sums: tuple[float, float]) -> bool:
     return max(abs(number - 1) for number in sums) < 0.02
 
 
-def _is_masked(bench: Bench, found: Attention, through: list[Op]) -> bool:
+def _is_masked(bench: Bench, attention: Attention, through: list[Op]) -> bool:
     """Whether one of these operations multiplies by zeros and ones, or fills in zeros, whatever the weights are."""
-    recording, weights = bench.recorded.recording, found.softmax.output.id
-    held = [(tensor, recording.values.get(tensor.id)) for op in through for tensor in op.inputs]
-    masks = [tensor for tensor, value in held if value is not None and value.numel() > 1 and _is_zero_one(value)]
+    recording, weights = bench.recorded.recording, attention.softmax.output.id
+    contents = [(tensor, recording.values.get(tensor.id)) for op in through for tensor in op.inputs]
+    masks = [tensor for tensor, value in contents if value is not None and value.numel() > 1 and _is_zero_one(value)]
     return any(not between(recording, {weights}, mask) for mask in masks)
 
 
@@ -91,13 +99,17 @@ def _is_zero_one(value: Tensor) -> bool:
 
 def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
     """Yield softmaxes of another softmax: they make no attention."""
-    known = {branch.softmax.index for found, _ in bench.recorded.attentions for branch in (found, *found.branches)}
-    told: set[str] = set()
+    known = {
+        branch.softmax.index
+        for attention, _ in bench.recorded.attentions
+        for branch in (attention, *attention.branches)
+    }
+    lines: set[str] = set()
     for op in bench.recorded.recording.ops:
-        behind = _before(bench, op) if op.does("softmax") and op.index not in known and op.source not in told else None
+        behind = _before(bench, op) if op.does("softmax") and op.index not in known and op.source not in lines else None
         if behind is None or not behind.does("softmax"):
             continue
-        told.add(op.source)
+        lines.add(op.source)
         yield Finding(
             "softmax",
             "The softmax is taken twice: the weights are next to equal, whatever the scores are.",
@@ -139,14 +151,14 @@ def masks_everything(sight: SeenKeys) -> bool:
 @each_kind()
 def weak_masks(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield masks that leave weight where they mask."""
-    found = tokens.attention
-    for op in found.masks:
+    attention = tokens.attention
+    for op in attention.masks:
         values = [bench.recorded.recording.values.get(tensor.id) for tensor in op.inputs]
         name, fault = op.base_name.rstrip("_"), None
         if op.does("fills_where"):
-            fault = _weak_fill(bench, found, op, values)
+            fault = _weak_fill(bench, attention, op, values)
         elif name == "mul":
-            fault = _multiplied(bench, found, values)
+            fault = _multiplied(bench, attention, values)
         elif name in ("add", "sub", "baddbmm"):
             fault = _weak_bar(values)
         if fault is not None:
@@ -158,11 +170,11 @@ Fault = tuple[str, str, str]
 """Sentence, evidence and fix."""
 
 
-def _weak_fill(bench: Bench, found: Attention, op: Op, values: list[Tensor | None]) -> Fault | None:
+def _weak_fill(bench: Bench, attention: Attention, op: Op, values: list[Tensor | None]) -> Fault | None:
     number = _filled(op, values)
     bars = next((v for v in values if v is not None and v.dtype == torch.bool), None)
     bars = ~bars if bars is not None and op.base_name == "where" and op.inputs[-1].numel > 1 else bars
-    if number is None or not 0 < abs(number) <= _WEAK or not _weighs(bench, found, bars):
+    if number is None or not 0 < abs(number) <= _WEAK or not _weighs(bench, attention, bars):
         return None
     return (
         f"The mask fills in {number:.3g}, which bars nothing: a barred key keeps a weight like any other.",
@@ -171,9 +183,9 @@ def _weak_fill(bench: Bench, found: Attention, op: Op, values: list[Tensor | Non
     )
 
 
-def _multiplied(bench: Bench, found: Attention, values: list[Tensor | None]) -> Fault | None:
+def _multiplied(bench: Bench, attention: Attention, values: list[Tensor | None]) -> Fault | None:
     mask = next((v for v in values if v is not None and v.numel() > 1 and _is_zero_one(v)), None)
-    if mask is None or bool((mask == 1).all()) or not _weighs(bench, found, mask == 0):
+    if mask is None or bool((mask == 1).all()) or not _weighs(bench, attention, mask == 0):
         return None
     return (
         "The scores are multiplied by the mask: a barred key gets the score 0, not -inf, and keeps its weight.",
@@ -198,9 +210,9 @@ def _weak_bar(values: list[Tensor | None]) -> Fault | None:
     return None
 
 
-def _weighs(bench: Bench, found: Attention, bars: Tensor | None) -> bool:
+def _weighs(bench: Bench, attention: Attention, bars: Tensor | None) -> bool:
     """Whether weight is left where a mask bars; where that is not known, it is."""
-    weights = bench.recorded.recording.values.get(found.softmax.output.id)
+    weights = bench.recorded.recording.values.get(attention.softmax.output.id)
     if bars is None or weights is None:
         return True
     try:

@@ -26,28 +26,28 @@ _ANY = inspect.signature(lambda *args, **kwargs: None)
 class Arguments:
     """What a forward was given, by name."""
 
-    def __init__(self, own: Subject) -> None:
-        self._forward = f"{type(own.module).__name__}.forward"
+    def __init__(self, subject: Subject) -> None:
+        self._forward = f"{type(subject.module).__name__}.forward"
         try:
-            self._bound = inspect.signature(own.module.forward).bind(*own.args, **own.kwargs)
+            self._bound = inspect.signature(subject.module.forward).bind(*subject.args, **subject.kwargs)
         except (TypeError, ValueError):
-            self._bound = _ANY.bind(*own.args, **own.kwargs)
+            self._bound = _ANY.bind(*subject.args, **subject.kwargs)
         self.parameters: Mapping[str, inspect.Parameter] = self._bound.signature.parameters
         """What the forward takes, by name."""
 
     @cached_property
     def values(self) -> dict[str, Any]:
         """The arguments by name, those of **kwargs among them, and `args.0` for the first of *args."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in self._bound.arguments.items():
             kind = self.parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
-                found |= value
+                values |= value
             elif kind is inspect.Parameter.VAR_POSITIONAL:
-                found |= {f"{name}.{place}": item for place, item in enumerate(value)}
+                values |= {f"{name}.{place}": item for place, item in enumerate(value)}
             else:
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
     def require(self, name: str) -> None:
         """Raise `InputError`, with those that there are, for what is no argument of the forward."""
@@ -143,8 +143,8 @@ def sources_of(
         batch, _ = batch_axis_of(module, values, intent)
         return batch, 1 - batch
 
-    found = [Source(tuple(names), value, *layout(value)) for names, value in groups]
-    return tuple(sorted(found, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
+    sources = [Source(tuple(names), value, *layout(value)) for names, value in groups]
+    return tuple(sorted(sources, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
 
 
 def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:
@@ -157,12 +157,12 @@ def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:
 
 def batch_axis_of(module: nn.Module, values: Mapping[str, Any], intent: Intent) -> tuple[int, bool]:
     """Return which dimension of the tokens counts sequences, and whether anything says so."""
-    declared, own = intent.batch_axis, getattr(module, "batch_first", None)
-    if declared is not None:
-        return declared, True
-    if isinstance(own, bool):
-        return (0 if own else 1), True
-    told = batch_axis_in_words(module, values)
-    if told is not None:
-        return told[0], True
+    if intent.batch_axis is not None:
+        return intent.batch_axis, True
+    batch_first = getattr(module, "batch_first", None)
+    if isinstance(batch_first, bool):
+        return (0 if batch_first else 1), True
+    in_words = batch_axis_in_words(module, values)
+    if in_words is not None:
+        return in_words[0], True
     return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in values.items())

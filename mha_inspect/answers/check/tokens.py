@@ -59,10 +59,10 @@ class Flow:
                 continue
             try:
                 with torch.no_grad():
-                    made = run_again(op, self._reading(known, is_written=op.kind == "write"))
+                    results = run_again(op, self._reading(known, is_written=op.kind == "write"))
             except Exception as error:  # whatever an operation that is called from outside may raise
                 raise LostError from error
-            known.update({tensor.id: value for tensor, value in made if tensor.id not in changed})
+            known.update({tensor.id: value for tensor, value in results if tensor.id not in changed})
         return known[target.id]
 
     def _reading(self, known: dict[int, Tensor], *, is_written: bool) -> Callable[[TensorRef], Tensor]:
@@ -187,9 +187,9 @@ class Tokens:
         return {tuple(index) for index in _differing(changed, base).any(-1).nonzero().tolist()}
 
 
-def _differing(one: Tensor, other: Tensor) -> Tensor:
+def _differing(left: Tensor, right: Tensor) -> Tensor:
     """Whether each number is another one; a NaN is like any other."""
-    return (one != other) & ~(one.isnan() & other.isnan())
+    return (left != right) & ~(left.isnan() & right.isnan())
 
 
 def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> list[Op]:
@@ -205,5 +205,5 @@ def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> 
         needed[op.index] = op
         queue += op.inputs
     ordered = [needed[index] for index in sorted(needed)]
-    made = made_of(reached, ordered)
-    return [op for op in ordered if any(tensor.id in made for tensor in op.inputs)] if target.id in made else []
+    made_ids = made_of(reached, ordered)
+    return [op for op in ordered if any(tensor.id in made_ids for tensor in op.inputs)] if target.id in made_ids else []

@@ -34,7 +34,7 @@ class Living:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
-        self.told: set[str] = set()
+        self.mentioned: set[str] = set()
         """Parameters, and modules of such, of which something has been said."""
         ids, storages = {named.tensor.id for named in recording.outputs}, set[int]()
         written = {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
@@ -49,11 +49,11 @@ class Living:
     @cached_property
     def readers(self) -> dict[int, list[Op]]:
         """Storage to the operations that compute with what is in it, each call once."""
-        found: dict[int, dict[int, Op]] = defaultdict(dict)
+        attention: dict[int, dict[int, Op]] = defaultdict(dict)
         for op in self.ops:
             for tensor in op.inputs if op.kind != "view" else ():
-                found[tensor.storage].setdefault(op.call, op)
-        return {storage: list(calls.values()) for storage, calls in found.items()}
+                attention[tensor.storage].setdefault(op.call, op)
+        return {storage: list(calls.values()) for storage, calls in attention.items()}
 
     @cached_property
     def reads(self) -> dict[str, list[Op]]:
@@ -63,28 +63,28 @@ class Living:
     @property
     def spare(self) -> list[str]:
         """Parameters that nothing computes with, and of which nothing has been said."""
-        told = {name for name in self.shapes if any(name == path or name.startswith(f"{path}.") for path in self.told)}
-        return [name for name, ops in self.reads.items() if not ops and name not in told]
+        known = [name for name in self.shapes if any(f"{name}.".startswith(f"{path}.") for path in self.mentioned)]
+        return [name for name, ops in self.reads.items() if not ops and name not in known]
 
-    def unread(self, made: TensorRef) -> set[int]:
+    def unread(self, result: TensorRef) -> set[int]:
         """The features of a projection's output that no operation reads; all of them where none does."""
-        features = made.shape[-1]
-        if made.numel > _LARGEST or made.stride != torch.empty(made.shape, device="meta").stride():
+        features = result.shape[-1]
+        if result.numel > _LARGEST or result.stride != torch.empty(result.shape, device="meta").stride():
             return set()
-        read = torch.zeros(made.offset + made.numel, dtype=torch.bool)
-        refs = [t for op in self.ops if op.kind != "view" for t in op.inputs if t.storage == made.storage]
-        refs += [named.tensor for named in self.recording.outputs if named.tensor.storage == made.storage]
+        read = torch.zeros(result.offset + result.numel, dtype=torch.bool)
+        refs = [t for op in self.ops if op.kind != "view" for t in op.inputs if t.storage == result.storage]
+        refs += [named.tensor for named in self.recording.outputs if named.tensor.storage == result.storage]
         for ref in refs:
             if ref.shape and ref.numel:
                 read.as_strided(ref.shape, ref.stride, ref.offset).fill_(True)
-        by_feature = read[made.offset :].reshape(-1, features).any(0)
+        by_feature = read[result.offset :].reshape(-1, features).any(0)
         return {int(place) for place in (~by_feature).nonzero().flatten()}
 
     def unread_of(self, projection: Op) -> set[int]:
         """The features that a projection gives, its bias added, and that no operation reads."""
-        made = projection.output
-        unread, readers = self.unread(made), self.readers.get(made.storage, [])
-        if not unread and len(readers) == 1 and readers[0].pointwise and readers[0].output.numel == made.numel:
+        result = projection.output
+        unread, readers = self.unread(result), self.readers.get(result.storage, [])
+        if not unread and len(readers) == 1 and readers[0].pointwise and readers[0].output.numel == result.numel:
             return self.unread(readers[0].output)
         return unread
 
@@ -96,9 +96,9 @@ def parameters(bench: Bench) -> Iterator[Finding | LeftOut]:
     living = Living(bench.recorded.recording)
     yield from _twice(bench, living)
     yield from _copied_heads(bench)
-    for found, _, _ in kinds(bench.recorded):
-        yield from _unused(living, found)
-        yield from _unread_features(bench, living, found)
+    for attention, _, _ in kinds(bench.recorded):
+        yield from _unused(living, attention)
+        yield from _unread_features(bench, living, attention)
     if bench.on_meta:
         yield LeftOut("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
     else:
@@ -109,8 +109,8 @@ def _twice(bench: Bench, living: Living) -> Iterator[Finding]:
     """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
     sides: dict[str, dict[str, Op]] = defaultdict(dict)
     inside = set()
-    for found, _ in bench.recorded.attentions:
-        for turn in (found, *found.branches):
+    for attention, _ in bench.recorded.attentions:
+        for turn in (attention, *attention.branches):
             inside.add(turn.module)
             for side, op in turn.projections.items():
                 if _is_whole(bench, op):
@@ -122,7 +122,7 @@ def _twice(bench: Bench, living: Living) -> Iterator[Finding]:
         spare = [n for n in living.spare if living.shapes[n] == living.shapes[name] and _beside(n, name)]
         if not spare:
             continue
-        living.told |= {_beside(other, name) for other in spare}
+        living.mentioned |= {_beside(other, name) for other in spare}
         uses = " and the ".join(sides[name]) if len(sides[name]) > 1 else ""
         ops = living.reads[name]
         others = f"{', '.join(spare[:2])}{' and more' if len(spare) > 2 else ''}"
@@ -137,12 +137,12 @@ def _twice(bench: Bench, living: Living) -> Iterator[Finding]:
         )
 
 
-def _beside(one: str, other: str) -> str:
+def _beside(name: str, other: str) -> str:
     """Return the module that one parameter is of and that stands beside the other's; empty where none does.
 
     `k_norm` for `k_norm.weight` beside `q_norm.weight`, `heads.1` for `heads.1.key.weight` beside `heads.0.key.weight`.
     """
-    left, right = one.split("."), other.split(".")
+    left, right = name.split("."), other.split(".")
     differ = [place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]]
     if len(left) != len(right) or len(differ) != 1 or (differ[0] == len(left) - 1 and len(left) > 1):
         return ""
@@ -181,13 +181,13 @@ def _copied_heads(_: Bench, tokens: Tokens) -> Iterator[Finding]:
             return
 
 
-def _unused(living: Living, found: Attention) -> Iterator[Finding]:
+def _unused(living: Living, attention: Attention) -> Iterator[Finding]:
     """Yield weights of an attention's module of which nothing is made."""
     # `self_attn` holds the projection of `self_attn.q_proj.weight`.
-    spare = [n for n in living.spare if len(living.shapes[n]) > 1 and ".".join(n.split(".")[:-2]) == found.module]
-    living.told |= set(spare)
-    width = found.stages["concat"].shape[-1] if "concat" in found.stages else None
-    missed = [name for name in spare if "output" not in found.projections and width in living.shapes[name]]
+    spare = [n for n in living.spare if len(living.shapes[n]) > 1 and ".".join(n.split(".")[:-2]) == attention.module]
+    living.mentioned |= set(spare)
+    width = attention.stages["concat"].shape[-1] if "concat" in attention.stages else None
+    missed = [name for name in spare if "output" not in attention.projections and width in living.shapes[name]]
     for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
         if names:
             yield UnreadFinding(
@@ -197,29 +197,29 @@ def _unused(living: Living, found: Attention) -> Iterator[Finding]:
                 + (": the heads are never projected back." if sure else "."),
                 "The output hangs on no operation that reads it.",
                 sure=sure,
-                module=found.module,
+                module=attention.module,
             )
 
 
-def _unread_features(bench: Bench, living: Living, found: Attention) -> Iterator[Finding]:
+def _unread_features(bench: Bench, living: Living, attention: Attention) -> Iterator[Finding]:
     """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
-    packed = Counter(op.index for side, op in found.projections.items() if side in _SIDES)
+    packed = Counter(op.index for side, op in attention.projections.items() if side in _SIDES)
     for side in _SIDES:
-        op = found.projections.get(side)
-        if op is None or packed.pop(op.index, 0) < 2 or found.branches:
+        op = attention.projections.get(side)
+        if op is None or packed.pop(op.index, 0) < 2 or attention.branches:
             continue
         unread, features = living.unread_of(op), op.output.shape[-1]
-        heads = found.stages[f"{side[0]}_heads"].shape[-1]
+        heads = attention.stages[f"{side[0]}_heads"].shape[-1]
         if heads <= len(unread) < features:
             name = weight_of(bench, op)
-            living.told.add(name)
+            living.mentioned.add(name)
             yield UnreadFinding(
                 "parameters",
                 f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
                 "query, key and value are not three parts of it.",
                 f"No operation that the output hangs on reads features {shortened(spans(unread), 60)}.",
                 source=op.source,
-                module=found.module,
+                module=attention.module,
                 fix="take query, key and value from their own parts.",
             )
 
@@ -229,10 +229,10 @@ def _without_gradient(bench: Bench, living: Living) -> Iterator[Finding]:
     gradients = gradients_of(bench)
     # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
     saturated = not bench.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in bench.sights)
-    for found, _, _ in kinds(bench.recorded):
-        for side, op in found.projections.items():
+    for attention, _, _ in kinds(bench.recorded):
+        for side, op in attention.projections.items():
             name = weight_of(bench, op)
-            if name in living.told or name not in gradients:
+            if name in living.mentioned or name not in gradients:
                 continue
             gradient, part = gradients[name], ""
             if gradient is None:
@@ -243,15 +243,15 @@ def _without_gradient(bench: Bench, living: Living) -> Iterator[Finding]:
                 dead = (gradient == 0).all(1 - out)
                 dead[sorted(living.unread_of(op))] = False
                 number = int(dead.sum())
-                if found.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
+                if attention.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
                     part = f"gets no gradient for {number} of its {dead.numel()} features"
             if part:
-                living.told.add(name)
+                living.mentioned.add(name)
                 yield Finding(
                     "parameters",
                     f"{name} projects the {side}, and {part}: the graph is cut behind it.",
                     "A sum of the output was taken back through the module.",
                     source=op.source,
-                    module=found.module,
+                    module=attention.module,
                     fix="take detach(), no_grad() or .data out of the way.",
                 )
