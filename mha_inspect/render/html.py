@@ -79,17 +79,14 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    classes = [" ".join(["right"] * (c.align == "right") + ["wrap"] * bool(c.wrap)) for c in table.columns]
-    yield '<div class="scroll"><table>'
-    heads = (_element("th", c.title, name, ' scope="col"') for c, name in zip(table.columns, classes, strict=True))
-    yield f"<thead><tr>{''.join(heads)}</tr></thead>"
-    yield "<tbody>"
-    for number, row in enumerate(table.rows):
-        if table.total and number == len(table.rows) - 1:
-            yield "</tbody><tfoot>"
-        fields = (_field(*both) for both in zip(row, (c.tone for c in table.columns), classes, strict=True))
-        yield f"<tr>{''.join(fields)}</tr>"
-    yield "</tfoot></table></div>" if table.total and table.rows else "</tbody></table></div>"
+    names = ["right " * (c.align == "right") + "wrap" * bool(c.wrap) for c in table.columns]
+    heads = [_element("th", c.title, name, ' scope="col"') for c, name in zip(table.columns, names, strict=True)]
+    tones = [column.tone for column in table.columns]
+    rows = [f"<tr>{''.join(map(_field, row, tones, names))}</tr>" for row in table.rows]
+    body, foot = (rows[:-1], rows[-1:]) if table.total else (rows, [])
+    yield f'<div class="scroll"><table>\n<thead><tr>{"".join(heads)}</tr></thead>'
+    yield "\n".join(["<tbody>", *body, "</tbody>"] + (["<tfoot>", *foot, "</tfoot>"] if foot else []))
+    yield "</table></div>"
     if table.legend:
         yield _element("p", table.legend, "muted")
 
@@ -120,4 +117,4 @@ def _element(tag: str, text: str, name: str = "", settings: str = "") -> str:
 
 
 def _class(names: str) -> str:
-    return f' class="{names.strip()}"' if names.strip() else ""
+    return f' class="{" ".join(names.split())}"' if names.strip() else ""

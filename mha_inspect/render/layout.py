@@ -39,38 +39,37 @@ class _Fitting:
     """One table on its way to a width. Columns are moved under others, then dropped, then squeezed."""
 
     def __init__(self, table: Table, indices: list[int], width: int) -> None:
-        self.table = table
+        self.columns = table.columns
         self.width = width
         self.shown = list(indices)
         self.below: dict[int, list[int]] = {}
         self.dropped: list[str] = []
-        bodies = [[row[i].full for row in table.rows] for i in range(len(table.columns))]
-        self.body = [max(map(cells, column), default=0) for column in bodies]
-        self.body_word = [max(map(longest_word, column), default=0) for column in bodies]
+        texts = {i: [row[i].full for row in table.rows] for i in range(len(table.columns))}
+        self.body = {i: max(map(cells, column), default=0) for i, column in texts.items()}
+        self.body_word = {i: max(map(longest_word, column), default=0) for i, column in texts.items()}
 
-    def room(self) -> int:
-        return self.width - GAP * (len(self.shown) - 1)
+    def room(self, widths: dict[int, int]) -> int:
+        """Return the columns that are left of the page."""
+        return self.width - GAP * (len(self.shown) - 1) - sum(widths.values())
 
     def fit(self) -> Layout:
         while True:
-            for wrapped_titles in (False, True):
-                widths = self.widths(wrapped_titles)
-                if widths is not None:
-                    return self.layout(self.unwrapped_titles(widths))
+            widths = self.widths(wrapped_titles=False) or self.widths(wrapped_titles=True)
+            if widths is not None:
+                return self.layout(self.unwrapped_titles(widths))
             if not (self.move() or self.drop()):
                 return self.layout(self.squeezed())
 
-    def widths(self, wrapped_titles: bool) -> dict[int, int] | None:
+    def widths(self, *, wrapped_titles: bool) -> dict[int, int] | None:
         """Return widths at which every column keeps to the lines that it is meant to have, or None."""
         widths, floors = {}, {}
         for i in self.shown:
-            column = self.table.columns[i]
+            column = self.columns[i]
             title = longest_word(column.title) if wrapped_titles else cells(column.title)
-            below = self.words_below(i)
-            widths[i] = max(self.body[i], title, below)
-            floors[i] = widths[i]
+            least = max(title, self.words_below(i))
+            widths[i] = floors[i] = max(self.body[i], least)
             if column.wrap:
-                floors[i] = max(min(column.wrap, self.body[i]), self.body_word[i], title, below)
+                floors[i] = max(min(column.wrap, self.body[i]), self.body_word[i], least)
         return widths if self.narrow(widths, floors) else None
 
     def words_below(self, host: int) -> int:
@@ -79,15 +78,15 @@ class _Fitting:
 
     def unwrapped_titles(self, widths: dict[int, int]) -> dict[int, int]:
         """Give what room is left to titles that are whole with little of it."""
-        missing = {i: cells(self.table.columns[i].title) - widths[i] for i in self.shown}
+        missing = {i: cells(self.columns[i].title) - widths[i] for i in self.shown}
         for i in sorted(self.shown, key=lambda i: missing[i]):
-            if 0 < missing[i] <= self.room() - sum(widths.values()):
+            if 0 < missing[i] <= self.room(widths):
                 widths[i] += missing[i]
         return widths
 
     def narrow(self, widths: dict[int, int], floors: dict[int, int]) -> bool:
         """Take from the widest that has something to give, until all fit."""
-        while sum(widths.values()) > self.room():
+        while self.room(widths) < 0:
             givers = [i for i in self.shown if widths[i] > floors[i]]
             if not givers:
                 return False
@@ -96,27 +95,24 @@ class _Fitting:
 
     def move(self) -> bool:
         """Put a column under the one that it may go under."""
-        titles = {self.table.columns[i].title: i for i in self.shown}
-        for i in self.shown:
-            host = titles.get(self.table.columns[i].into)
-            if host is not None:
-                self.shown.remove(i)
-                self.below.setdefault(host, []).append(i)
-                return True
-        return False
+        hosts = {self.columns[i].title: i for i in self.shown}
+        guest = next((i for i in self.shown if self.columns[i].into in hosts), None)
+        if guest is not None:
+            self.shown.remove(guest)
+            self.below.setdefault(hosts[self.columns[guest].into], []).append(guest)
+        return guest is not None
 
     def drop(self) -> bool:
         """Leave out the column that will be missed least."""
-        last = max(self.shown, key=lambda i: self.table.columns[i].drop)
-        if not self.table.columns[last].drop:
-            return False
-        self.shown.remove(last)
-        self.dropped.insert(0, self.table.columns[last].title)
-        return True
+        last = max(self.shown, key=lambda i: self.columns[i].drop)
+        if self.columns[last].drop:
+            self.shown.remove(last)
+            self.dropped.insert(0, self.columns[last].title)
+        return bool(self.columns[last].drop)
 
     def squeezed(self) -> dict[int, int]:
         """Return widths for a page that is narrower than the table was made for: between words first, then anywhere."""
-        least = {i: max(longest_word(self.table.columns[i].title), self.words_below(i)) for i in self.shown}
+        least = {i: max(longest_word(self.columns[i].title), self.words_below(i)) for i in self.shown}
         widths = {i: max(self.body[i], least[i]) for i in self.shown}
         if not self.narrow(widths, {i: max(self.body_word[i], least[i]) for i in self.shown}):
             self.narrow(widths, dict.fromkeys(self.shown, 1))
@@ -124,12 +120,9 @@ class _Fitting:
 
     def layout(self, widths: dict[int, int]) -> Layout:
         """Return the layout; what room is left goes to columns that have others below them."""
-        spare = self.room() - sum(widths.values())
         for host, guests in self.below.items():
-            wanted = max(2 + sum(self.body[g] + 2 for g in guests) - 2 - widths[host], 0)
-            given = min(wanted, max(spare, 0))
-            widths[host] += given
-            spare -= given
+            wanted = sum(self.body[guest] + 2 for guest in guests) - widths[host]
+            widths[host] += max(min(wanted, self.room(widths)), 0)
         columns = (ShownColumn(i, max(widths[i], 1), tuple(self.below.get(i, ()))) for i in self.shown)
         return Layout(tuple(columns), tuple(self.dropped))
 
@@ -143,7 +136,7 @@ def layouts(table: Table, width: int) -> tuple[Layout, ...]:
         return (_Fitting(table, indices, width).fit(),)
     parts: list[list[int]] = [[]]
     for i in indices[1:]:
-        if parts[-1] and _Fitting(table, [0, *parts[-1], i], width).widths(True) is None:
+        if parts[-1] and _Fitting(table, [0, *parts[-1], i], width).widths(wrapped_titles=True) is None:
             parts.append([])
         parts[-1].append(i)
     return tuple(_Fitting(table, [0, *part], width).fit() for part in parts)
