@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from ..build.layer_sides import LayerSide, layer_side, require_same_input, written
-from ..call.call import Call
-from ..call.load import load_layer
-from ..call.part import layer_inputs
-from ..call.triple import Triple
-from ..errors import SpecError
-from ..layers.catalog import LayerKind
-from ..layers.settings import spec_for
-from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..measure.weights import Weights, weights_of
 from ..naming.subject import Subject
 from ..naming.visibility import Rows
@@ -52,22 +42,6 @@ class Side(ComparableRun):
         self.name, self.settings, self.finer = name, settings or {}, finer
         super().__init__(subject)
 
-    @classmethod
-    def of_layer(cls, asked: LayerSide, *, dtype: DtypeName | None = None, given: Triple | None = None) -> Side:
-        """Build a layer as a side, with its inputs, or those that are `given` by the other side, as its weights are.
-
-        Where the other side has a finer `dtype`, it is built in that as well. Raises as `load_layer`.
-        """
-
-        def made(spec: AttentionSpec) -> Subject:
-            return load_layer(spec, asked.inputs, asked.run, asked.kind.name, given)
-
-        own = replace(made(asked.spec), notes=asked.unheard)
-        finer = made(replace(asked.spec, dtype=dtype)) if dtype and dtype != asked.spec.dtype else None
-        if finer is not None and given is not None:
-            finer = replace(own, args=finer.args, kwargs=finer.kwargs)
-        return cls(asked.name, own, asked.settings, finer)
-
     def _copied(self, dtype: torch.dtype) -> Subject:
         of = self.finer if self.finer is not None and dtype == torch.float64 else self.subject
         return of.copied(dtype)
@@ -75,7 +49,7 @@ class Side(ComparableRun):
     @property
     def label(self) -> str:
         """What sentences call it: `torch`, `torch with dtype bfloat16`."""
-        parts = [f"{setting} {written(value)}" for setting, value in self.settings.items()]
+        parts = [f"{setting} {_written(value)}" for setting, value in self.settings.items()]
         return f"{super().label} with {', '.join(parts)}" if parts else super().label
 
     @property
@@ -118,104 +92,18 @@ class Side(ComparableRun):
         )
 
 
+def _written(value: object) -> str:
+    """Return a setting as it would be typed."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
 def _plain(value: object) -> object:
     """A setting as JSON carries it."""
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-_GIVEN = ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn", "dropout")
-"""Sizes and settings that a layer has of its own where somebody gave them."""
-
-
-def two_layers(planned: Iterable[LayerSide]) -> tuple[Side, Side]:
-    """Build two layers that `make_sides` planned. Raises as `load_layer`."""
-    planned = tuple(planned)
-    finer = _finer(*(side.spec.dtype for side in planned))
-    left, right = (Side.of_layer(side, dtype=finer) for side in planned)
-    return left, right
-
-
-def layer_beside(
-    name: SideName,
-    kind: LayerKind,
-    beside: Side,
-    call: Call,
-    given: Mapping[str, Any],
-    inputs: InputSpec,
-    run: RunSpec,
-    settings: Mapping[str, Any],
-) -> Side:
-    """Return a layer as a side, with the input of the module beside it.
-
-    Args:
-        name: left or right.
-        kind: the layer.
-        beside: the other side, whose sizes it has but for those that somebody gave.
-        call: what the module beside it is called with.
-        given: fields of `AttentionSpec` that somebody gave.
-        inputs: what goes in; its sizes are those of the call.
-        run: how it is run.
-        settings: what is set for this side alone.
-
-    Raises `SpecError` where a size contradicts the module, or the layer has no use for a setting.
-    """
-    tensors = layer_inputs(beside.subject.module, call)
-    unbatched = tensors[0].dim() == 2
-    if not unbatched and not call.batch_first:
-        tensors = _turned(tensors)
-    query, key, _ = tensors
-    batch, query_len = (1, query.shape[0]) if unbatched else (query.shape[0], query.shape[1])
-    key_len = None if key is query else key.shape[-2]
-    inputs = replace(inputs, input=None, batch=batch, seq_len=query_len, key_len=key_len, unbatched=unbatched)
-    spec = _spec(kind, beside, tensors, given)
-    side, like = (
-        layer_side(name, kind, spec, inputs, run, settings, kind),
-        LayerSide(beside.name, kind, spec, inputs, run),
-    )
-    require_same_input(*((side, like) if name == "left" else (like, side)))
-    tensors = tensors if side.spec.batch_first or unbatched else _turned(tensors)
-    return Side.of_layer(side, dtype=_finer(side.spec.dtype, cast(DtypeName, beside.dtype)), given=tensors)
-
-
-def _finer(*dtypes: DtypeName) -> DtypeName:
-    return min(dtypes, key=lambda name: torch.finfo(getattr(torch, name)).eps)
-
-
-def _turned(tensors: Triple) -> Triple:
-    """Return the tensors with batch and length in each other's place, one that serves as several staying one."""
-    changed = {id(tensor): tensor.transpose(0, 1).contiguous() for tensor in tensors}
-    query, key, value = (changed[id(tensor)] for tensor in tensors)
-    return query, key, value
-
-
-def _spec(kind: LayerKind, beside: Side, tensors: Triple, given: Mapping[str, Any]) -> AttentionSpec:
-    """Return the sizes of the layer: those of the module beside it, but for those that somebody gave."""
-    embed_dim, kdim, vdim = (tensor.shape[-1] for tensor in tensors)
-    if given.get("embed_dim", embed_dim) != embed_dim:
-        module = beside.subject.label
-        raise SpecError(
-            f"embed_dim {given['embed_dim']} contradicts {module}, which takes {embed_dim} features: diff gives both "
-            f"the same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."
-        )
-    found = {"num_heads": AttentionSpec.num_heads, "bias": AttentionSpec.bias, **sizes_of(beside)}
-    sizes = {flag: given.get(flag, found[flag]) for flag in ("num_heads", "bias")}
-    if "num_kv_heads" in kind.takes and found.get("num_kv_heads", found["num_heads"]) != found["num_heads"]:
-        sizes["num_kv_heads"] = found["num_kv_heads"]
-    if "head_dim" in kind.takes and found.get("head_dim", 0) * found["num_heads"] not in (0, embed_dim):
-        sizes["head_dim"] = found["head_dim"]
-    sizes |= {flag: given[flag] for flag in _GIVEN if flag in given and flag in (*kind.takes, "dropout")}
-    return spec_for(
-        kind,
-        embed_dim=embed_dim,
-        kdim=kdim if kdim != embed_dim else None,
-        vdim=vdim if vdim != embed_dim else None,
-        training=given["training"],
-        dtype=given.get("dtype", beside.dtype),
-        seed=given["seed"],
-        **sizes,
-    )
 
 
 def sizes_of(side: Side) -> dict[str, Any]:

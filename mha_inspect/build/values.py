@@ -74,7 +74,7 @@ def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapp
             ) from None
     if text.casefold() in (*_SWITCH, *_NONE):
         return _SWITCH.get(text.casefold())
-    value = _named_or_literal(text, namespace)
+    value = _named_or_literal(f"torch.{text}" if name.endswith("dtype") and "." not in text else text, namespace)
     return list(value) if isinstance(default, list) and isinstance(value, tuple) else value
 
 

@@ -64,3 +64,10 @@ def _width_flags(size_name: str, width: int, spec: AttentionSpec) -> str:
     if width % spec.num_heads == 0:
         return f"--embed-dim {width}"
     return f"--embed-dim {width} --num-heads {max(n for n in divisors(width) if n <= spec.num_heads)}"
+
+
+def turned(tensors: Triple) -> Triple:
+    """Return the tensors with batch and length in each other's place, one that serves as several staying one."""
+    changed = {id(tensor): tensor.transpose(0, 1).contiguous() for tensor in tensors}
+    query, key, value = (changed[id(tensor)] for tensor in tensors)
+    return query, key, value

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -17,11 +17,15 @@ from ..text import shown
 from . import subject
 from .options import FAIL_IF, FORMS, NUMBERS, Options, command, completing, is_target, option, require_numbers
 from .output import give, prepare
+from .sides import AskedSide, LayerSide, layer_side, require_alike, setting_of
 
 if TYPE_CHECKING:
     from ..answers.side import Side
     from ..build.target import Target
     from ..call.call import Call
+    from ..call.triple import Triple
+    from ..layers.catalog import LayerKind
+    from ..layers.spec import DtypeName
     from ..reports.checkpoint_diff import CheckpointDiffReport
     from ..reports.diff import DiffReport, SideName
 
@@ -82,7 +86,10 @@ def diff(
     weights go into the other side where that can hold them, and it says where not; the attentions of two models are
     paired in order.
     """
-    asked = _Asked("left", left, left_set or [], left_module), _Asked("right", right, right_set or [], right_module)
+    asked = (
+        AskedSide("left", left, left_set or [], left_module),
+        AskedSide("right", right, right_set or [], right_module),
+    )
     named = f"comparing {' with '.join(one.text for one in asked if one.text) or options.layer}"
     report: DiffReport | CheckpointDiffReport
     if _are_checkpoints(left, right):
@@ -118,31 +125,7 @@ def _are_checkpoints(left: str, right: str) -> bool:
     return all(found)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the command line says of one side."""
-
-    name: SideName
-    text: str
-    settings: list[str]
-    path: str | None
-    """The module of the target that is the side; None: the whole target."""
-
-    @property
-    def flag(self) -> str:
-        """Return the flag that gives it settings of its own."""
-        return f"--{self.name}-set"
-
-    def require_no_module(self) -> None:
-        """Raise `SpecError` where a module is named of what is a layer."""
-        if self.path is not None:
-            raise SpecError(
-                f"--{self.name}-module {shown(self.path)} names a module of a target, and that side is a layer. "
-                "Drop it."
-            )
-
-
-def _checked_files(options: Options, left: _Asked, right: _Asked) -> int | None:
+def _checked_files(options: Options, left: AskedSide, right: AskedSide) -> int | None:
     """Return the number of heads of two files of tensors, if it was typed. Raises `SpecError` for what is of no use."""
     for one in (left, right):
         if one.settings or one.path is not None:
@@ -152,59 +135,62 @@ def _checked_files(options: Options, left: _Asked, right: _Asked) -> int | None:
     return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
 
 
-def _layers(options: Options, left: _Asked, right: _Asked) -> Callable[[], tuple[Side, Side]]:
+def _layers(options: Options, left: AskedSide, right: AskedSide) -> Callable[[], tuple[Side, Side]]:
     """Return what builds two layers, once everything is judged that can be before torch is imported."""
-    from ..build.layer_sides import make_sides, parse_settings
-
     left.require_no_module()
     right.require_no_module()
     options.require_no_target_settings("diff")
-    ours, theirs = (parse_settings(one.flag, one.settings) for one in (left, right))
-    first, second = chosen_layers(options, left.text, right.text, several_settings=bool(ours or theirs))
-    # The layer whose sizes are checked here is the one that both are, or else one that takes any.
-    options.layer = first if first == second and first in LAYERS else "torch"
-    spec = subject.attention(options, subject.single_head_count(options, "diff"))
-    planned = make_sides(first, second, spec, subject.inputs(options), subject.run(options), ours, theirs)
-    for side in planned:
+    several = bool(left.settings or right.settings)
+    kinds = [find_layer(name) for name in chosen_layers(options, left.text, right.text, several_settings=several)]
+    sides = layer_side(options, left, *kinds), layer_side(options, right, *reversed(kinds))
+    require_alike(*sides)
+    for side in sides:
         require_numbers(side.run.device, "compare", _SHAPES)
-
-    def made() -> tuple[Side, Side]:
-        from ..answers.side import two_layers
-
-        return two_layers(planned)
-
-    return made
+    return partial(_two_layers, sides)
 
 
-def _targets(options: Options, left: _Asked, right: _Asked) -> Callable[[], tuple[Side, Side]]:
+def _two_layers(sides: tuple[LayerSide, LayerSide]) -> tuple[Side, Side]:
+    """Build two layers, each also in the dtype of the other where that is finer. Raises as `load_layer`."""
+    from ..answers.side import Side
+
+    finer = min((side.spec.dtype for side in sides), key=_FINEST.index)
+    left, right = (
+        Side(side.name, side.build(), side.settings, None if side.spec.dtype == finer else side.build(finer))
+        for side in sides
+    )
+    return left, right
+
+
+_FINEST: tuple[DtypeName, ...] = ("float64", "float32", "float16", "bfloat16")
+
+
+def _targets(options: Options, left: AskedSide, right: AskedSide) -> Callable[[], tuple[Side, Side]]:
     """Return what builds and runs two sides, at least one of them a target, once everything is judged as in `_layers`.
 
     A side that is not named is --layer, or the target under other settings.
     """
-    from ..build.layer_sides import parse_settings as layer_settings
     from ..build.values import parse_settings
 
     again = bool(left.settings or right.settings or right.path)
     beside = left.text if again and "layer" not in options.typed else options.layer
     sides = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
-    for one in sides:
-        if is_target(one.text):
-            subject.check_target(one.text, options, "diff", beside_layer=not (left.text and right.text))
-            parse_settings(one.settings, one.flag)
-            changed, _ = _options_of(options, one)
-            subject.inputs(changed)
-            require_numbers(changed.device, "compare", _SHAPES)
+    for side in sides:
+        if is_target(side.text):
+            subject.check_target(side.text, options, "diff", beside_layer=not (left.text and right.text))
+            parse_settings(side.settings, side.flag)
+            own = side.of_run().options(options)
+            subject.inputs(own)
         else:
-            find_layer(one.text)
-            own = layer_settings(one.flag, one.settings)
-            require_numbers(own.get("device", options.device), "compare", _SHAPES)
-            one.require_no_module()
+            find_layer(side.text)
+            side.require_no_module()
+            own = side.options(options)
+        require_numbers(own.device, "compare", _SHAPES)
     subject.single_head_count(options, "diff")
     subject.inputs(options)
     return partial(_runs, options, *sides)
 
 
-def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
+def _runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Side]:
     """Build both sides, and run those that are targets.
 
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
@@ -232,7 +218,7 @@ def _runs(options: Options, left: _Asked, right: _Asked) -> tuple[Side, Side]:
 
 
 def _called(
-    options: Options, one: _Asked, other: _Asked, beside: tuple[Call, Side] | None = None
+    options: Options, one: AskedSide, other: AskedSide, beside: tuple[Call, Side] | None = None
 ) -> tuple[Target, Call]:
     """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
     from ..answers.side import sizes_of
@@ -247,67 +233,51 @@ def _called(
 
 
 def _loaded(
-    options: Options, one: _Asked, other: _Asked, sizes: dict[str, Any] | None = None
+    options: Options, one: AskedSide, other: AskedSide, sizes: dict[str, Any] | None = None
 ) -> tuple[Target, Options]:
     """Build a target, and return the options as it has them: what is set and none of its arguments may be of a run."""
     try:
         return subject.load_target(one.text, options, one.settings, sizes, _taken_by(other)), options
     except SpecError as error:
-        own, settings = _options_of(options, one)
-        if len(settings) == len(one.settings):
+        of_run = one.of_run()
+        if not of_run.settings:
             raise SpecError(_of_side(str(error), one)) from None
+        settings = [text for text in one.settings if text not in of_run.settings]
+        own = of_run.options(options)
         return subject.load_target(one.text, own, settings, sizes, _taken_by(other)), own
 
 
-_OF_RUN = frozenset(
-    {"dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights"}
-)
-"""Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
 _OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
 """What makes the input, and is the same on both sides where one is a target."""
 
 
-def _of_side(message: str, one: _Asked) -> str:
+def _of_side(message: str, asked: AskedSide) -> str:
     """Return what is wrong with --set as what is wrong with the settings of a side, some of which both have."""
-    for typed in (text.partition("=")[0].strip() for text in one.settings):
-        name = typed.replace("-", "_")
-        if name in _OF_BOTH and message.startswith(f"--set {typed} is no argument"):
+    for text in asked.settings:
+        name = setting_of(text)
+        if name in _OF_BOTH and message.startswith(f"--set {text.partition('=')[0].strip()} is no argument"):
             return (
-                f"{one.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
+                f"{asked.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
                 f"--{name.replace('_', '-')} in its place."
             )
-    return message.replace("--set ", f"{one.flag} ")
+    return message.replace("--set ", f"{asked.flag} ")
 
 
-def _options_of(options: Options, one: _Asked) -> tuple[Options, list[str]]:
-    """Return the options as a target's side has them, and what is set of its own arguments."""
-    from ..build.layer_sides import parse_settings, setting_of
-
-    ours = [text for text in one.settings if setting_of(text) in _OF_RUN]
-    changed = copy(options)
-    for name, value in parse_settings(one.flag, ours).items():
-        field = "train" if name == "training" else name
-        setattr(changed, field, ",".join(map(str, value)) if isinstance(value, tuple) else value)
-        changed.given, changed.typed = changed.given | {field}, changed.typed | {field}
-    return changed, [text for text in one.settings if text not in ours]
-
-
-def _taken_by(other: _Asked) -> frozenset[str]:
+def _taken_by(other: AskedSide) -> frozenset[str]:
     """Return the flags that the other side takes, if it is a layer: a target that has no use for them need not."""
     if is_target(other.text):
         return frozenset()
     return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
 
 
-def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exact: Call | None = None) -> Side:
+def _target_run(options: Options, asked: AskedSide, target: Target, call: Call, exact: Call | None = None) -> Side:
     """Run a target; `exact` are its arguments as the other side has them. Raises `TargetFailedError` as it does."""
     from ..answers.side import Side
     from ..build.values import parse_settings
     from ..call.call import explaining
     from ..call.load import subject_of
 
-    changed, _ = _options_of(options, asked)
-    own = subject_of(target, call, options.seed, changed.grad)
+    own = subject_of(target, call, options.seed, asked.of_run().options(options).grad)
     finer = None if exact is None else replace(own, args=exact.args, kwargs=exact.kwargs)
     run = Side(asked.name, own, dict(parse_settings(asked.settings)), finer)
     with explaining(own):
@@ -315,20 +285,64 @@ def _target_run(options: Options, asked: _Asked, target: Target, call: Call, exa
     return run
 
 
-def _layer_run(options: Options, asked: _Asked, call: Call, beside: Side) -> Side:
-    """Return a layer with the sizes of the target beside it, but for those that somebody gave, and its input."""
-    from ..answers.side import layer_beside
-    from ..build.layer_sides import parse_settings
+def _layer_run(options: Options, asked: AskedSide, call: Call, beside: Side) -> Side:
+    """Return a layer with the sizes of the target beside it, but for those that somebody gave, and its input.
 
+    Raises `SpecError` where a size contradicts the target, or the layer has no use for a setting.
+    """
+    from ..answers.side import Side
+    from ..call.part import layer_inputs
+    from ..call.triple import turned
+
+    kind, tensors = find_layer(asked.text), layer_inputs(beside.subject.module, call)
+    unbatched = tensors[0].dim() == 2
+    if not unbatched and not call.batch_first:
+        tensors = turned(tensors)
+    own = _sized_like(options, kind, beside, tensors)
+    side = layer_side(own, asked, kind, kind)
+    like = layer_side(own, replace(asked, name=beside.name, settings=[]), kind, kind)
+    require_alike(*((side, like) if asked.name == "left" else (like, side)))
+    tensors = tensors if side.spec.batch_first or unbatched else turned(tensors)
+    layer, finer = side.build(given=tensors), min(side.spec.dtype, cast("DtypeName", beside.dtype), key=_FINEST.index)
+    exact = layer if finer == side.spec.dtype else side.build(finer, tensors)
+    return Side(asked.name, layer, side.settings, replace(layer, args=exact.args, kwargs=exact.kwargs))
+
+
+def _sized_like(options: Options, kind: LayerKind, beside: Side, tensors: Triple) -> Options:
+    """Return the options of a layer: the sizes and the input of the target beside it, but for what somebody gave."""
+    from ..answers.side import sizes_of
+
+    query, key, value = tensors
+    width = query.shape[-1]
     # A variable is for all commands: that it is of another width than a target is no contradiction.
-    given = {name: getattr(options, name) for name in options.given if name != "embed_dim" or name in options.typed}
-    if "num_heads" in given:
-        given["num_heads"] = subject.single_head_count(options, "diff")
-    given |= {"training": options.train, "seed": options.seed}
-    if "dtype" in beside.settings:  # of that side alone
-        given.setdefault("dtype", options.dtype)
-    kind, settings = find_layer(asked.text), parse_settings(asked.flag, asked.settings)
-    return layer_beside(asked.name, kind, beside, call, given, subject.inputs(options), subject.run(options), settings)
+    if "embed_dim" in options.typed and options.embed_dim != width:
+        module = beside.subject.label
+        raise SpecError(
+            f"embed_dim {options.embed_dim} contradicts {module}, which takes {width} features: diff gives both the "
+            f"same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."
+        )
+    own, usual = copy(options), Options()
+    sizes = {"num_heads": int(usual.num_heads), "bias": True, **sizes_of(beside)}
+    for name in ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn"):
+        if name not in options.given or name not in kind.takes:
+            setattr(own, name, getattr(usual, name))
+    if "num_heads" not in options.given:
+        own.num_heads = str(sizes["num_heads"])
+    if "bias" not in options.given:
+        own.bias = sizes["bias"]
+    heads = sizes["num_heads"]
+    if "num_kv_heads" in kind.takes - options.given and sizes.get("num_kv_heads", heads) != heads:
+        own.num_kv_heads = sizes["num_kv_heads"]
+    if "head_dim" in kind.takes - options.given and sizes.get("head_dim", 0) * heads not in (0, width):
+        own.head_dim = sizes["head_dim"]
+    if "dtype" not in options.given and "dtype" not in beside.settings:  # that is of that side alone
+        own.dtype = beside.dtype
+    own.unbatched, own.batch_first, own.input = query.dim() == 2, True, None
+    own.batch, own.seq_len = 1 if own.unbatched else query.shape[0], query.shape[-2]
+    own.key_len = None if key is query else key.shape[-2]
+    own.embed_dim = width
+    own.kdim, own.vdim = (None if size == width else size for size in (key.shape[-1], value.shape[-1]))
+    return own
 
 
 def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:

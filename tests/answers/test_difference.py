@@ -10,16 +10,15 @@ import torch
 
 from mha_inspect.answers.diff import diff as diff_of_sides
 from mha_inspect.answers.shared_weights import share
-from mha_inspect.answers.side import two_layers
-from mha_inspect.build.layer_sides import make_sides
 from mha_inspect.call.load import layer_called
+from mha_inspect.cli.diff import _two_layers
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.reports.diff import DiffReport, StageRow
 
-from ..built import built_layer
+from ..built import built_layer, planned_sides, two_layers
 from ..layers.declared import canonical_weights, load_weights
 
 # Distinct primes wherever sizes are independent; embed_dim is heads times a prime.
@@ -30,9 +29,8 @@ INPUTS = InputSpec(batch=BATCH, seq_len=QUERY)
 
 
 def diff(left: str, right: str, inputs: InputSpec = INPUTS, **settings: Any) -> DiffReport:
-    sets = {name: settings.pop(name, {}) for name in ("left_set", "right_set")}
-    planned = make_sides(left, right, replace(SPEC, **settings), inputs, RunSpec(), **sets)
-    return diff_of_sides(*two_layers(planned))
+    sets = [settings.pop(name, {}) for name in ("left_set", "right_set")]
+    return diff_of_sides(*two_layers(left, right, replace(SPEC, **settings), inputs, RunSpec(), *sets))
 
 
 def stage(report: DiffReport, name: str) -> StageRow:
@@ -70,8 +68,8 @@ def test_layers_with_one_mathematics_are_the_same_at_every_stage(right, inputs):
 def test_weights_are_those_that_were_drawn_bit_for_bit(layer, change):
     """The oracle: the places that each layer declares, into which the same numbers are put."""
     other = "wide" if layer == "wide" else "torch"
-    planned = make_sides(other, layer, SPEC, INPUTS, RunSpec(), {}, change)
-    runs = two_layers(planned)
+    planned = planned_sides(other, layer, SPEC, INPUTS, RunSpec(), {}, change)
+    runs = _two_layers(planned)
     share(*runs)
     weights = canonical_weights(planned[0].spec)
     for run_of, side in zip(runs, planned, strict=True):
@@ -193,7 +191,7 @@ def test_each_side_has_the_kernel_that_its_settings_give_it():
     # The fast path asks for an even number of heads.
     spec = AttentionSpec(embed_dim=22, num_heads=2)
     sets = {"need_weights": False}, {"grad": False}
-    report = diff_of_sides(*two_layers(make_sides("torch", "torch", spec, INPUTS, RunSpec(grad=True), *sets)))
+    report = diff_of_sides(*two_layers("torch", "torch", spec, INPUTS, RunSpec(grad=True), *sets))
     assert "scaled_dot_product" in report.left.path.plain
     assert "_native_multi_head_attention" in report.right.path.plain
     assert report.verdict == "same"

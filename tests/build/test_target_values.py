@@ -35,6 +35,7 @@ EMPTY = Parameter.empty
         ("[2, 3]", list[float], EMPTY, [2, 3]),
         ("pre", Literal["pre", "post"], EMPTY, "pre"),
         ("torch.float64", torch.dtype, EMPTY, torch.float64),
+        ("bfloat16", EMPTY, EMPTY, torch.bfloat16),
         ("7", EMPTY, 3, 7),
         ("true", EMPTY, False, True),
         ("2,5", EMPTY, (7, 7), (2, 5)),
@@ -49,7 +50,7 @@ EMPTY = Parameter.empty
     ],
 )
 def test_text_becomes_what_annotation_or_default_asks_for(text, annotation, default, value):
-    made = convert("size", text, annotation, default, {"HERE": {"a": 1}})
+    made = convert("dtype" if isinstance(value, torch.dtype) else "size", text, annotation, default, {"HERE": {"a": 1}})
     assert made == value
     assert type(made) is type(value)
 

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 
 from mha_inspect.answers.diff import diff
-from mha_inspect.answers.side import two_layers
-from mha_inspect.build.layer_sides import make_sides
 from mha_inspect.call.head_counts import layers_with_heads
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
 
-from ..built import trace_layer
+from ..built import trace_layer, two_layers
 
 
 def test_a_derived_head_dim_follows_a_new_head_count():
@@ -68,7 +66,7 @@ def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
     own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
     masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
     assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
-    assert diff(*two_layers(make_sides(layer, layer, plain, masked, run, {}, {}))).verdict == "same"
+    assert diff(*two_layers(layer, layer, plain, masked, run)).verdict == "same"
 
 
 def test_so_it_is_for_several_head_counts():

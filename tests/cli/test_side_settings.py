@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from mha_inspect.build.layer_sides import SETTINGS, make_sides, parse_settings
+from mha_inspect.cli.options import Options
+from mha_inspect.cli.sides import SETTINGS, AskedSide
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+
+from ..built import planned_sides as make_sides
+
+
+def asked(*texts: str) -> Options:
+    return AskedSide("left", "torch", [*texts], None).options(Options())
 
 
 def test_every_field_of_the_specs_can_be_set():
@@ -22,20 +29,21 @@ def test_every_field_of_the_specs_can_be_set():
         ("embed_dim=21", {"embed_dim": 21}),
         ("need-weights=false", {"need_weights": False}),
         ("NEED_WEIGHTS = No", {"need_weights": False}),
-        ("train=true", {"training": True}),
+        ("train=true", {"train": True}),
         ("dropout=0.25", {"dropout": 0.25}),
         ("dtype=bfloat16", {"dtype": "bfloat16"}),
-        ("padding=3,0", {"padding": (3, 0)}),
-        ("padding=none", {"padding": ()}),
+        ("padding=3,0", {"padding": "3,0"}),
+        ("padding=none", {"padding": ""}),
         ("kdim=none", {"kdim": None}),
         ("attn_mask=a=b.pt", {"attn_mask": Path("a=b.pt")}),
         ("device=cuda:1", {"device": "cuda:1"}),
     ],
 )
 def test_a_setting_is_typed(text, expected):
-    parsed = parse_settings("--left-set", [text])
-    assert parsed == expected
-    assert [type(value) for value in parsed.values()] == [type(value) for value in expected.values()]
+    options = asked(text)
+    values = {name: getattr(options, name) for name in expected}
+    assert values == expected
+    assert [type(value) for value in values.values()] == [type(value) for value in expected.values()]
 
 
 @pytest.mark.parametrize(
@@ -57,14 +65,14 @@ def test_a_setting_is_typed(text, expected):
 )
 def test_a_setting_that_cannot_be_read(texts, said):
     with pytest.raises(SpecError) as caught:
-        parse_settings("--left-set", texts)
+        asked(*texts)
     assert said in str(caught.value)
     assert str(caught.value).isprintable()
 
 
 def test_an_unknown_one_is_answered_with_the_list():
     with pytest.raises(SpecError) as caught:
-        parse_settings("--right-set", ["colour=red"])
+        asked("colour=red")
     assert all(name in str(caught.value) for name in SETTINGS)
 
 
