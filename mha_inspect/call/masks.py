@@ -128,13 +128,6 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
 # -- as a forward takes them -------------------------------------------------------------------------------------------
 
 
-def apart(attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return both masks of one kind: torch deprecates a boolean padding mask beside an additive mask."""
-    if padding is None or attn_mask is None or attn_mask.dtype == torch.bool:
-        return attn_mask, padding
-    return attn_mask, torch.zeros_like(padding, dtype=attn_mask.dtype).masked_fill_(padding, float("-inf"))
-
-
 def merged(mask: Tensor | None, padding: Tensor | None, batch: int | None) -> Tensor | None:
     """Return one mask out of both; None where nothing is masked. `batch` is None where there is no batch.
 
@@ -191,8 +184,6 @@ def of_layer(forward: Forward, target: Target, inputs: InputSpec, values: Mappin
     query = next(iter(tensors.values()))
     key = next((tensor for name, tensor in tensors.items() if forward.kind(name) in ("key", "other")), query)
     pair = of_pair(forward, inputs, query, key, key, target.spec.num_heads)
-    if target.masks == "apart":
-        return dict(zip(("attn_mask", "key_padding_mask"), apart(*pair), strict=True))
     mask = merged(*pair, None if inputs.unbatched else query.shape[0])
     argument = next(name for name in forward.parameters if forward.kind(name) == "mask")
     return {argument: in_style(mask, target.masks, query.dtype, target.made_from)}
@@ -264,7 +255,9 @@ def _of_torchs(
     source = tensors.get("src", tensors.get("memory", key))
     # Masks for each head have those of the first attention in it.
     heads = next((m.num_heads for m in forward.module.modules() if isinstance(m, nn.MultiheadAttention)), 1)
-    scores, padded = apart(*of_pair(forward, inputs, query, key, source, heads))
+    scores, padded = of_pair(forward, inputs, query, key, source, heads)
+    if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates two kinds
+        padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
     of_scores = next((names[word] for word in _OF_SCORES if word in names), "")
     made = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
     return {name: mask for name, mask in made.items() if mask is not None}

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
     from .spec import AttentionSpec
 
-MaskStyle = Literal["apart", "boolean", "additive", "lowest", "ones"]
-"""How a layer takes its masks.
+MaskStyle = Literal["boolean", "additive", "lowest", "ones"]
+"""How a layer takes its one mask.
 
-`apart`: attn_mask and key_padding_mask, each boolean or added to the scores. All others take one mask: `boolean` (True:
-not allowed) or additive as it was given, `additive` with -inf, `lowest` with the lowest number of the dtype, `ones`
-where a query may not look, to be multiplied by -1e9.
+`boolean` (True: not allowed) or additive as it was given, `additive` with -inf, `lowest` with the lowest number of the
+dtype, `ones` where a query may not look, to be multiplied by -1e9.
 """
 
 
@@ -49,7 +48,8 @@ class LayerKind:
     """Module under mha_inspect.layers, and what in it builds the layer as torch would draw it: `wide.WideAttention`."""
     arguments: str
     """What that takes, in order, by the names of the spec."""
-    masks: MaskStyle = "boolean"
+    masks: MaskStyle | None = "boolean"
+    """None: as torch's layer takes them."""
     takes: frozenset[str] = frozenset()
     """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
     whole_heads: bool = False
@@ -104,7 +104,7 @@ LAYERS: dict[str, LayerKind] = {
             origin="PyTorch",
             maker="torch_mha.MultiheadAttention",
             arguments="embed_dim num_heads dropout bias add_bias_kv add_zero_attn kdim vdim batch_first",
-            masks="apart",
+            masks=None,
             takes=frozenset(
                 {"kdim", "vdim", "add_bias_kv", "add_zero_attn", "dropout", "batch_first", "unbatched", "need_weights"}
             ),

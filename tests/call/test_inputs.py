@@ -30,7 +30,7 @@ class Inputs:
 
 def made(spec: AttentionSpec = SPEC, device: str = "cpu", **inputs: Any) -> Inputs:
     own = built_layer(spec, InputSpec(**inputs), RunSpec(device=device))
-    return Inputs(*own.tensors, own.kwargs["attn_mask"], own.kwargs["key_padding_mask"])
+    return Inputs(*own.tensors, own.kwargs.get("attn_mask"), own.kwargs.get("key_padding_mask"))
 
 
 def saved(path: Path, content: object) -> Path:
