@@ -96,12 +96,11 @@ class _Watch(TorchFunctionMode):
         self.evidence: dict[str, Evidence] = {}
         self.holder: str | None = None
         self._open, self._whole = set(named), whole
-        self._alive: list[Tensor] = list(named.values())
-        # Each tensor that is an argument, or one only moved: its names, and the dimension that holds its width.
-        self._known: dict[int, tuple[list[str], int]] = {}
+        self._given = [id(tensor) for tensor in named.values()]
+        # Each tensor that is an argument, or one only moved: itself, its names, and the dimension that holds its width.
+        self._known: dict[int, tuple[Tensor, list[str], int]] = {}
         for name, tensor in named.items():
-            self._known.setdefault(id(tensor), ([], tensor.dim() - 1))[0].append(name)
-        self._given = frozenset(self._known)
+            self._known.setdefault(id(tensor), (tensor, [], tensor.dim() - 1))[1].append(name)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,16 +112,19 @@ class _Watch(TorchFunctionMode):
         ours = next((value for value in tensors if id(value) in self._known), None)
         if ours is None:
             return func(*args, **kwargs)
-        is_keyed = name in ("__getitem__", "__contains__") and isinstance(args[1], str)
-        if is_keyed and id(ours) in self._given:
-            self.holder = self._known[id(ours)][0][-1]
+        if name in ("__getitem__", "__contains__") and isinstance(args[1], str) and id(ours) in self._given:
+            self.holder = self._known[id(ours)][1][-1]
             raise _EnoughError
         if name == "multi_head_attention_forward":
-            return func(*self._fitting_attention(args, kwargs), **kwargs)
-        evidence = self._evidence(name, args, kwargs, ours)
+            widths = [args[3]] * 3
+            if kwargs.get("use_separate_proj_weight", False):
+                widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
+            told = [self._tell(tensor, Evidence("width", width)) for tensor, width in zip(args, widths, strict=False)]
+            return func(*told, *args[3:], **kwargs)
+        other = next((value for value in tensors if value is not ours), None)
+        evidence = self._evidence(name, args, kwargs, ours, other)
         if evidence is not None:
-            self._tell(ours, evidence)
-            fitting = self._fitting(ours, evidence)
+            fitting = self._tell(ours, evidence)
             args, kwargs = changed((args, kwargs), lambda part: fitting if part is ours else part)
         result = func(*args, **kwargs)
         if name in _MOVES:
@@ -131,26 +133,24 @@ class _Watch(TorchFunctionMode):
 
     def _follow(self, source: Tensor, result: Any) -> None:
         """Know what a function made of a known tensor, where one of its dimensions is still the width."""
-        names, place = self._known[id(source)]
-        width = source.shape[place]
+        _, names, place = self._known[id(source)]
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and id(tensor) not in self._known:
-                places = [at for at, size in enumerate(tensor.shape) if size == width]
+            if isinstance(tensor, Tensor):
+                places = [at for at, size in enumerate(tensor.shape) if size == source.shape[place]]
                 if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
-                    self._known[id(tensor)] = (names, places[-1])
-                    self._alive.append(tensor)
+                    self._known.setdefault(id(tensor), (tensor, names, places[-1]))
 
-    def _evidence(self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor) -> Evidence | None:
-        """Return what a function says of a known tensor that it is called with; None where it says nothing."""
-        place = self._known[id(ours)][1]
-        last = place == ours.dim() - 1
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        other = next((value for value in tensors if value is not ours), None)
+    def _evidence(
+        self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Tensor, other: Tensor | None
+    ) -> Evidence | None:
+        """Return what a function says of a known tensor, with the first other tensor; None where it says nothing."""
+        place = self._known[id(ours)][2]
+        is_last = place == ours.dim() - 1
         width: int | None = None
-        if func in ("layer_norm", "rms_norm") and last:
+        if func in ("layer_norm", "rms_norm") and is_last:
             shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
             width = shape[-1] if shape else None
-        elif func == "einsum" and last:
+        elif func == "einsum" and is_last:
             width = _einsum_width(args, ours)
         elif other is None:
             return None
@@ -158,48 +158,31 @@ class _Watch(TorchFunctionMode):
             return Evidence("ids", other.shape[0]) if other.dim() == 2 else None
         elif func in ("conv1d", "conv2d", "conv3d"):
             channels = other.shape[1] * int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
-            if func != "conv1d" or ours.dim() != 3 or place != 1:
-                return Evidence("image", channels)
-            width = channels
-        elif func == "linear" and last:
+            is_turned = func == "conv1d" and ours.dim() == 3 and place == 1
+            return Evidence("width" if is_turned else "image", channels)
+        elif func == "linear" and is_last:
             width = other.shape[-1]
-        elif func in _PRODUCTS and last and args and args[0] is ours:
+        elif func in _PRODUCTS and is_last and args and args[0] is ours:
             width = other.shape[-2] if other.dim() > 1 else other.shape[-1]
-        elif func in _ELEMENTWISE and last and other.dim() > 0 and id(other) not in self._known:
+        elif func in _ELEMENTWISE and is_last and other.dim() > 0 and id(other) not in self._known:
             width = other.shape[-1] if other.shape[-1] != 1 else None
         return None if width is None else Evidence("width", width, firm=func not in _ELEMENTWISE)
 
-    def _fitting(self, ours: Tensor, evidence: Evidence) -> Tensor:
-        """Return the tensor, or zeros in its place of the kind and width that it should have been."""
-        names, place = self._known[id(ours)]
+    def _tell(self, ours: Tensor, evidence: Evidence) -> Tensor:
+        """Note what an argument is. Return the tensor, or zeros of the kind and width that it should have been."""
+        _, names, place = self._known.get(id(ours), (ours, [], ours.dim() - 1))
+        for name in names:
+            self.evidence.setdefault(name, evidence)
+            self._open.discard(name)
+        if not self._open and not self._whole:
+            raise _EnoughError
         if evidence.kind == "ids":
             return torch.zeros(ours.shape[: 2 if ours.dim() > 2 else None], dtype=torch.long, device=ours.device)
         if evidence.kind == "image" or evidence.size == ours.shape[place]:
             return ours
         fitting = ours.new_zeros((*ours.shape[:place], evidence.size, *ours.shape[place + 1 :]))
-        self._known[id(fitting)] = (names, place)
-        self._alive.append(fitting)
+        self._known[id(fitting)] = (fitting, names, place)
         return fitting
-
-    def _fitting_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Take the three widths that the weights of torch.nn.MultiheadAttention say; return its arguments to fit."""
-        widths, fitting = [args[3]] * 3, list(args)
-        if kwargs.get("use_separate_proj_weight", False):
-            widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
-        for at, width in enumerate(widths):
-            tensor = args[at]
-            if id(tensor) in self._known:
-                self._tell(tensor, Evidence("width", width))
-            if tensor.shape[-1] != width:
-                fitting[at] = tensor.new_zeros((*tensor.shape[:-1], width))
-        return fitting
-
-    def _tell(self, ours: Tensor, evidence: Evidence) -> None:
-        for name in self._known[id(ours)][0]:
-            self.evidence.setdefault(name, evidence)
-            self._open.discard(name)
-        if not self._open and not self._whole:
-            raise _EnoughError
 
 
 def _einsum_width(args: tuple[Any, ...], ours: Tensor) -> int | None:
@@ -208,8 +191,8 @@ def _einsum_width(args: tuple[Any, ...], ours: Tensor) -> int | None:
         return None
     operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
     terms = args[0].replace(" ", "").partition("->")[0].split(",")
-    term = next((term for term, operand in zip(terms, operands, strict=False) if operand is ours), "")
-    for other, operand in zip(terms, operands, strict=False):
-        if term and operand is not ours and term[-1] in other:
-            return int(operand.shape[other.index(term[-1]) - len(other)])
+    letter = next((term[-1:] for term, operand in zip(terms, operands, strict=False) if operand is ours), "")
+    for term, operand in zip(terms, operands, strict=False):
+        if letter and operand is not ours and letter in term:
+            return int(operand.shape[term.index(letter) - len(term)])
     return None
