@@ -76,7 +76,7 @@ class Joint(Product):
 
 def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tuple[Op, ...]] | None:
     """What scored queries and keys without a dot product, and the operations from there to the softmax, in order."""
-    over = set(wide(graph.dimensions.of(masked)[dim])) if masked.shape else set()
+    over = graph.dimensions.along(masked, dim)
     queue, seen = deque([Step(masked)] if over else []), {masked.id}
     while queue:
         step = queue.popleft()

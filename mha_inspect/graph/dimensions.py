@@ -36,6 +36,10 @@ class Dimensions:
         """The dimensions of a tensor, each as the atoms that it is known to consist of."""
         return tuple(resolve(dim) for dim in self._known(tensor))
 
+    def along(self, tensor: TensorRef, place: int) -> set[Axis]:
+        """Return the axes of one dimension of a tensor that have more than one element."""
+        return set(wide(self.of(tensor)[place])) if tensor.shape else set()
+
     @property
     def given_whole(self) -> set[Axis]:
         """The axes that are a whole dimension of what the forward was given."""

@@ -96,21 +96,19 @@ def _around(
         return None
     product, averaged = scores.product, values.product
     query, key = (product.right, product.left) if side.key_first else (product.left, product.right)
-    value_first = averaged.right.id == values.carried.id
-    value = averaged.left if value_first else averaged.right
-    if any(step.tensor.id == softmax.output.id for step in graph.back(value, graph.carries)):
+    if any(step.tensor.id == softmax.output.id for step in graph.back(values.values, graph.carries)):
         return None  # weights that meet themselves, as where a matrix of them is inverted
-    if graph.comes_from_inputs(key) and not graph.is_given_or_learned(value):
+    if graph.comes_from_inputs(key) and not graph.is_given_or_learned(values.values):
         return None  # the mean of numbers that nobody gave or learned, such as places: it says where, and not what
     q_heads, q_scale = _heads(graph, product, query, transposed=side.key_first)
     k_heads, k_scale = _heads(graph, product, key, transposed=not side.key_first)
-    v_heads, _ = _heads(graph, averaged, value, transposed=value_first)
+    v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first)
     heads = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
     scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
     positions = {
         "query": set(scored.columns if side.key_first else scored.rows),
         "key": set(scored.left_rows if side.key_first else scored.right_columns),
-        "value": set(summed.left_inner if value_first else summed.right_inner),
+        "value": set(summed.left_inner if values.values_first else summed.right_inner),
     }
     ends = projections_behind(graph, heads, product.multiply.module, positions)
     stages = with_projections(graph, heads, ends)
@@ -136,7 +134,7 @@ def _around(
         softmax_dim=dim,
         key_first=side.key_first,
         over_queries=side.over_queries,
-        value_first=value_first,
+        value_first=values.values_first,
         masks=(*scoring.masks, *on_exponentials),
         divided=None if late is None else late.divided,
         scoring=tuple(scoring.steps),

@@ -9,7 +9,7 @@ from ..record.ops import Op, TensorRef
 from .additive import joint_scores
 from .attention import Mixing
 from .dataflow import Graph
-from .dimensions import Axis, size_of, wide
+from .dimensions import Axis, Dim, size_of, wide
 from .products import Product, outer_product_of, product_of
 
 
@@ -22,19 +22,34 @@ class Meeting:
     carried: TensorRef
     """On the side of the scores what the product gives; on the side of the values the factor that is the weights."""
 
+    @property
+    def values_first(self) -> bool:
+        """Whether the values are the left factor of the product with the weights."""
+        return self.product.right.id == self.carried.id
+
+    @property
+    def values(self) -> TensorRef:
+        """The factor that the weights meet."""
+        return self.product.left if self.values_first else self.product.right
+
+    def averaged(self, graph: Graph) -> Dim:
+        """Return the axes of the weights that the product with the values sums over."""
+        axes = self.product.axes(graph.dimensions)
+        return axes.right_inner if self.values_first else axes.left_inner
+
 
 def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
-    """What made the scores that a softmax is taken of: a product, or where there is none what has them without one.
+    """Return what made the scores that a softmax is taken of: a product, or where there is none what has them else.
 
     Relative positions are products too: they are gathered, or shifted on the way, or do not depend on the input.
     """
     best: tuple[tuple[bool, bool, bool, bool, int], Meeting] | None = None
-    over = _wide(graph, masked, dim) if masked.shape else set()
+    over = graph.dimensions.along(masked, dim)
     for step in graph.back(masked, lambda op: graph.carries(op) or _mixes(graph, op, over)):
         op = graph.recording.producer(step.tensor)
         if op is None:
             continue
-        learned = _has_learned_query(graph, op, masked, dim)
+        learned = _has_learned_query(graph, op, over)
         product = product_of(graph.recording, op) if learned else graph.product(op)
         if product is not None and _mixes_heads(graph, step.path, product):
             gathered = any(passed.does("gathers") for passed in step.path)
@@ -42,52 +57,46 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
             rank = (learned, gathered, of_positions, any(map(graph.is_projection, step.path)), len(step.path))
             if best is None or rank < best[0]:
                 best = (rank, Meeting(product, tuple(reversed(step.path)), product.op.output))
-    if best is None or best[0][0]:
-        joint = joint_scores(graph, masked, dim)
-        if joint is not None:
-            return Meeting(*joint, joint[0].op.output)
+    joint = joint_scores(graph, masked, dim) if best is None or best[0][0] else None
+    if joint is not None:
+        return Meeting(*joint, joint[0].op.output)
     return None if best is None else best[1]
 
 
-def _has_learned_query(graph: Graph, op: Op, masked: TensorRef, dim: int) -> bool:
-    """Whether this is a product of keys with a parameter that stands for the queries, batch by batch.
+def _has_learned_query(graph: Graph, op: Op, over: set[Axis]) -> bool:
+    """Return whether this is a product of keys with a parameter that stands for the queries, batch by batch.
 
     A projection has no batch; and where a router's weights stand, the softmax runs over what they give.
     """
-    factors = graph.operands(op)
-    if factors is None or op.base_name not in ("bmm", "baddbmm"):
-        return False
-    keys = [tensor for tensor in factors if not graph.is_weight(tensor)]
-    if len(keys) != 1 or not masked.shape:
-        return False
-    over = _wide(graph, masked, dim)
-    return bool(over & {atom for axis in graph.dimensions.of(keys[0])[-2:] for atom in axis})
+    factors = graph.operands(op) if op.base_name in ("bmm", "baddbmm") else None
+    keys = [tensor for tensor in factors or () if not graph.is_weight(tensor)]
+    return len(keys) == 1 and not over.isdisjoint(atom for dim in graph.dimensions.of(keys[0])[-2:] for atom in dim)
 
 
 def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
-    """The product of weights and values."""
+    """Return the product of weights and values; None where there is none."""
     if not weights.shape:
         return None
     single: Meeting | None = None
-    over = _wide(graph, weights, dim)
+    over = graph.dimensions.along(weights, dim)
 
     def through(op: Op) -> bool:
-        return graph.carries(op) or _picks(op, dim) or _mixes(graph, op, over) or _norms_heads(graph, op, over)
+        # Where one weight of each query is left, keys are chosen, and not averaged.
+        picks = op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
+        return graph.carries(op) or picks or _mixes(graph, op, over) or _norms_heads(graph, op, over)
 
     for op, step in graph.forward(weights, through):
         product = graph.product(op)
         if product is None:
             product = graph.product_with(op)
             # A sum over anything else is no average over keys.
-            picked = {axis for passed in step.path if passed.does("picks") for axis in _wide(graph, passed.output, dim)}
-            if product is not None and not _sums(graph, product, over | picked):
+            picked = [graph.dimensions.along(passed.output, dim) for passed in step.path if passed.does("picks")]
+            if product is not None and not _sums(graph, product, over.union(*picked)):
                 product = None
         # Mixed by head, or laid out along what else there is, as where they say what is written into which slot,
         # they are weights still if they are summed over the keys.
         changed = any(graph.is_projection(passed) or outer_product_of(passed) for passed in step.path)
-        if product is not None and changed and not _sums(graph, product, over):
-            product = None
-        if product is not None:
+        if product is not None and (not changed or _sums(graph, product, over)):
             return Meeting(product, step.path, step.tensor)
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
             # The average over a single key needs no sum: einsum multiplies.
@@ -97,19 +106,14 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
     return single
 
 
-def _picks(op: Op, dim: int) -> bool:
-    """Whether this leaves more than one weight of each query: where one is left, keys are chosen, and not averaged."""
-    return op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
-
-
 def _sums(graph: Graph, product: Product, over: set[Axis]) -> bool:
-    """Whether a product sums over what the softmax runs over."""
+    """Return whether a product sums over what the softmax runs over."""
     axes = product.axes(graph.dimensions)
-    return not over or bool(over & {*axes.left_inner, *axes.right_inner})
+    return not over or not over.isdisjoint((*axes.left_inner, *axes.right_inner))
 
 
 def mixing_of(graph: Graph, op: Op) -> Mixing | None:
-    """A projection, as far as it could be one from heads to heads; None for any other operation."""
+    """Return a projection, as far as it could be one from heads to heads; None for any other operation."""
     if not graph.is_projection(op):
         return None
     source, place = graph.projected(op), -1
@@ -121,16 +125,16 @@ def mixing_of(graph: Graph, op: Op) -> Mixing | None:
 
 
 def _mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
-    """Whether a projection leaves alone what the softmax runs over, so that it may mix scores or weights by head."""
+    """Return whether a projection leaves alone what the softmax runs over: it may mix scores or weights by head."""
     mixing = mixing_of(graph, op) if over else None
     if mixing is None:
         return False
-    kept = {atom for dim in graph.dimensions.of(mixing.source) for atom in dim}
-    return over <= kept - set(graph.dimensions.of(mixing.source)[mixing.place])
+    dims = graph.dimensions.of(mixing.source)
+    return over <= {atom for dim in dims for atom in dim} - set(dims[mixing.place])
 
 
 def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
-    """Whether this is a norm over another dimension than the one that the softmax runs over: over the heads."""
+    """Return whether this is a norm over another dimension than the one that the softmax runs over: over the heads."""
     if not over or not op.does("norms"):
         return False
     dims = graph.dimensions.of(op.inputs[0])
@@ -138,14 +142,14 @@ def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
 
 
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
-    """Whether projections on the way from the scores to the softmax mix what their product runs over, the heads."""
+    """Return whether projections on the way to the softmax mix what the product of scores runs over, the heads."""
     heads = set(wide(product.axes(graph.dimensions).batch))
     mixings = (mixing for op in path if (mixing := mixing_of(graph, op)) is not None)
-    return all(_wide(graph, mixing.source, mixing.place) <= heads for mixing in mixings)
+    return all(graph.dimensions.along(mixing.source, mixing.place) <= heads for mixing in mixings)
 
 
 def moved_for(graph: Graph, op: Op, product: Product) -> bool:
-    """Whether this only moves a factor about for the product: within its call, or to broadcast it."""
+    """Return whether this only moves a factor about for the product: within its call, or to broadcast it."""
     if not graph.moves(op):
         return False
     broadcast = product.multiply is not product.op and op.does("broadcasts")
@@ -154,10 +158,8 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
 
 
 def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
-    """A factor before it was moved for the product."""
-    while (op := graph.recording.producer(factor)) is not None and moved_for(graph, op, product):
-        factor = op.inputs[0]
-    return factor
+    """Return a factor before it was moved for the product."""
+    return graph.before(factor, lambda op: moved_for(graph, op, product))
 
 
 @dataclass(frozen=True)
@@ -168,35 +170,34 @@ class Softmaxed:
     over_queries: bool = False
 
 
-def softmaxed_side(graph: Graph, behind: Meeting, ahead: Meeting, masked: TensorRef, dim: int) -> Softmaxed | None:
+def softmaxed_side(graph: Graph, scores: Meeting, values: Meeting, masked: TensorRef, dim: int) -> Softmaxed | None:
     """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
 
     None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
     queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), over clusters
     that average what was compared with them (k-means), and of learned queries that average the keys as they are.
     """
-    product = behind.product
+    product = scores.product
     if len(product.op.output.shape) < 2 or not masked.shape:
         return Softmaxed(key_first=False)
     axes = product.axes(graph.dimensions)
-    rows, columns, over = set(axes.rows), set(axes.columns), _wide(graph, masked, dim)
+    rows, columns, over = set(axes.rows), set(axes.columns), graph.dimensions.along(masked, dim)
     if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):
         return None
-    averaged = ahead.product.axes(graph.dimensions)
-    weights_last = ahead.product.right.id == ahead.carried.id
-    summed = set(wide(averaged.right_inner if weights_last else averaged.left_inner))
     over_rows = bool(over & rows) and not over & columns
-    other = (columns if over_rows else rows) - over
-    if over and summed & other and not summed & over:
-        assigns = _is_width(graph, product, over) or _are_alike(
-            graph, ahead, product.right if over_rows else product.left
-        )
+    summed = set(wide(values.averaged(graph)))
+    if over and summed & (columns if over_rows else rows) - over and not summed & over:
+        keys = product.right if over_rows else product.left
+        assigns = _is_width(graph, product, over) or _are_alike(graph, values, keys)
         return None if assigns else Softmaxed(not over_rows, over_queries=True)
-    return None if _pools(graph, product, ahead) else Softmaxed(over_rows)
+    # A parameter's scores of some features weigh the very same features: pooling, and no attention.
+    given = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
+    pools = len(given) == 1 and _are_alike(graph, values, given[0])
+    return None if pools else Softmaxed(over_rows)
 
 
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
-    """Whether an axis of the scores is all the features that a projection gives one factor of their product."""
+    """Return whether an axis of the scores is all the features that a projection gives one factor of their product."""
     for factor in (product.left, product.right):
         for step in graph.back(factor, lambda op: graph.moves(op) or op.pointwise):
             op = graph.recording.producer(step.tensor)
@@ -205,17 +206,6 @@ def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
     return False
 
 
-def _pools(graph: Graph, product: Product, ahead: Meeting) -> bool:
-    """Whether a parameter's scores of some features weigh the very same features: pooling, and no attention."""
-    keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
-    return len(keys) == 1 and _are_alike(graph, ahead, keys[0])
-
-
-def _are_alike(graph: Graph, ahead: Meeting, keys: TensorRef) -> bool:
-    """Whether what is averaged are the very features that made the scores."""
-    values = ahead.product.left if ahead.product.right.id == ahead.carried.id else ahead.product.right
-    return graph.before_moves(keys, whole=True).id == graph.before_moves(values, whole=True).id
-
-
-def _wide(graph: Graph, tensor: TensorRef, dim: int) -> set[Axis]:
-    return set(wide(graph.dimensions.of(tensor)[dim]))
+def _are_alike(graph: Graph, values: Meeting, keys: TensorRef) -> bool:
+    """Return whether what is averaged are the very features that made the scores."""
+    return graph.before_moves(keys, whole=True).id == graph.before_moves(values.values, whole=True).id

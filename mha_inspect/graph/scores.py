@@ -8,7 +8,6 @@ from math import isclose
 
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph
-from .dimensions import wide
 from .products import Product
 from .softmax import is_shift
 
@@ -129,7 +128,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
 
 def _depends_on(graph: Graph, shift: TensorRef, softmax_input: TensorRef, dim: int) -> bool:
     """Whether what is taken off scores is another number for each that the softmax runs over."""
-    over = set(wide(graph.dimensions.of(softmax_input)[dim])) if softmax_input.shape else set()
+    over = graph.dimensions.along(softmax_input, dim)
     return not over.isdisjoint(atom for axis in graph.dimensions.of(shift) for atom in axis)
 
 

@@ -35,53 +35,52 @@ class Weighing:
 
 def find_weighings(graph: Graph, attentions: Iterable[Attention]) -> Iterator[Weighing]:
     """Yield every way from scores to values without a softmax, that no attention has a part in."""
-    taken = {op.index for own in attentions for op in (own.score_product.op, own.value_product.op)}
+    taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
     for product in graph.products.values():
-        if product.op.index in taken or not _is_of_activations(graph, product):
-            continue
-        for carried in (product.left, product.right):
-            found = _weighing(graph, product, carried, taken)
-            if found is not None:
-                yield found
+        if product.op.index not in taken and _is_of_activations(graph, product):
+            for carried in (product.left, product.right):
+                weighing = _weighing(graph, Meeting(product, (), carried), taken)
+                if weighing is not None:
+                    yield weighing
 
 
-def _weighing(graph: Graph, averaged: Product, carried: TensorRef, taken: set[int]) -> Weighing | None:
-    """How one factor of a product was made of scores."""
-    axes = averaged.axes(graph.dimensions)
-    over = set(wide(axes.left_inner if carried is averaged.left else axes.right_inner))
-    made = graph.recording.producer(graph.before_moves(averaged.right if carried is averaged.left else averaged.left))
-    if made is not None and graph.is_softmax(made):
+def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None:
+    """Return how one factor of a product was made of scores; None where it was not."""
+    over = set(wide(values.averaged(graph)))
+    made = graph.recording.producer(graph.before_moves(values.values))
+    if not over or (made is not None and graph.is_softmax(made)):
         return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
-    for step in graph.back(carried, graph.carries) if over else ():
+    for step in graph.back(values.carried, graph.carries):
         op = graph.recording.producer(step.tensor)
-        if op is None or op.index in {*taken, averaged.multiply.index} or _place_of(graph, op.output, over) is None:
+        if op is None or op.index in {*taken, values.product.multiply.index}:
             continue
-        if graph.product(op) is None and not graph.reduces(op):
+        if _place_of(graph, op.output, over) is None or not (graph.product(op) or graph.reduces(op)):
             continue
         path = tuple(reversed(step.path))
-        own = _own_part(graph, op.output, path, over)
-        if own is None:
+        part = _weighing_part(graph, op.output, path, over)
+        if part is None:
             return None
-        start, stop = own
+        start, stop = part
         masked = next(tensor for tensor in path[start].inputs if start == 0 or tensor in path[start - 1].outputs)
         dim = _place_of(graph, masked, over)
-        behind = None if dim is None else score_product(graph, masked, dim)
-        if dim is None or behind is None or behind.product.op.index in taken or not _compares(graph, behind.product):
+        scores = None if dim is None else score_product(graph, masked, dim)
+        if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
             return None
-        return Weighing(masked, dim, path[start:stop], behind, Meeting(averaged, path[stop:], carried))
+        ahead = Meeting(values.product, path[stop:], values.carried)
+        return Weighing(masked, dim, path[start:stop], scores, ahead)
     return None
 
 
-def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
-    """Where the part of a path that makes weights of scores begins and ends; None where nothing is bent."""
+def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
+    """Return where the part of a path that makes weights of scores begins and ends; None where nothing is bent."""
     since = graph.recording.producers[scores.id] + 1
     made = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
     parts = []
     for place, op in enumerate(path):
-        others = [tensor for tensor in op.inputs if tensor.id in made and not _is_next(op, tensor, path, place)]
-        for other in others:
-            if other.numel > 1 and not _repeated(graph, other, op.output) <= over:
-                return None  # weights that are set against those of other queries
+        came_by = path[place - 1].outputs if place else op.inputs[:1]
+        others = [tensor for tensor in op.inputs if tensor.id in made and tensor not in came_by]
+        if any(other.numel > 1 and not _repeated(graph, other, op.output) <= over for other in others):
+            return None  # weights that are set against those of other queries
         if others or graph.bends(op):
             parts.append(place)
     if not any(graph.bends(path[place]) for place in parts) or path[parts[-1]].base_name.rstrip("_") == "exp":
@@ -95,31 +94,25 @@ def _own_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[A
 
 
 def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
-    """The axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
+    """Return the axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
     rank = len(whole.shape)
     dims = enumerate(graph.dimensions.of(whole))
     return {axis for place, dim in dims if not is_wide(factor, rank, place) for axis in wide(dim)}
 
 
-def _is_next(op: Op, tensor: TensorRef, path: tuple[Op, ...], place: int) -> bool:
-    """Whether a path comes to an operation by this tensor."""
-    return tensor in path[place - 1].outputs if place else tensor == op.inputs[0]
-
-
 def _place_of(graph: Graph, tensor: TensorRef, over: set[Axis]) -> int | None:
-    """The one dimension that has these axes."""
+    """Return the one dimension that has these axes; None where it is not one."""
     places = [place for place, dim in enumerate(graph.dimensions.of(tensor)) if over & set(dim)]
     return places[0] if len(places) == 1 else None
 
 
 def _is_of_activations(graph: Graph, product: Product) -> bool:
-    return all(graph.is_activation(tensor) for tensor in (product.left, product.right))
+    return graph.is_activation(product.left) and graph.is_activation(product.right)
 
 
 def _compares(graph: Graph, product: Product) -> bool:
-    """Whether features are summed up, and what is left are positions: queries are compared with keys."""
-    if not _is_of_activations(graph, product):
-        return False
-    axes, features = product.axes(graph.dimensions), graph.features
+    """Return whether features are summed up, and what is left are positions: queries are compared with keys."""
+    axes = product.axes(graph.dimensions)
     summed, left = set(wide(axes.left_inner)), set(wide(axes.rows, axes.columns))
-    return not product.is_dot or (bool(summed & features) and not left & features)
+    sums_features = bool(summed & graph.features) and not left & graph.features
+    return _is_of_activations(graph, product) and (sums_features or not product.is_dot)
